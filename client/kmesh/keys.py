@@ -1,0 +1,225 @@
+"""Who a span is: namespaces and chained keys.
+
+A namespace is everything that must be equal for KV bytes to mean the same. Its
+digest is the root of a chain, and the key of a span is
+
+    key = BLAKE3(parent key ‖ token ids as u32 ‖ extras)
+
+where the parent of the first span is the chain's root. A span's key therefore
+says all tokens before it. Tails shorter than a span have keys of the same form
+over their own tokens. Golden vectors are in ``tests/data/keys.json``.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import struct
+import sys
+from array import array
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from blake3 import blake3
+
+from kmesh.layout import SPAN_TOKENS, SUB_TOKENS
+
+KEY_BYTES = 32
+
+_NAMESPACE_CONTEXT = "kmesh 2026-11 namespace digest v1"
+_ROOT_CONTEXT = "kmesh 2026-11 prefix chain root v1"
+_SALT_CONTEXT = "kmesh 2026-11 cache salt v1"
+_EXTRAS_MARK = struct.pack("<I", 0xFFFFFFFF)
+
+
+def salt_digest(salt: str) -> str:
+    """A salt as a namespace holds it: it must never be written down itself."""
+    return blake3(salt.encode(), derive_key_context=_SALT_CONTEXT).hexdigest() if salt else ""
+
+
+@dataclass(frozen=True, slots=True)
+class Namespace:
+    """What must be equal for KV bytes to mean the same; a field each.
+
+    Attributes:
+        model: name of the model, as a person would say it.
+        weights: digest of the weights' content.
+        dtype: element type of the KV state, a key of ``layout.DTYPE_BYTES``.
+        layers, kv_heads: of the whole model, not of a shard.
+        head_dim: elements of one head's K (and of its V).
+        rope: rotary embedding parameters as canonical JSON, or empty.
+        adapter: digest of a LoRA adapter's content, or empty.
+        salt: ``salt_digest`` of the request's cache salt, or empty.
+        reset: random word after the engine's weights or cache were reset, or empty.
+    """
+
+    model: str
+    weights: str
+    dtype: str
+    layers: int
+    kv_heads: int
+    head_dim: int
+    rope: str = ""
+    adapter: str = ""
+    salt: str = ""
+    reset: str = ""
+
+    def fields(self) -> dict[str, str]:
+        """All fields as text, by name."""
+        return {f.name: str(getattr(self, f.name)) for f in dataclasses.fields(self)}
+
+    @classmethod
+    def from_fields(cls, fields: Mapping[str, str]) -> Namespace:
+        """Inverse of ``fields``. ValueError names a missing, unknown or malformed field."""
+        known = {f.name: f for f in dataclasses.fields(cls)}
+        for name in fields:
+            if name not in known:
+                raise ValueError(f"{name}: unknown namespace field")
+        values: dict[str, str | int] = {}
+        for name, field in known.items():
+            if name not in fields:
+                raise ValueError(f"{name}: missing namespace field")
+            text = fields[name]
+            if field.type in (int, "int"):
+                if not text.isascii() or not text.isdigit():
+                    raise ValueError(f"{name}: not a whole number")
+                values[name] = int(text)
+            else:
+                values[name] = text
+        return cls(**values)  # type: ignore[arg-type]
+
+    def digest(self) -> bytes:
+        """32 bytes; every field is bound by its name and its length."""
+        hasher = blake3(derive_key_context=_NAMESPACE_CONTEXT)
+        for name, text in self.fields().items():
+            for part in (name.encode(), text.encode()):
+                hasher.update(struct.pack("<Q", len(part)))
+                hasher.update(part)
+        return hasher.digest()
+
+    def differing(self, other: Namespace) -> list[str]:
+        """Names of the fields in which two namespaces differ."""
+        mine, theirs = self.fields(), other.fields()
+        return [name for name in mine if mine[name] != theirs[name]]
+
+
+def chain_root(namespace_digest: bytes) -> bytes:
+    """The parent of a chain's first key."""
+    return blake3(namespace_digest, derive_key_context=_ROOT_CONTEXT).digest()
+
+
+@dataclass(frozen=True, slots=True)
+class Extra:
+    """Content that token ids do not say (an image, say) at tokens [start, start + length)."""
+
+    start: int
+    length: int
+    identity: bytes
+
+
+class KeyChain:
+    """The keys of one request, computed once, as far as its tokens are known.
+
+    Args:
+        namespace_digest: 32 bytes.
+        span_tokens, sub_tokens: as the daemon said them.
+        extras: content beyond token ids, in any order.
+
+    Raises:
+        ValueError: span_tokens is not a multiple of sub_tokens.
+    """
+
+    __slots__ = ("_extras", "_keys", "_root", "_span", "_sub", "_tokens")
+
+    def __init__(
+        self,
+        namespace_digest: bytes,
+        *,
+        span_tokens: int = SPAN_TOKENS,
+        sub_tokens: int = SUB_TOKENS,
+        extras: Iterable[Extra] = (),
+    ) -> None:
+        if sub_tokens < 1 or span_tokens % sub_tokens:
+            raise ValueError(f"span_tokens {span_tokens} is no multiple of {sub_tokens}")
+        self._root = chain_root(namespace_digest)
+        self._span = span_tokens
+        self._sub = sub_tokens
+        self._extras = sorted(extras, key=lambda extra: (extra.start, extra.length))
+        self._tokens = bytearray()
+        self._keys = bytearray()
+
+    @property
+    def tokens(self) -> int:
+        """Tokens seen so far."""
+        return len(self._tokens) // 4
+
+    @property
+    def spans(self) -> int:
+        """Full spans that have a key."""
+        return len(self._keys) // KEY_BYTES
+
+    @property
+    def keys(self) -> bytes:
+        """Keys of all full spans, 32 bytes each."""
+        return bytes(self._keys)
+
+    def extend(self, token_ids: Sequence[int]) -> None:
+        """Add tokens; keys of spans that became full are computed.
+
+        Raises:
+            OverflowError: a token id does not fit in 32 bits.
+        """
+        words = array("I", token_ids)
+        if sys.byteorder != "little":
+            words.byteswap()
+        self._tokens += words.tobytes()
+        parent = self.parent(self.spans)
+        step = self._span * 4
+        tokens = memoryview(self._tokens)
+        try:
+            for begin in range(self.spans * step, len(tokens) - step + 1, step):
+                data = parent + tokens[begin : begin + step]
+                if self._extras:
+                    data += self._extras_between(begin // 4, begin // 4 + self._span)
+                parent = blake3(data).digest()
+                self._keys += parent
+        finally:
+            tokens.release()
+
+    def parent(self, span: int) -> bytes:
+        """The key before span number ``span``."""
+        return bytes(self._keys[(span - 1) * KEY_BYTES : span * KEY_BYTES]) if span else self._root
+
+    def key(self, span: int, tokens: int | None = None) -> bytes:
+        """Key of span number ``span``, or of its first ``tokens`` tokens.
+
+        Raises:
+            ValueError: those tokens are not known yet, or not a multiple of sub_tokens.
+        """
+        if tokens is None or tokens == self._span:
+            if not 0 <= span < self.spans:
+                raise ValueError(f"span {span} has no key yet")
+            return bytes(self._keys[span * KEY_BYTES : (span + 1) * KEY_BYTES])
+        begin = span * self._span
+        if not 0 < tokens < self._span or tokens % self._sub:
+            raise ValueError(f"{tokens} tokens are not a part of a span")
+        if not 0 <= span <= self.spans or begin + tokens > self.tokens:
+            raise ValueError(f"tokens {begin}:{begin + tokens} are not known yet")
+        data = self.parent(span) + self._tokens[begin * 4 : (begin + tokens) * 4]
+        return blake3(data + self._extras_between(begin, begin + tokens)).digest()
+
+    def sub_keys(self, span: int, tokens: int) -> list[bytes]:
+        """Keys of the first sub_tokens, 2·sub_tokens, … of a span, up to ``tokens``."""
+        return [self.key(span, n) for n in range(self._sub, tokens + 1, self._sub)]
+
+    def _extras_between(self, begin: int, end: int) -> bytes:
+        parts = []
+        for extra in self._extras:
+            if extra.start < end and extra.start + extra.length > begin:
+                # Relative to the span, and signed: content may begin before it.
+                parts.append(
+                    struct.pack(
+                        "<qqI", extra.start - begin, extra.length, len(extra.identity)
+                    )
+                    + extra.identity
+                )
+        return _EXTRAS_MARK + b"".join(parts) if parts else b""

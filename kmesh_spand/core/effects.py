@@ -1,0 +1,133 @@
+"""What the core wants done. The shell carries effects out in order, each once."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True, slots=True)
+class AcquireResult:
+    """Parallel arrays as in ``kmesh.v1.AcquireResponse``."""
+
+    lease: int
+    reason: Sequence[int]
+    slab: Sequence[int]
+    offset: Sequence[int]
+    length: Sequence[int]
+    tokens: Sequence[int]
+    generation: Sequence[int]
+    root: Sequence[int]
+
+
+@dataclass(frozen=True, slots=True)
+class ReleaseResult:
+    released: int
+    refused: Sequence[int]
+
+
+@dataclass(frozen=True, slots=True)
+class ReserveResult:
+    reason: Sequence[int]
+    reservation: Sequence[int]
+
+
+@dataclass(frozen=True, slots=True)
+class CommitResult:
+    reason: Sequence[int]
+
+
+@dataclass(frozen=True, slots=True)
+class AbortResult:
+    aborted: int
+
+
+@dataclass(frozen=True, slots=True)
+class ReportCorruptResult:
+    accepted: int
+
+
+@dataclass(frozen=True, slots=True)
+class Refused:
+    """The whole call failed; ``code`` is a number of ``kmesh.v1.Code``."""
+
+    code: int
+    message: str
+    field: str = ""
+
+
+Result = (
+    AcquireResult
+    | ReleaseResult
+    | ReserveResult
+    | CommitResult
+    | AbortResult
+    | ReportCorruptResult
+    | Refused
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Reply:
+    """Answer ``request`` of ``session``; dropped by the shell if the session is gone."""
+
+    session: int
+    request: int
+    result: Result
+
+
+@dataclass(frozen=True, slots=True)
+class Copy:
+    """Copy staging bytes into a slab, sum them, then send CopyDone or CopyFailed for ``job``."""
+
+    job: int
+    session: int
+    staging_offset: int
+    slab: int
+    offset: int
+    length: int
+
+
+@dataclass(frozen=True, slots=True)
+class Verify:
+    """Read a payload, compare it with its tile sums and ``root``, then send VerifyDone."""
+
+    job: int
+    slab: int
+    offset: int
+    length: int
+    root: int
+
+
+@dataclass(frozen=True, slots=True)
+class PutRecord:
+    """Write a catalog record (``record.RECORD_BYTES``) at ``slot``; zeros free it."""
+
+    slot: int
+    data: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Publish:
+    """Make keys visible in the index. ``tags`` as ``kmesh.index.tag``; they point at ``slot``."""
+
+    slot: int
+    tags: Sequence[int] = field(default_factory=tuple)
+
+
+@dataclass(frozen=True, slots=True)
+class Unpublish:
+    """Take keys out of the index, before anything else happens to their span."""
+
+    slot: int
+    tags: Sequence[int] = field(default_factory=tuple)
+
+
+@dataclass(frozen=True, slots=True)
+class DropStaging:
+    """Nothing reads this session's staging any more: destroy it."""
+
+    session: int
+
+
+Effect = Reply | Copy | Verify | PutRecord | Publish | Unpublish | DropStaging

@@ -1,0 +1,173 @@
+"""What happens to the core. Times are milliseconds of one monotonic clock.
+
+Every event that carries ``request`` is answered by exactly one ``effects.Reply``,
+at once or (``Commit``) later.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from kmesh_spand.core.record import Record
+
+
+@dataclass(frozen=True, slots=True)
+class SessionOpened:
+    """A client said Hello and was let in.
+
+    Attributes:
+        session: unique for this epoch, never reused.
+        engine: (uid, engine id) joined by the caller, or empty for tools.
+        role: number of ``kmesh.v1.Role``.
+    """
+
+    session: int
+    uid: int
+    engine: str
+    role: int
+
+
+@dataclass(frozen=True, slots=True)
+class SessionClosed:
+    """The connection ended, for whatever reason. Not an error if unknown."""
+
+    session: int
+
+
+@dataclass(frozen=True, slots=True)
+class Acquire:
+    """``keys`` is n × 32 bytes; ``shards`` are shard codes; entry i·m + j is key i, shard j."""
+
+    session: int
+    request: int
+    keys: bytes
+    shards: Sequence[int]
+    prefix: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Release:
+    session: int
+    request: int
+    leases: Sequence[int]
+
+
+@dataclass(frozen=True, slots=True)
+class Reserve:
+    """Parallel arrays, one entry a span; see ``kmesh.v1.ReserveRequest``."""
+
+    session: int
+    request: int
+    namespace: bytes
+    shard: int
+    keys: bytes
+    tokens: Sequence[int]
+    start: Sequence[int]
+    length: Sequence[int]
+    sub_keys: bytes = b""
+
+
+@dataclass(frozen=True, slots=True)
+class Commit:
+    """``staging_size`` is what the session's staging holds: offsets are checked against it."""
+
+    session: int
+    request: int
+    reservations: Sequence[int]
+    offsets: Sequence[int]
+    staging_size: int
+
+
+@dataclass(frozen=True, slots=True)
+class Abort:
+    session: int
+    request: int
+    reservations: Sequence[int]
+
+
+@dataclass(frozen=True, slots=True)
+class ReportCorrupt:
+    session: int
+    request: int
+    lease: int
+    entries: Sequence[int]
+
+
+@dataclass(frozen=True, slots=True)
+class CopyDone:
+    """The store worker wrote a payload and its tile sums, which fold to ``root``."""
+
+    job: int
+    root: int
+
+
+@dataclass(frozen=True, slots=True)
+class CopyFailed:
+    """The store worker could not copy, or died before it answered."""
+
+    job: int
+
+
+@dataclass(frozen=True, slots=True)
+class VerifyDone:
+    """A payload was read again. ``good`` is None when the worker died before it answered."""
+
+    job: int
+    good: bool | None
+
+
+@dataclass(frozen=True, slots=True)
+class SlabAdded:
+    """A slab exists; ``capacity`` bytes may be used once they are populated."""
+
+    slab: int
+    capacity: int
+
+
+@dataclass(frozen=True, slots=True)
+class Populated:
+    """The first ``capacity`` bytes of a slab's payload area have pages behind them."""
+
+    slab: int
+    capacity: int
+
+
+@dataclass(frozen=True, slots=True)
+class Recovered:
+    """Records of an earlier epoch, (slot, record), read from the catalog; sent once, first.
+
+    Their payloads are served only after a verification of each.
+    """
+
+    records: Sequence[tuple[int, Record]] = field(default_factory=tuple)
+
+
+@dataclass(frozen=True, slots=True)
+class GraceEnded:
+    """Engines of the earlier epoch have re-attached or had their time: ranges may be reused."""
+
+
+@dataclass(frozen=True, slots=True)
+class Drain:
+    """No new reservation from now on; what is in flight may finish."""
+
+
+Event = (
+    SessionOpened
+    | SessionClosed
+    | Acquire
+    | Release
+    | Reserve
+    | Commit
+    | Abort
+    | ReportCorrupt
+    | CopyDone
+    | CopyFailed
+    | VerifyDone
+    | SlabAdded
+    | Populated
+    | Recovered
+    | GraceEnded
+    | Drain
+)
