@@ -1,9 +1,11 @@
-"""The native part of KMesh for host memory (C, ``_host.c``); every call releases the GIL.
+"""The native part of KMesh for host memory (C, ``_host.c``); bulk calls release the GIL.
 
-Addresses are integers; their owner must keep the memory alive during the call.
+Addresses are integers; their owner must keep the memory alive during the call. Everything
+else is checked: a wrong size, range or block id is a ValueError or a status, never an access
+outside the memory that was named.
 """
 
-from collections.abc import Buffer
+from typing_extensions import Buffer
 
 TILE_BYTES: int
 
@@ -14,7 +16,10 @@ def tile_sums(src: int, length: int, sums: int, /) -> int:
     """Writes the sums of ceil(length / TILE_BYTES) tiles at ``sums``; returns their fold (root)."""
 
 def copy_with_sums(dst: int, src: int, length: int, sums: int, /) -> int:
-    """memcpy and ``tile_sums`` of what was *written to dst*, in one pass; returns the root."""
+    """memcpy and ``tile_sums`` of what was *written to dst*, in one pass; returns the root.
+
+    Each byte of src is read once: a source that changes meanwhile cannot make the sums wrong.
+    """
 
 def fold(sums: int, tiles: int, /) -> int:
     """The root of stored tile sums."""
@@ -25,25 +30,64 @@ def verify(src: int, length: int, sums: int, root: int, /) -> bool:
 def scatter(layout: Buffer, spans: Buffer, blocks: Buffer, status: Buffer, /) -> int:
     """Restores spans into paged KV, verifying each tile that is read.
 
-    layout: a packed ``kmesh.kernels.host.PagedLayout``. spans: packed records of 'ranges to
-    restore'. blocks: int64 block ids of the request. status: one byte for each record, written:
-    0 done, 1 sums do not fold to the root, 2 a tile's sum differs, 3 a block id is out of range.
+    layout: a packed ``kmesh.kernels.host.PagedLayout``. spans: packed ``SpanPart`` records.
+    blocks: int64 block ids of the request. status: one byte for each record, written:
+    0 done, 1 sums do not fold to the root, 2 a tile's sum differs, 3 a block id is out of range,
+    4 the record contradicts itself or the layout. Statuses 3 and 4 have written nothing, 1
+    neither, 2 may have written part.
     Returns the number of records whose status is not 0.
+
+    Raises:
+        ValueError: a buffer has the wrong length, or the layout a zero or a size too large.
     """
 
 def gather(layout: Buffer, spans: Buffer, blocks: Buffer, status: Buffer, /) -> int:
     """Copies paged KV into payloads (the inverse of scatter, no sums)."""
 
-def index_probe(index: int, keys: Buffer, mixes: Buffer, slots: Buffer, prefix: bool, /) -> int:
+def index_probe(
+    index: int, size: int, epoch: int, keys: Buffer, mixes: Buffer, slots: Buffer, prefix: bool, /
+) -> int:
     """Looks up keys (32 bytes each) × shard mixes (u64 each) in an index; see kmesh.index.
 
     Writes slot + 1, or 0 for a miss, as u32 for each pair. With ``prefix``, stops at the first
     key of which a shard is missing and returns the number of leading keys found; without, the
-    number of keys of which all shards were found.
+    number of keys of which all shards were found. A poisoned index and one of another epoch
+    have nothing.
+
+    Raises:
+        ValueError: a buffer has the wrong length, or the header claims more than ``size`` bytes.
     """
 
-def index_insert(index: int, tag: int, slot: int, /) -> bool:
-    """Writer only. False when no place was found within the probe limit."""
+def index_insert(index: int, size: int, tag: int, slot: int, /) -> bool:
+    """Writer only. Points ``tag`` at ``slot``, also where it pointed elsewhere.
 
-def index_remove(index: int, tag: int, slot: int, /) -> bool:
-    """Writer only. False when the entry is not there."""
+    False when no place was found within the probe limit.
+    """
+
+def index_remove(index: int, size: int, tag: int, slot: int, /) -> bool:
+    """Writer only. False when no entry points from ``tag`` to ``slot``."""
+
+def load(address: int, bits: int, /) -> int:
+    """Atomic load-acquire of an aligned u32 or u64 (``bits`` 32 or 64)."""
+
+def store(address: int, bits: int, value: int, /) -> None:
+    """Atomic store-release of an aligned u32 or u64 (``bits`` 32 or 64)."""
+
+class Region(Buffer):
+    """A shared mapping of the first ``size`` bytes of ``fd``, which stays the caller's.
+
+    It is a buffer, read-only unless ``writable``. Memory that is still viewed when it is closed
+    is unmapped with its last view.
+
+    Raises:
+        OSError: mmap refused.
+    """
+
+    def __new__(cls, fd: int, size: int, writable: bool, /) -> Region: ...
+    def __buffer__(self, flags: int, /) -> memoryview: ...
+    @property
+    def address(self) -> int:
+        """Address of byte 0. ValueError once closed."""
+    @property
+    def closed(self) -> bool: ...
+    def close(self) -> None: ...

@@ -1,0 +1,431 @@
+// Python's view of the native part: argument checks, buffers, the GIL. The work
+// is in the headers beside this file. Stated for people in _host.pyi.
+#define PY_SSIZE_T_CLEAN
+#include <Python.h>
+
+#include <stddef.h>
+#include <stdlib.h>
+#include <sys/mman.h>
+
+#include "_host_index.h"
+#include "_host_paged.h"
+#include "_host_sums.h"
+
+// "O&" converter: unlike "K", it refuses what is negative or too large.
+static int to_u64(PyObject *object, void *out) {
+    unsigned long long value = PyLong_AsUnsignedLongLong(object);
+    if (value == (unsigned long long)-1 && PyErr_Occurred()) return 0;
+    *(uint64_t *)out = value;
+    return 1;
+}
+
+static void *pointer(uint64_t address) {
+    return (void *)(uintptr_t)address;
+}
+
+static PyObject *refuse(const char *message) {
+    PyErr_SetString(PyExc_ValueError, message);
+    return NULL;
+}
+
+static PyObject *host_address(PyObject *module, PyObject *args) {
+    (void)module;
+    Py_buffer view;
+    if (!PyArg_ParseTuple(args, "y*:address", &view)) return NULL;
+    PyObject *result = PyLong_FromVoidPtr(view.buf);
+    PyBuffer_Release(&view);
+    return result;
+}
+
+// ---- sums -------------------------------------------------------------------
+
+static PyObject *host_tile_sums(PyObject *module, PyObject *args) {
+    (void)module;
+    uint64_t src, length, sums, root;
+    if (!PyArg_ParseTuple(args, "O&O&O&:tile_sums", to_u64, &src, to_u64, &length, to_u64, &sums))
+        return NULL;
+    Py_BEGIN_ALLOW_THREADS
+    root = km_tile_sums(pointer(src), length, pointer(sums));
+    Py_END_ALLOW_THREADS
+    return PyLong_FromUnsignedLongLong(root);
+}
+
+static PyObject *host_copy_with_sums(PyObject *module, PyObject *args) {
+    (void)module;
+    uint64_t dst, src, length, sums, root;
+    if (!PyArg_ParseTuple(args, "O&O&O&O&:copy_with_sums", to_u64, &dst, to_u64, &src, to_u64,
+                          &length, to_u64, &sums))
+        return NULL;
+    Py_BEGIN_ALLOW_THREADS
+    root = km_copy_with_sums(pointer(dst), pointer(src), length, pointer(sums));
+    Py_END_ALLOW_THREADS
+    return PyLong_FromUnsignedLongLong(root);
+}
+
+static PyObject *host_fold(PyObject *module, PyObject *args) {
+    (void)module;
+    uint64_t sums, tiles, root;
+    if (!PyArg_ParseTuple(args, "O&O&:fold", to_u64, &sums, to_u64, &tiles)) return NULL;
+    Py_BEGIN_ALLOW_THREADS
+    root = km_fold(pointer(sums), tiles);
+    Py_END_ALLOW_THREADS
+    return PyLong_FromUnsignedLongLong(root);
+}
+
+static PyObject *host_verify(PyObject *module, PyObject *args) {
+    (void)module;
+    uint64_t src, length, sums, root;
+    int good;
+    if (!PyArg_ParseTuple(args, "O&O&O&O&:verify", to_u64, &src, to_u64, &length, to_u64, &sums,
+                          to_u64, &root))
+        return NULL;
+    Py_BEGIN_ALLOW_THREADS
+    good = km_verify(pointer(src), length, pointer(sums), root);
+    Py_END_ALLOW_THREADS
+    return PyBool_FromLong(good);
+}
+
+// ---- paged KV ---------------------------------------------------------------
+
+// Takes copies of everything that Python could change while the GIL is free.
+static const char *paged_open(km_paged *paged, const Py_buffer *layout, const Py_buffer *blocks,
+                              unsigned char **memory) {
+    size_t head = sizeof(km_layout), bases;
+    if ((size_t)layout->len < head) return "layout: too short";
+    memcpy(&paged->layout, layout->buf, head);
+    if (__builtin_mul_overflow(paged->layout.layers, 16, &bases) ||
+        (size_t)layout->len - head != bases)
+        return "layout: length does not match its number of layers";
+    if (!km_layout_ok(&paged->layout)) return "layout: a size is zero or too large";
+    if (blocks->len % 8) return "blocks: not int64";
+    *memory = malloc(bases + (size_t)blocks->len);
+    if (!*memory) return "no memory";
+    memcpy(*memory, (const char *)layout->buf + head, bases);
+    memcpy(*memory + bases, blocks->buf, (size_t)blocks->len);
+    paged->k_base = (const uint64_t *)*memory;
+    paged->v_base = paged->k_base + paged->layout.layers;
+    paged->blocks = (const int64_t *)(*memory + bases);
+    paged->block_count = (uint64_t)blocks->len / 8;
+    return NULL;
+}
+
+// Sums of the longest part are kept at paged->sums. False: no memory.
+static int paged_reserve(km_paged *paged, size_t *room, size_t tiles) {
+    if (tiles <= *room) return 1;
+    uint64_t *larger = realloc(paged->sums, tiles * sizeof *larger);
+    if (!larger) return 0;
+    paged->sums = larger;
+    *room = tiles;
+    return 1;
+}
+
+// Number of parts that failed, or -1: no memory.
+static Py_ssize_t paged_run(km_paged *paged, const unsigned char *records, size_t count,
+                            unsigned char *status, int out) {
+    size_t room = 0;
+    Py_ssize_t failed = 0;
+    for (size_t i = 0; i < count && failed >= 0; i++) {
+        km_part part;
+        memcpy(&part, records + i * sizeof part, sizeof part);
+        int result = km_part_check(paged, &part);
+        if (result == KM_DONE) {
+            if (out || paged_reserve(paged, &room, km_tiles(part.length)))
+                result = km_part_run(paged, &part, out);
+            else
+                failed = -1;
+        }
+        status[i] = (unsigned char)result;
+        if (failed >= 0) failed += result != KM_DONE;
+    }
+    free(paged->sums);
+    return failed;
+}
+
+static PyObject *paged_call(PyObject *args, const char *format, int out) {
+    Py_buffer layout, parts, blocks, status;
+    if (!PyArg_ParseTuple(args, format, &layout, &parts, &blocks, &status)) return NULL;
+    PyObject *result = NULL;
+    km_paged paged = {0};
+    unsigned char *memory = NULL;
+    size_t count = (size_t)parts.len / sizeof(km_part);
+    const char *wrong = paged_open(&paged, &layout, &blocks, &memory);
+    if (!wrong && (size_t)parts.len % sizeof(km_part)) wrong = "spans: not whole records";
+    if (!wrong && (size_t)status.len != count) wrong = "status: not one byte for each record";
+    if (wrong) {
+        refuse(wrong);
+    } else {
+        Py_ssize_t failed;
+        Py_BEGIN_ALLOW_THREADS
+        failed = paged_run(&paged, parts.buf, count, status.buf, out);
+        Py_END_ALLOW_THREADS
+        result = failed < 0 ? PyErr_NoMemory() : PyLong_FromSsize_t(failed);
+    }
+    free(memory);
+    PyBuffer_Release(&layout);
+    PyBuffer_Release(&parts);
+    PyBuffer_Release(&blocks);
+    PyBuffer_Release(&status);
+    return result;
+}
+
+static PyObject *host_scatter(PyObject *module, PyObject *args) {
+    (void)module;
+    return paged_call(args, "y*y*y*w*:scatter", 0);
+}
+
+static PyObject *host_gather(PyObject *module, PyObject *args) {
+    (void)module;
+    return paged_call(args, "y*y*y*w*:gather", 1);
+}
+
+// ---- index ------------------------------------------------------------------
+
+static int index_open(km_index *index, uint64_t address, uint64_t size) {
+    if (km_index_open(index, pointer(address), size)) return 1;
+    refuse("index: its header does not fit its memory");
+    return 0;
+}
+
+static PyObject *host_index_probe(PyObject *module, PyObject *args) {
+    (void)module;
+    uint64_t address, size, epoch;
+    Py_buffer keys, mixes, slots;
+    int prefix;
+    if (!PyArg_ParseTuple(args, "O&O&O&y*y*w*p:index_probe", to_u64, &address, to_u64, &size,
+                          to_u64, &epoch, &keys, &mixes, &slots, &prefix))
+        return NULL;
+    PyObject *result = NULL;
+    km_index index;
+    size_t key_count = (size_t)keys.len / 32, mix_count = (size_t)mixes.len / 8, room;
+    if (keys.len % 32) refuse("keys: not 32 bytes each");
+    else if (mixes.len % 8 || !mix_count) refuse("mixes: not u64 each, at least one");
+    else if (__builtin_mul_overflow(key_count, mix_count * 4, &room) || room != (size_t)slots.len)
+        refuse("slots: not one u32 for each key and mix");
+    else if ((uintptr_t)slots.buf % 4) refuse("slots: not aligned");
+    else if (index_open(&index, address, size)) {
+        size_t hits;
+        Py_BEGIN_ALLOW_THREADS
+        if (index.epoch == epoch) {
+            hits = km_index_probe(&index, keys.buf, key_count, mixes.buf, mix_count, slots.buf,
+                                  prefix);
+        } else {
+            memset(slots.buf, 0, room);
+            hits = 0;
+        }
+        Py_END_ALLOW_THREADS
+        result = PyLong_FromSize_t(hits);
+    }
+    PyBuffer_Release(&keys);
+    PyBuffer_Release(&mixes);
+    PyBuffer_Release(&slots);
+    return result;
+}
+
+static PyObject *index_write(PyObject *args, const char *format,
+                             int (*write)(const km_index *, uint64_t, uint32_t)) {
+    uint64_t address, size, tag, slot;
+    km_index index;
+    if (!PyArg_ParseTuple(args, format, to_u64, &address, to_u64, &size, to_u64, &tag, to_u64,
+                          &slot))
+        return NULL;
+    if (tag <= KM_TOMBSTONE) return refuse("tag: 0 and 1 are none");
+    if (slot >= UINT32_MAX) return refuse("slot: too large");
+    if (!index_open(&index, address, size)) return NULL;
+    return PyBool_FromLong(write(&index, tag, (uint32_t)slot));
+}
+
+static PyObject *host_index_insert(PyObject *module, PyObject *args) {
+    (void)module;
+    return index_write(args, "O&O&O&O&:index_insert", km_index_insert);
+}
+
+static PyObject *host_index_remove(PyObject *module, PyObject *args) {
+    (void)module;
+    return index_write(args, "O&O&O&O&:index_remove", km_index_remove);
+}
+
+static PyObject *host_load(PyObject *module, PyObject *args) {
+    (void)module;
+    uint64_t address;
+    int bits;
+    if (!PyArg_ParseTuple(args, "O&i:load", to_u64, &address, &bits)) return NULL;
+    if (bits == 32)
+        return PyLong_FromUnsignedLong(__atomic_load_n((uint32_t *)pointer(address), __ATOMIC_ACQUIRE));
+    if (bits == 64)
+        return PyLong_FromUnsignedLongLong(
+            __atomic_load_n((uint64_t *)pointer(address), __ATOMIC_ACQUIRE));
+    return refuse("bits: 32 or 64");
+}
+
+static PyObject *host_store(PyObject *module, PyObject *args) {
+    (void)module;
+    uint64_t address, value;
+    int bits;
+    if (!PyArg_ParseTuple(args, "O&iO&:store", to_u64, &address, &bits, to_u64, &value)) return NULL;
+    if (bits == 32 && value <= UINT32_MAX)
+        __atomic_store_n((uint32_t *)pointer(address), (uint32_t)value, __ATOMIC_RELEASE);
+    else if (bits == 64)
+        __atomic_store_n((uint64_t *)pointer(address), value, __ATOMIC_RELEASE);
+    else
+        return refuse("bits: 32 or 64, and the value must fit");
+    Py_RETURN_NONE;
+}
+
+// ---- mappings ---------------------------------------------------------------
+
+// A shared mapping. It is unmapped when it is closed and nobody views it.
+typedef struct {
+    PyObject_HEAD
+    void *memory;  // NULL once unmapped
+    size_t size;
+    Py_ssize_t views;
+    int writable, closed;
+} region;
+
+static void region_unmap(region *self) {
+    if (self->memory && self->closed && !self->views) {
+        munmap(self->memory, self->size);
+        self->memory = NULL;
+    }
+}
+
+static PyObject *region_new(PyTypeObject *type, PyObject *args, PyObject *kwargs) {
+    int fd, writable;
+    Py_ssize_t size;
+    if (kwargs && PyDict_Size(kwargs)) return refuse("Region takes no keywords");
+    if (!PyArg_ParseTuple(args, "inp:Region", &fd, &size, &writable)) return NULL;
+    if (size < 1) return refuse("size: must be positive");
+    allocfunc alloc = (allocfunc)PyType_GetSlot(type, Py_tp_alloc);
+    region *self = (region *)alloc(type, 0);
+    if (!self) return NULL;
+    void *memory;
+    Py_BEGIN_ALLOW_THREADS
+    memory = mmap(NULL, (size_t)size, writable ? PROT_READ | PROT_WRITE : PROT_READ, MAP_SHARED,
+                  fd, 0);
+    Py_END_ALLOW_THREADS
+    if (memory == MAP_FAILED) {
+        PyErr_SetFromErrno(PyExc_OSError);
+        Py_DECREF(self);
+        return NULL;
+    }
+    self->memory = memory;
+    self->size = (size_t)size;
+    self->writable = writable;
+    return (PyObject *)self;
+}
+
+static void region_dealloc(region *self) {
+    PyTypeObject *type = Py_TYPE((PyObject *)self);
+    self->closed = 1;
+    region_unmap(self);
+    ((freefunc)PyType_GetSlot(type, Py_tp_free))(self);
+    Py_DECREF(type);
+}
+
+static PyObject *region_close(region *self, PyObject *ignored) {
+    (void)ignored;
+    self->closed = 1;
+    region_unmap(self);
+    Py_RETURN_NONE;
+}
+
+static PyObject *region_address(region *self, void *closure) {
+    (void)closure;
+    if (self->closed) return refuse("the mapping is closed");
+    return PyLong_FromVoidPtr(self->memory);
+}
+
+static PyObject *region_is_closed(region *self, void *closure) {
+    (void)closure;
+    return PyBool_FromLong(self->closed);
+}
+
+static int region_getbuffer(region *self, Py_buffer *view, int flags) {
+    if (self->closed) {
+        view->obj = NULL;
+        PyErr_SetString(PyExc_ValueError, "the mapping is closed");
+        return -1;
+    }
+    if (PyBuffer_FillInfo(view, (PyObject *)self, self->memory, (Py_ssize_t)self->size,
+                          !self->writable, flags))
+        return -1;
+    self->views++;
+    return 0;
+}
+
+static void region_releasebuffer(region *self, Py_buffer *view) {
+    (void)view;
+    self->views--;
+    region_unmap(self);
+}
+
+static PyMethodDef region_methods[] = {
+    {"close", (PyCFunction)region_close, METH_NOARGS, NULL},
+    {NULL, NULL, 0, NULL},
+};
+
+static PyGetSetDef region_getset[] = {
+    {"address", (getter)region_address, NULL, NULL, NULL},
+    {"closed", (getter)region_is_closed, NULL, NULL, NULL},
+    {NULL, NULL, NULL, NULL, NULL},
+};
+
+static PyType_Slot region_slots[] = {
+    {Py_tp_new, region_new},
+    {Py_tp_dealloc, region_dealloc},
+    {Py_tp_methods, region_methods},
+    {Py_tp_getset, region_getset},
+    {Py_bf_getbuffer, region_getbuffer},
+    {Py_bf_releasebuffer, region_releasebuffer},
+    {0, NULL},
+};
+
+static PyType_Spec region_spec = {
+    .name = "kmesh._host.Region",
+    .basicsize = sizeof(region),
+    .flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_IMMUTABLETYPE,
+    .slots = region_slots,
+};
+
+// ---- module -----------------------------------------------------------------
+
+static PyMethodDef host_methods[] = {
+    {"address", host_address, METH_VARARGS, NULL},
+    {"tile_sums", host_tile_sums, METH_VARARGS, NULL},
+    {"copy_with_sums", host_copy_with_sums, METH_VARARGS, NULL},
+    {"fold", host_fold, METH_VARARGS, NULL},
+    {"verify", host_verify, METH_VARARGS, NULL},
+    {"scatter", host_scatter, METH_VARARGS, NULL},
+    {"gather", host_gather, METH_VARARGS, NULL},
+    {"index_probe", host_index_probe, METH_VARARGS, NULL},
+    {"index_insert", host_index_insert, METH_VARARGS, NULL},
+    {"index_remove", host_index_remove, METH_VARARGS, NULL},
+    {"load", host_load, METH_VARARGS, NULL},
+    {"store", host_store, METH_VARARGS, NULL},
+    {NULL, NULL, 0, NULL},
+};
+
+static int host_exec(PyObject *module) {
+    PyObject *type = PyType_FromModuleAndSpec(module, &region_spec, NULL);
+    if (!type) return -1;
+    int failed = PyModule_AddType(module, (PyTypeObject *)type);
+    Py_DECREF(type);
+    return failed ? -1 : PyModule_AddIntConstant(module, "TILE_BYTES", (long)KM_TILE);
+}
+
+static PyModuleDef_Slot host_slots[] = {
+    {Py_mod_exec, host_exec},
+    {0, NULL},
+};
+
+static struct PyModuleDef host_module = {
+    PyModuleDef_HEAD_INIT,
+    .m_name = "kmesh._host",
+    .m_size = 0,
+    .m_methods = host_methods,
+    .m_slots = host_slots,
+};
+
+PyMODINIT_FUNC PyInit__host(void) {
+    return PyModuleDef_Init(&host_module);
+}

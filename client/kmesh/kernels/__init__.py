@@ -1,0 +1,1 @@
+"""Kernels that move spans: ``host`` for paged KV in host memory."""

@@ -1,0 +1,152 @@
+"""Spans to and from paged KV in host memory, in one native call for a whole request."""
+
+from __future__ import annotations
+
+import enum
+import struct
+from array import array
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+from kmesh import _host
+
+_LAYOUT = struct.Struct("<8Q")
+_PART = struct.Struct("<16Q")
+
+
+class Status(enum.IntEnum):
+    """What became of one part. After ``BAD_TILE`` some of its pages may be written."""
+
+    DONE = 0
+    BAD_ROOT = 1
+    BAD_TILE = 2
+    BAD_BLOCK = 3
+    BAD_RECORD = 4
+
+
+@dataclass(frozen=True)
+class PagedLayout:
+    """Where an engine's KV pages lie. All sizes and strides are bytes.
+
+    Attributes:
+        k_base, v_base: for each layer, the address of K (V) of block 0, head 0, token 0.
+        block_stride, head_stride, token_stride: all layers alike.
+        block_tokens: tokens of a block.
+        num_blocks: of each layer.
+        heads: KV heads of this rank.
+        row_bytes: one token of one head, K or V; these bytes are contiguous.
+    """
+
+    k_base: tuple[int, ...]
+    v_base: tuple[int, ...]
+    block_stride: int
+    head_stride: int
+    token_stride: int
+    block_tokens: int
+    num_blocks: int
+    heads: int
+    row_bytes: int
+
+    def __post_init__(self) -> None:
+        if len(self.k_base) != len(self.v_base):
+            raise ValueError(f"{len(self.k_base)} K bases, {len(self.v_base)} V bases")
+
+    @cached_property
+    def packed(self) -> bytes:
+        """As ``_host`` reads it."""
+        head = _LAYOUT.pack(
+            len(self.k_base),
+            self.heads,
+            self.row_bytes,
+            self.block_tokens,
+            self.num_blocks,
+            self.block_stride,
+            self.head_stride,
+            self.token_stride,
+        )
+        return head + array("Q", self.k_base + self.v_base).tobytes()
+
+
+@dataclass(slots=True)
+class SpanPart:
+    """A part of one span's payload: a range of its tokens, heads and layers.
+
+    Attributes:
+        address: of the payload's first byte.
+        sums_address: of its first tile sum (scatter only).
+        root: that its tile sums must fold to (scatter only).
+        length: bytes of the whole payload.
+        tokens: that the payload holds.
+        token_begin, token_end: those to move, counted in the span.
+        position: of the span's token 0 in the request. Token t belongs to
+            ``blocks[(position + t) // block_tokens]``, slot ``(position + t) % block_tokens``.
+        src_heads, src_layers: that the payload holds.
+        src_head_begin, src_layer_begin: where the part begins in the payload.
+        dst_head_begin, dst_layer_begin: where it begins in the engine's pages.
+        heads, layers: how many of each to move.
+    """
+
+    address: int
+    sums_address: int
+    root: int
+    length: int
+    tokens: int
+    token_begin: int
+    token_end: int
+    position: int
+    src_heads: int
+    src_head_begin: int
+    dst_head_begin: int
+    heads: int
+    src_layers: int
+    src_layer_begin: int
+    dst_layer_begin: int
+    layers: int
+
+    def pack(self) -> bytes:
+        """As ``_host`` reads it; struct.error when a field is negative or too large."""
+        return _PART.pack(
+            self.address,
+            self.sums_address,
+            self.root,
+            self.length,
+            self.tokens,
+            self.token_begin,
+            self.token_end,
+            self.position,
+            self.src_heads,
+            self.src_head_begin,
+            self.dst_head_begin,
+            self.heads,
+            self.src_layers,
+            self.src_layer_begin,
+            self.dst_layer_begin,
+            self.layers,
+        )
+
+
+def scatter(layout: PagedLayout, parts: Sequence[SpanPart], blocks: Sequence[int]) -> bytes:
+    """Restores parts of spans into the pages ``blocks`` of a request.
+
+    Every tile that holds a wanted byte is verified before a byte of it is copied.
+
+    Returns:
+        A ``Status`` for each part, one byte each.
+    """
+    status = bytearray(len(parts))
+    records = b"".join([part.pack() for part in parts])
+    _host.scatter(layout.packed, records, array("q", blocks), status)
+    return bytes(status)
+
+
+def gather(layout: PagedLayout, parts: Sequence[SpanPart], blocks: Sequence[int]) -> bytes:
+    """Copies pages of a request into payloads: the inverse of ``scatter``, without sums.
+
+    Returns:
+        A ``Status`` for each part, one byte each.
+    """
+    status = bytearray(len(parts))
+    records = b"".join([part.pack() for part in parts])
+    _host.gather(layout.packed, records, array("q", blocks), status)
+    return bytes(status)
