@@ -1,0 +1,405 @@
+"""The daemon's behaviour as a small model: requests in, answers out, all in dictionaries.
+
+For ``kmesh.testing``; it knows no sockets. It evicts nothing and copies in place, otherwise it
+answers as the daemon does, which the contract tests hold it to.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import secrets
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from google.protobuf.message import Message
+
+from kmesh import _host, errors, keys, layout
+from kmesh.index import IndexWriter, capacity_for, index_size, tag
+from kmesh.mapping import Mapping
+from kmesh.v1 import common_pb2, sessions_pb2, spans_pb2
+
+OK, MISS, PENDING, CORRUPT, EXISTS = 0, 1, 2, 3, 4
+POOL_FULL, TOO_LARGE, STALE = 5, 7, 8
+SCHEDULER, WORKER, TOOL = 1, 2, 3
+
+
+@dataclass(slots=True)
+class Span:
+    """A committed span, or one that is reserved (``session`` says by whom)."""
+
+    slot: int
+    keys: list[bytes]
+    shard: int
+    tokens: int
+    slab: int
+    offset: int
+    length: int
+    session: int
+    root: int = 0
+    generation: int = 1
+    leases: int = 0
+    committed: bool = False
+    dropped: bool = False
+
+
+@dataclass(slots=True)
+class Slab:
+    memory: Mapping
+    fd: int
+    free: list[tuple[int, int]]  # (offset, bytes), sorted
+
+    def take(self, length: int) -> int | None:
+        need = layout.tiles(length) * layout.TILE_BYTES
+        for i, (offset, size) in enumerate(self.free):
+            if size >= need:
+                self.free[i : i + 1] = [(offset + need, size - need)] if size > need else []
+                return offset
+        return None
+
+    def give(self, offset: int, length: int) -> None:
+        self.free.append((offset, layout.tiles(length) * layout.TILE_BYTES))
+        self.free.sort()
+
+
+@dataclass(slots=True)
+class Peer:
+    """A connection that has said Hello, and what it holds."""
+
+    id: int
+    role: int
+    engine: str
+    namespace: dict[str, str]
+    staging: Mapping | None = None
+    reservations: dict[int, Span] = field(default_factory=dict)
+    leases: dict[int, list[Span | None]] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """Settings of the fake; sizes in bytes."""
+
+    slabs: int = 1
+    slab_bytes: int = 4 << 20
+    max_spans: int = 4096
+    max_message_bytes: int = 128 * 1024
+    max_batch: int = 1024
+    max_staging_bytes: int = 64 << 20
+    span_tokens: int = layout.SPAN_TOKENS
+    sub_tokens: int = layout.SUB_TOKENS
+
+
+class Model:
+    """One boot of a daemon. Not thread-safe. Whoever makes it calls ``close``."""
+
+    def __init__(self, limits: Limits) -> None:
+        self.limits = limits
+        self.epoch = secrets.randbits(63) | 1
+        self.peers: dict[int, Peer] = {}
+        self.spans: dict[tuple[bytes, int], Span] = {}
+        self._last = 0
+        size = index_size(capacity_for(limits.max_spans * 4))
+        self._index_size = size
+        self._index_fd = create_memfd("kmesh-index", size)
+        self._index = IndexWriter(Mapping(self._index_fd, size, writable=True), self.epoch)
+        self.slabs = []
+        for number in range(limits.slabs):
+            fd = create_memfd(f"kmesh-slab-{number}", limits.slab_bytes)
+            memory = Mapping(fd, limits.slab_bytes, writable=True)
+            capacity = layout.slab_capacity(limits.slab_bytes)
+            self.slabs.append(Slab(memory, fd, [(0, capacity)]))
+        self._index.set_slab_count(limits.slabs)
+
+    def close(self) -> None:
+        """The end of this boot: its index holds nothing any more."""
+        self._index.poison()
+        for peer in list(self.peers):
+            self.end(peer)
+        for fd in (self._index_fd, *(slab.fd for slab in self.slabs)):
+            os.close(fd)
+
+    def hello(self, body: sessions_pb2.Hello) -> tuple[Peer, sessions_pb2.Welcome]:
+        for name, mine in (
+            ("protocol_version", layout.PROTOCOL_VERSION),
+            ("layout_version", layout.LAYOUT_VERSION),
+        ):
+            theirs = getattr(body, name)
+            if theirs != mine:
+                raise errors.VersionMismatch(f"{theirs} is not {mine}", field=name)
+        if body.role not in (SCHEDULER, WORKER, TOOL):
+            raise errors.InvalidArgument("not a role", field="role")
+        if body.role != TOOL and not body.engine_id:
+            raise errors.InvalidArgument("an engine has an id", field="engine_id")
+        namespace = dict(body.namespace)
+        for other in self.peers.values():
+            if body.engine_id and other.engine == body.engine_id:
+                for name in sorted(namespace.keys() | other.namespace.keys()):
+                    if namespace.get(name) != other.namespace.get(name):
+                        raise errors.NamespaceMismatch(
+                            "sessions of one engine disagree", field=f"namespace.{name}"
+                        )
+        peer = Peer(self._next(), body.role, body.engine_id, namespace)
+        self.peers[peer.id] = peer
+        return peer, sessions_pb2.Welcome(
+            session_id=peer.id,
+            token=secrets.token_urlsafe(),
+            daemon_version="fake",
+            max_message_bytes=self.limits.max_message_bytes,
+            max_batch=self.limits.max_batch,
+            span_tokens=self.limits.span_tokens,
+            sub_tokens=self.limits.sub_tokens,
+            tile_bytes=layout.TILE_BYTES,
+            max_staging_bytes=self.limits.max_staging_bytes,
+            handle_kinds=[common_pb2.HANDLE_KIND_MEMFD],
+            slab_count=len(self.slabs),
+        )
+
+    def end(self, session: int) -> None:
+        """The connection ended: so does all that it held."""
+        peer = self.peers.pop(session, None)
+        if peer is None:
+            return
+        for span in peer.reservations.values():
+            self._drop(span)
+        for lease in list(peer.leases):
+            self._release(peer, lease)
+        peer.reservations.clear()
+
+    def handle(self, peer: Peer, body: Message) -> tuple[Message, int]:
+        """The answer and the descriptor to go with it (-1: none; the caller closes it)."""
+        if isinstance(body, sessions_pb2.AttachIndex):
+            fd = reopen_read_only(self._index_fd)
+            kind = common_pb2.HANDLE_KIND_MEMFD
+            return sessions_pb2.IndexHandle(kind=kind, size=self._index_size), fd
+        if isinstance(body, sessions_pb2.AttachSlab):
+            return self._attach_slab(body.slab)
+        if isinstance(body, sessions_pb2.AttachStaging):
+            return self._attach_staging(peer, body.size)
+        if isinstance(body, sessions_pb2.Ping):
+            return sessions_pb2.Pong(), -1
+        if isinstance(body, spans_pb2.AcquireRequest):
+            return self._acquire(peer, body), -1
+        if isinstance(body, spans_pb2.ReleaseRequest):
+            refused = [lease for lease in body.leases if not self._release(peer, lease)]
+            released = len(body.leases) - len(refused)
+            return spans_pb2.ReleaseResponse(released=released, refused=refused), -1
+        if isinstance(body, spans_pb2.ReserveRequest):
+            return self._reserve(peer, body), -1
+        if isinstance(body, spans_pb2.CommitRequest):
+            return self._commit(peer, body), -1
+        if isinstance(body, spans_pb2.AbortRequest):
+            ended = [s for r in body.reservation if (s := peer.reservations.pop(r, None))]
+            for span in ended:
+                self._drop(span)
+            return spans_pb2.AbortResponse(aborted=len(ended)), -1
+        if isinstance(body, spans_pb2.ReportCorruptRequest):
+            return self._report_corrupt(peer, body), -1
+        raise errors.InvalidArgument("no such request", field="body")
+
+    def _next(self) -> int:
+        self._last += 1
+        return self._last
+
+    def _batch(self, count: int, name: str) -> None:
+        if count > self.limits.max_batch:
+            raise errors.TooLarge(f"{count} spans are too many", field=name)
+
+    def _attach_slab(self, number: int) -> tuple[Message, int]:
+        if number >= len(self.slabs):
+            raise errors.NotFound(f"no slab {number}", field="attach_slab.slab")
+        size = self.limits.slab_bytes
+        return sessions_pb2.SlabHandle(
+            slab=number,
+            kind=common_pb2.HANDLE_KIND_MEMFD,
+            size=size,
+            sums_offset=layout.sums_offset(size),
+        ), reopen_read_only(self.slabs[number].fd)
+
+    def _attach_staging(self, peer: Peer, size: int) -> tuple[Message, int]:
+        if peer.staging is not None:
+            raise errors.InvalidArgument("this session has staging", field="attach_staging")
+        if size < 1:
+            raise errors.InvalidArgument("no size", field="attach_staging.size")
+        used = sum(p.staging.size for p in self.peers.values() if p.staging)
+        size = -(-size // layout.PAGE_BYTES) * layout.PAGE_BYTES
+        if used + size > self.limits.max_staging_bytes:
+            raise errors.Exhausted("staging is used up", field="attach_staging.size")
+        fd = create_memfd("kmesh-staging", size, mode=0o600)
+        peer.staging = Mapping(fd, size)
+        return sessions_pb2.StagingHandle(kind=common_pb2.HANDLE_KIND_MEMFD, size=size), fd
+
+    def _acquire(self, peer: Peer, body: spans_pb2.AcquireRequest) -> Message:
+        shards = _shards(body.shards)
+        ids = _split(body.keys, "acquire.keys")
+        self._batch(len(ids) * len(shards), "acquire.keys")
+        answer = spans_pb2.AcquireResponse()
+        held: list[Span | None] = []
+        stopped = False
+        for key in ids:
+            found = [self.spans.get((key, shard)) for shard in shards]
+            for span in found:
+                reason = OK if span is not None and not stopped else MISS
+                if reason == OK and span is not None and not span.committed:
+                    reason = PENDING
+                held.append(span if reason == OK else None)
+                answer.reason.append(reason)
+            stopped = stopped or (body.prefix and None in held[-len(shards) :])
+        for span in held:
+            answer.slab.append(span.slab if span else 0)
+            answer.offset.append(span.offset if span else 0)
+            answer.length.append(span.length if span else 0)
+            answer.tokens.append(span.tokens if span else 0)
+            answer.generation.append(span.generation if span else 0)
+            answer.root.append(span.root if span else 0)
+        if any(held):
+            answer.lease = self._next()
+            self._owner(peer).leases[answer.lease] = held
+            for span in held:
+                if span:
+                    span.leases += 1
+        return answer
+
+    def _owner(self, peer: Peer) -> Peer:
+        """Read leases of an engine belong to its scheduler's session."""
+        if peer.role != WORKER:
+            return peer
+        for other in self.peers.values():
+            if other.engine == peer.engine and other.role == SCHEDULER:
+                return other
+        return peer
+
+    def _release(self, peer: Peer, lease: int) -> bool:
+        held = peer.leases.pop(lease, None)
+        for span in held or ():
+            if span:
+                span.leases -= 1
+                if span.dropped and not span.leases:
+                    self.slabs[span.slab].give(span.offset, span.length)
+        return held is not None
+
+    def _reserve(self, peer: Peer, body: spans_pb2.ReserveRequest) -> Message:
+        shard = _shards([body.shard])[0]
+        ids = _split(body.keys, "reserve.keys")
+        self._batch(len(ids), "reserve.keys")
+        if not len(ids) == len(body.tokens) == len(body.start) == len(body.length):
+            raise errors.InvalidArgument("not parallel", field="reserve.tokens")
+        subs = _split(body.sub_keys, "reserve.sub_keys")
+        answer = spans_pb2.ReserveResponse()
+        for key, tokens, length in zip(ids, body.tokens, body.length, strict=True):
+            count = tokens // self.limits.sub_tokens - 1
+            mine = subs[:count] if tokens < self.limits.span_tokens else []
+            subs = subs[len(mine) :]
+            reason, reservation = self._reserve_one(peer, [key, *mine], shard, tokens, length)
+            answer.reason.append(reason)
+            answer.reservation.append(reservation)
+        return answer
+
+    def _reserve_one(
+        self, peer: Peer, ids: list[bytes], shard: int, tokens: int, length: int
+    ) -> tuple[int, int]:
+        there = self.spans.get((ids[0], shard))
+        if there is not None:
+            return (EXISTS if there.committed else PENDING), 0
+        if length > layout.slab_capacity(self.limits.slab_bytes):
+            return TOO_LARGE, 0
+        for number, slab in enumerate(self.slabs):
+            offset = slab.take(length)
+            if offset is not None:
+                span = Span(self._next(), ids, shard, tokens, number, offset, length, peer.id)
+                self.spans[ids[0], shard] = span
+                peer.reservations[span.slot] = span
+                return OK, span.slot
+        return POOL_FULL, 0
+
+    def _commit(self, peer: Peer, body: spans_pb2.CommitRequest) -> Message:
+        self._batch(len(body.reservation), "commit.reservation")
+        if len(body.reservation) != len(body.staging_offset):
+            raise errors.InvalidArgument("not parallel", field="commit.staging_offset")
+        size = peer.staging.size if peer.staging else 0
+        for reservation, offset in zip(body.reservation, body.staging_offset, strict=True):
+            span = peer.reservations.get(reservation)
+            if span and offset + span.length > size:
+                raise errors.InvalidArgument(
+                    "outside of the staging", field="commit.staging_offset"
+                )
+        answer = spans_pb2.CommitResponse()
+        for reservation, offset in zip(body.reservation, body.staging_offset, strict=True):
+            span = peer.reservations.pop(reservation, None)
+            answer.reason.append(STALE if span is None else OK)
+            if span is not None and peer.staging is not None:
+                memory = self.slabs[span.slab].memory.address
+                span.root = _host.copy_with_sums(
+                    memory + span.offset,
+                    peer.staging.address + offset,
+                    span.length,
+                    self._sums(span),
+                )
+                span.committed = True
+                for key in span.keys:
+                    self.spans.setdefault((key, span.shard), span)
+                    self._index.insert(tag(key, span.shard), span.slot)
+        self._index.bump()
+        return answer
+
+    def _report_corrupt(self, peer: Peer, body: spans_pb2.ReportCorruptRequest) -> Message:
+        held = self._owner(peer).leases.get(body.lease)
+        if held is None:
+            raise errors.NotFound("no such lease", field="report_corrupt.lease")
+        if any(entry >= len(held) for entry in body.entry):
+            raise errors.InvalidArgument("no such entry", field="report_corrupt.entry")
+        reported = [span for entry in body.entry if (span := held[entry])]
+        for span in reported:
+            address = self.slabs[span.slab].memory.address + span.offset
+            good = _host.verify(address, span.length, self._sums(span), span.root)
+            if not good and not span.dropped:
+                self._drop(span)
+        return spans_pb2.ReportCorruptResponse(accepted=len(reported))
+
+    def _sums(self, span: Span) -> int:
+        area = layout.sums_offset(self.limits.slab_bytes)
+        first = span.offset // layout.TILE_BYTES * 8
+        return self.slabs[span.slab].memory.address + area + first
+
+    def _drop(self, span: Span) -> None:
+        for key in span.keys:
+            if self.spans.get((key, span.shard)) is span:
+                del self.spans[key, span.shard]
+                self._index.remove(tag(key, span.shard), span.slot)
+        self._index.bump()
+        span.dropped = True
+        if not span.leases:
+            self.slabs[span.slab].give(span.offset, span.length)
+
+
+def _split(packed: bytes, name: str) -> list[bytes]:
+    if len(packed) % keys.KEY_BYTES:
+        raise errors.InvalidArgument("not a multiple of 32 bytes", field=name)
+    return [packed[i : i + keys.KEY_BYTES] for i in range(0, len(packed), keys.KEY_BYTES)]
+
+
+def _shards(messages: Iterable[common_pb2.Shard]) -> list[int]:
+    try:
+        shards = [
+            layout.Shard(m.layer_begin, m.layer_end, m.head_begin, m.head_end).code()
+            for m in messages
+        ]
+    except ValueError as wrong:
+        raise errors.InvalidArgument(str(wrong), field="shards") from None
+    if not shards:
+        raise errors.InvalidArgument("no shard", field="shards")
+    return shards
+
+
+def create_memfd(name: str, size: int, mode: int = 0o400) -> int:
+    """A sealed memfd; its mode keeps others from opening it writable again."""
+    fd = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    os.fchmod(fd, mode)
+    os.ftruncate(fd, size)
+    seals = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
+    fcntl.fcntl(fd, fcntl.F_ADD_SEALS, seals)
+    return fd
+
+
+def reopen_read_only(fd: int) -> int:
+    """A descriptor of the same memory that can't be mapped writable."""
+    return os.open(f"/proc/self/fd/{fd}", os.O_RDONLY | os.O_CLOEXEC)

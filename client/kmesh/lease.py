@@ -1,0 +1,154 @@
+"""Leases: the right to read spans until they are released or the session ends."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from kmesh.handles import Location
+from kmesh.keys import KEY_BYTES
+from kmesh.layout import Shard
+from kmesh.v1 import spans_pb2
+
+REASON_OK = 0
+REASON_MISS = 1
+
+
+@dataclass(frozen=True, slots=True)
+class LeasePart:
+    """What one message brought: the daemon's lease id (0: none) and its entries' range."""
+
+    lease: int
+    first: int
+    count: int
+
+
+class Lease:
+    """Spans under lease. Entry ``i * len(shards) + j`` belongs to key i and shard j.
+
+    Use it as a context manager, or call ``release``; a second release does nothing, and so does
+    one after the session has ended. Thread-safe.
+
+    Attributes:
+        keys: 32 bytes each, as asked for.
+        shards: as asked for.
+        reason: ``kmesh.v1.Reason`` of each entry, 0 where it is leased. The other arrays hold
+            zeros where it is not 0.
+        slab: slab ids.
+        offset: bytes from the slab's start.
+        length: payload bytes.
+        tokens: tokens that the stored span holds, which may be more than a sub-key asked for.
+        generation: of the slab's range.
+        root: fold of the span's tile sums.
+        hits: leading keys of which every shard is leased.
+    """
+
+    __slots__ = (
+        "_discard",
+        "generation",
+        "hits",
+        "keys",
+        "length",
+        "offset",
+        "parts",
+        "reason",
+        "root",
+        "shards",
+        "slab",
+        "tokens",
+    )
+
+    def __init__(
+        self, keys: bytes, shards: Sequence[Shard], discard: Callable[[Sequence[int]], None]
+    ) -> None:
+        self.keys = keys
+        self.shards = tuple(shards)
+        self.reason = array("I")
+        self.slab = array("I")
+        self.offset = array("Q")
+        self.length = array("Q")
+        self.tokens = array("I")
+        self.generation = array("I")
+        self.root = array("Q")
+        self.hits = 0
+        self.parts: list[LeasePart] = []
+        self._discard: Callable[[Sequence[int]], None] | None = discard
+
+    def __len__(self) -> int:
+        """Entries."""
+        return len(self.reason)
+
+    def __repr__(self) -> str:
+        return f"<Lease {self.hits} of {len(self.keys) // KEY_BYTES} keys, ids {self.ids}>"
+
+    @property
+    def ids(self) -> tuple[int, ...]:
+        """The daemon's lease ids behind this lease; empty when nothing was leased."""
+        return tuple(part.lease for part in self.parts if part.lease)
+
+    @property
+    def released(self) -> bool:
+        return self._discard is None
+
+    def index(self, key: int, shard: int = 0) -> int:
+        """Number of the entry of key number ``key`` and shard number ``shard``."""
+        if not 0 <= key < len(self.keys) // KEY_BYTES or not 0 <= shard < len(self.shards):
+            raise IndexError(f"no key {key}, shard {shard} in this lease")
+        return key * len(self.shards) + shard
+
+    def entry(self, key: int, shard: int = 0) -> Location:
+        """Where a span lies.
+
+        Raises:
+            IndexError: there is no such entry.
+            LookupError: that span is not leased; its reason is in ``reason``.
+        """
+        i = self.index(key, shard)
+        if self.reason[i] != REASON_OK:
+            raise LookupError(f"key {key}, shard {shard} is not leased: reason {self.reason[i]}")
+        return Location(self.slab[i], self.offset[i], self.length[i], self.generation[i])
+
+    def release(self) -> None:
+        """Gives every span back, without waiting for the daemon's answer."""
+        discard, self._discard = self._discard, None
+        if discard is not None and self.ids:
+            discard(self.ids)
+
+    def __enter__(self) -> Lease:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.release()
+
+    def append(self, answer: spans_pb2.AcquireResponse, entries: int) -> None:
+        """Adds what one message brought; ``entries`` is what it was asked for.
+
+        Raises:
+            ValueError: the arrays of the answer do not fit together.
+        """
+        columns = (
+            (self.slab, answer.slab),
+            (self.offset, answer.offset),
+            (self.length, answer.length),
+            (self.tokens, answer.tokens),
+            (self.generation, answer.generation),
+            (self.root, answer.root),
+        )
+        if len(answer.reason) != entries or any(len(c) != entries for _, c in columns):
+            raise ValueError(f"an Acquire answer without {entries} entries in every array")
+        self.parts.append(LeasePart(answer.lease, len(self), entries))
+        self.reason.extend(answer.reason)
+        for mine, theirs in columns:
+            mine.extend(theirs)
+
+    def fill(self) -> None:
+        """Counts ``hits``; entries that were never asked for become misses."""
+        missing = len(self.keys) // KEY_BYTES * len(self.shards) - len(self)
+        self.reason.extend([REASON_MISS] * missing)
+        for column in (self.slab, self.offset, self.length, self.tokens, self.generation):
+            column.extend([0] * missing)
+        self.root.extend([0] * missing)
+        width = len(self.shards)
+        first_miss = next((i for i, r in enumerate(self.reason) if r), len(self.reason))
+        self.hits = first_miss // width

@@ -1,0 +1,157 @@
+"""Memory of the daemon as a client sees it: slabs to read, staging to write."""
+
+from __future__ import annotations
+
+import os
+
+from kmesh import errors
+from kmesh.calls import Procedure
+from kmesh.handles import Handle, HandleKind
+from kmesh.index import IndexReader
+from kmesh.layout import TILE_BYTES, slab_capacity, sums_bytes
+from kmesh.mapping import Mapping
+from kmesh.v1 import sessions_pb2
+from kmesh.wire import Answer
+
+
+class SlabMapping:
+    """A slab, mapped read-only.
+
+    The memory stays mapped as long as this object lives, also after its session has ended; what
+    its spans hold is promised only under a lease.
+
+    Attributes:
+        slab: its id.
+        kind: what was mapped.
+        address: of the first byte.
+        size: bytes, payloads and sums.
+    """
+
+    __slots__ = ("_mapping", "_sums", "address", "kind", "size", "slab")
+
+    def __init__(self, slab: int, handle: Handle, sums_offset: int) -> None:
+        self._mapping = Mapping(handle.fd, handle.size)
+        self._sums = sums_offset
+        self.slab = slab
+        self.kind = handle.kind
+        self.size = handle.size
+        self.address = self._mapping.address
+
+    def sums_address(self, offset: int) -> int:
+        """Address of the first tile sum of the span at ``offset``, one u64 for each tile."""
+        return self.address + self._sums + offset // TILE_BYTES * 8
+
+    def contains(self, offset: int, length: int) -> bool:
+        """Whether a span may lie at ``offset``: on a tile, and before the sums."""
+        return offset >= 0 <= length and not offset % TILE_BYTES and offset + length <= self._sums
+
+    def view(self, offset: int, length: int) -> memoryview:
+        """Read-only bytes; the view keeps the mapping alive.
+
+        Raises:
+            ValueError: no span can lie there.
+        """
+        if not self.contains(offset, length):
+            raise ValueError(f"no span of {length} bytes can lie at {offset}")
+        return self._mapping.view(offset, length)
+
+
+class Staging:
+    """Memory of this session's own, mapped writable: what is committed is read from here.
+
+    Attributes:
+        address: of the first byte.
+        size: bytes.
+    """
+
+    __slots__ = ("_mapping", "address", "size")
+
+    def __init__(self, handle: Handle) -> None:
+        self._mapping = Mapping(handle.fd, handle.size, writable=True)
+        self.address = self._mapping.address
+        self.size = handle.size
+
+    def view(self) -> memoryview:
+        """All of it, writable; the view keeps the mapping alive."""
+        return self._mapping.view()
+
+
+def attach_index(epoch: int) -> Procedure[IndexReader]:
+    """The shared index of that epoch, mapped read-only."""
+    answer = yield sessions_pb2.AttachIndex()
+    handle = _handle(answer)
+    try:
+        index = IndexReader(Mapping(handle.fd, handle.size))
+    finally:
+        os.close(handle.fd)
+    if index.epoch != epoch:
+        raise errors.ProtocolError("the index is of another epoch than the session")
+    return index
+
+
+def export_slab(slab: int) -> Procedure[tuple[Handle, int]]:
+    """A slab's handle, whose fd the caller closes, and where its sums begin.
+
+    Raises:
+        NotFound: no such slab.
+        ProtocolError: the daemon says sizes that a slab can't have.
+    """
+    answer = yield sessions_pb2.AttachSlab(slab=slab)
+    body = answer.body
+    handle = _handle(answer)
+    assert isinstance(body, sessions_pb2.SlabHandle)
+    try:
+        if body.slab != slab:
+            raise errors.ProtocolError(f"asked for slab {slab}, got {body.slab}")
+        low, high = slab_capacity(handle.size), handle.size - sums_bytes(handle.size)
+        if not 0 < low <= body.sums_offset <= high or body.sums_offset % 8:
+            raise errors.ProtocolError(f"slab {slab}: its sums can't begin at {body.sums_offset}")
+    except BaseException:
+        os.close(handle.fd)
+        raise
+    return handle, body.sums_offset
+
+
+def attach_slab(slab: int) -> Procedure[SlabMapping]:
+    """A slab, mapped; errors as ``export_slab``.
+
+    Raises:
+        UnsupportedError: it is of a kind that can't be mapped as host memory.
+    """
+    handle, sums = yield from export_slab(slab)
+    try:
+        if handle.kind != HandleKind.MEMFD:
+            raise errors.UnsupportedError(f"slab {slab} is {handle.kind.name}, not host memory")
+        return SlabMapping(slab, handle, sums)
+    finally:
+        os.close(handle.fd)
+
+
+def attach_staging(size: int) -> Procedure[Staging]:
+    """Staging of at least ``size`` bytes."""
+    answer = yield sessions_pb2.AttachStaging(size=size)
+    handle = _handle(answer)
+    try:
+        if handle.size < size:
+            raise errors.ProtocolError(f"asked for {size} bytes of staging, got {handle.size}")
+        return Staging(handle)
+    finally:
+        os.close(handle.fd)
+
+
+def _handle(answer: Answer) -> Handle:
+    """What came; the caller closes its descriptor."""
+    body = answer.body
+    try:
+        assert isinstance(
+            body,
+            sessions_pb2.IndexHandle | sessions_pb2.SlabHandle | sessions_pb2.StagingHandle,
+        )
+        try:
+            kind = HandleKind(body.kind)
+        except ValueError:
+            raise errors.UnsupportedError(f"a handle of unknown kind {body.kind}") from None
+        return Handle(kind, answer.fd, body.size)
+    except BaseException:
+        os.close(answer.fd)
+        raise

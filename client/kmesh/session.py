@@ -1,0 +1,297 @@
+"""A session with the daemon: one connection, and everything that it holds.
+
+    with Session.connect("/run/kmesh", role=Role.SCHEDULER, engine_id=e, namespace=ns) as session:
+        with session.acquire(chain.keys, [shard]) as lease:
+            ...
+
+Everything that the session holds (leases, reservations, staging) ends with its connection.
+"""
+
+from __future__ import annotations
+
+import enum
+import os
+import socket
+import threading
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from typing import TypeVar
+
+import kmesh
+from kmesh import calls, errors, memory, packets
+from kmesh.calls import Procedure, Reservations, ReserveBatch, Welcome
+from kmesh.channel import Channel
+from kmesh.handles import Handle
+from kmesh.index import IndexReader
+from kmesh.keys import Namespace
+from kmesh.layout import LAYOUT_VERSION, PROTOCOL_VERSION, Shard
+from kmesh.lease import Lease
+from kmesh.memory import SlabMapping, Staging
+from kmesh.v1 import sessions_pb2
+from kmesh.wire import DEFAULT_TIMEOUT, Answer
+
+__all__ = [
+    "Lease",
+    "Reservations",
+    "ReserveBatch",
+    "Role",
+    "Session",
+    "SlabMapping",
+    "Staging",
+    "Welcome",
+]
+
+T = TypeVar("T")
+
+
+class Role(enum.IntEnum):
+    """What a session is for; numbers as ``kmesh.v1.Role``."""
+
+    SCHEDULER = 1
+    WORKER = 2
+    TOOL = 3
+
+
+def hello(
+    role: Role, engine_id: str, namespace: Namespace | None, client_name: str
+) -> sessions_pb2.Hello:
+    """The first message of a connection."""
+    return sessions_pb2.Hello(
+        protocol_version=PROTOCOL_VERSION,
+        layout_version=LAYOUT_VERSION,
+        role=sessions_pb2.Role.ValueType(role),
+        engine_id=engine_id,
+        client_name=client_name,
+        client_version=kmesh.__version__,
+        namespace=namespace.fields() if namespace else {},
+        pid=os.getpid(),
+    )
+
+
+class Session:
+    """Thread-safe; every call has a deadline (``timeout`` seconds, 5 unless said otherwise).
+
+    Calls raise DeadlineExceeded, ConnectionClosed, or the RequestError that the daemon gives. A
+    call that comes too late holds nothing. Futures run their callbacks in the session's thread,
+    where waiting for another call of the session is a RuntimeError.
+
+    Attributes:
+        welcome: what the daemon said at connect.
+        epoch: of the daemon's boot; changes at every restart.
+        index: the shared index, readable also after the session has ended.
+    """
+
+    welcome: Welcome
+    epoch: int
+    index: IndexReader
+
+    def __init__(self, sock: socket.socket, hello: sessions_pb2.Hello, timeout: float) -> None:
+        """Over a connected socket, which the session owns from now on. See ``connect``."""
+        self._channel = Channel(sock)
+        self._slabs: dict[int, SlabMapping] = {}
+        self._attaching = threading.Lock()
+        try:
+            until = time.monotonic() + timeout
+            self.welcome = self._run(calls.hello(hello), timeout)
+            self.epoch = self._channel.exchange.epoch or 0
+            self._channel.exchange.max_message_bytes = self.welcome.max_message_bytes
+            self.index = self._run(memory.attach_index(self.epoch), until - time.monotonic())
+        except errors.DaemonUnavailable:
+            raise
+        except errors.ConnectionClosed as closed:
+            self._channel.close()
+            raise errors.DaemonUnavailable(f"hung up while we connected: {closed}") from None
+        except errors.DeadlineExceeded:
+            self._channel.close()
+            raise errors.DaemonUnavailable(f"did not answer within {timeout} s") from None
+        except BaseException:
+            self._channel.close()
+            raise
+
+    @classmethod
+    def connect(
+        cls,
+        socket_dir: str | os.PathLike[str],
+        *,
+        role: Role,
+        engine_id: str = "",
+        namespace: Namespace | None = None,
+        client_name: str = "kmesh",
+        timeout: float = DEFAULT_TIMEOUT,
+    ) -> Session:
+        """Opens a session with the daemon whose socket lies in ``socket_dir``.
+
+        Args:
+            role: what the session is for.
+            engine_id: joins the sessions of one engine; empty for tools.
+            namespace: the engine's base namespace; sessions of one engine must agree.
+            client_name: for people who look at the daemon.
+            timeout: seconds for all of it.
+
+        Raises:
+            DaemonUnavailable: nobody answers.
+            VersionMismatch, NamespaceMismatch, PermissionDenied: refused; ``field`` says why.
+        """
+        until = time.monotonic() + timeout
+        sock = packets.dial(socket_dir, timeout)
+        message = hello(role, engine_id, namespace, client_name)
+        return cls(sock, message, max(until - time.monotonic(), 0.001))
+
+    def __enter__(self) -> Session:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+    @property
+    def closed(self) -> bool:
+        return self._channel.closed
+
+    @property
+    def pending(self) -> int:
+        """Answers that are still to come, also those that nobody waits for."""
+        return self._channel.exchange.pending + self._channel.exchange.unanswered
+
+    def close(self) -> None:
+        """Ends the session: leases, reservations and staging with it. Mappings stay."""
+        self._channel.close()
+
+    def on_close(self, callback: Callable[[], None]) -> None:
+        """Calls ``callback`` once when the session has ended; at once if it already has."""
+        self._channel.on_close(callback)
+
+    def ping(self, timeout: float | None = None) -> None:
+        """Returns when the daemon has answered."""
+        self._run(calls.ping(), timeout)
+
+    def acquire(
+        self,
+        keys: bytes,
+        shards: Sequence[Shard],
+        *,
+        prefix: bool = True,
+        timeout: float | None = None,
+    ) -> Lease:
+        """Leases every (key, shard).
+
+        Args:
+            keys: 32 bytes each.
+            shards: at least one.
+            prefix: stop at the first key of which a shard is missing; the rest are misses.
+
+        Raises:
+            ConfigError: an argument is malformed.
+        """
+        return self._run(self._acquire(keys, shards, prefix), timeout)
+
+    def acquire_async(
+        self,
+        keys: bytes,
+        shards: Sequence[Shard],
+        *,
+        prefix: bool = True,
+        timeout: float | None = None,
+    ) -> Future[Lease]:
+        """As ``acquire``, without waiting. The future can't be cancelled: release its lease."""
+        return self._start(self._acquire(keys, shards, prefix), timeout)
+
+    def release(self, lease: Lease) -> None:
+        """Gives a lease back, without waiting for the answer. Nothing if it already was."""
+        lease.release()
+
+    def reserve(self, batch: ReserveBatch, timeout: float | None = None) -> Reservations:
+        """Asks for room for spans that this session will write.
+
+        Raises:
+            ConfigError: an argument is malformed.
+            Draining: the daemon is about to stop.
+        """
+        return self._run(calls.reserve(self.welcome, batch, self._channel.forget), timeout)
+
+    def commit(
+        self, reservations: Sequence[int], offsets: Sequence[int], timeout: float | None = None
+    ) -> list[int]:
+        """Makes spans visible whose payloads lie in the staging at ``offsets`` (bytes).
+
+        Returns a ``kmesh.v1.Reason`` for each, when they are visible: 0 is OK. The staging may be
+        written again from then on.
+        """
+        return self._run(calls.commit(self.welcome, reservations, offsets), timeout)
+
+    def commit_async(
+        self, reservations: Sequence[int], offsets: Sequence[int], timeout: float | None = None
+    ) -> Future[list[int]]:
+        """As ``commit``, without waiting."""
+        return self._start(calls.commit(self.welcome, reservations, offsets), timeout)
+
+    def abort(self, reservations: Sequence[int], timeout: float | None = None) -> int:
+        """Ends reservations that will not be committed; returns how many there were."""
+        return self._run(calls.abort(self.welcome, reservations), timeout)
+
+    def report_corrupt(
+        self, lease: Lease, entries: Sequence[int], timeout: float | None = None
+    ) -> int:
+        """Tells that entries of a lease hold wrong bytes; returns how many reports were taken."""
+        return self._run(calls.report_corrupt(self.welcome, lease, entries), timeout)
+
+    def slab(self, slab_id: int, timeout: float | None = None) -> SlabMapping:
+        """A slab, mapped at the first call; later calls cost a dictionary look-up.
+
+        Raises:
+            NotFound: no such slab.
+            UnsupportedError: it is not host memory.
+        """
+        found = self._slabs.get(slab_id)
+        if found is None:
+            with self._attaching:
+                found = self._slabs.get(slab_id)
+                if found is None:
+                    found = self._run(memory.attach_slab(slab_id), timeout)
+                    self._slabs[slab_id] = found
+        return found
+
+    def export_slab(self, slab_id: int, timeout: float | None = None) -> Handle:
+        """A slab's handle, for an importer of another kind; the caller closes its fd."""
+        return self._run(memory.export_slab(slab_id), timeout)[0]
+
+    def staging(self, size: int, timeout: float | None = None) -> Staging:
+        """Memory of ``size`` bytes to write spans in; a session gets it once.
+
+        Raises:
+            Exhausted: the daemon's limit for staging is reached.
+            InvalidArgument: the session already has its staging.
+        """
+        return self._run(memory.attach_staging(size), timeout)
+
+    def _acquire(self, keys: bytes, shards: Sequence[Shard], prefix: bool) -> Procedure[Lease]:
+        return calls.acquire(self.welcome, keys, shards, prefix, self._channel.forget)
+
+    def _run(self, procedure: Procedure[T], timeout: float | None) -> T:
+        if self._channel.in_callback:
+            procedure.close()
+            raise RuntimeError("a callback of the session may not wait for the session")
+        return self._start(procedure, timeout).result()
+
+    def _start(self, procedure: Procedure[T], timeout: float | None) -> Future[T]:
+        deadline = time.monotonic() + (DEFAULT_TIMEOUT if timeout is None else timeout)
+        future: Future[T] = Future()
+        future.set_running_or_notify_cancel()
+
+        def step(answer: Answer | None, error: BaseException | None) -> None:
+            try:
+                if error is not None:
+                    body = procedure.throw(error)
+                elif answer is not None:
+                    body = procedure.send(answer)
+                else:
+                    body = next(procedure)
+                self._channel.call(body, deadline, step)
+            except StopIteration as done:
+                future.set_result(done.value)
+            except BaseException as failed:
+                procedure.close()
+                future.set_exception(failed)
+
+        step(None, None)
+        return future
