@@ -10,7 +10,6 @@ import select
 import socket
 import threading
 import time
-import weakref
 from collections.abc import Callable
 
 from google.protobuf.message import Message
@@ -43,7 +42,7 @@ class Channel:
         self._over = False
         self._thread = threading.Thread(target=self._run, name="kmesh-session", daemon=True)
         self._thread.start()
-        _open.add(self)
+        packets.close_in_child(self)
 
     @property
     def closed(self) -> bool:
@@ -87,6 +86,14 @@ class Channel:
         self._fail(errors.ConnectionClosed("closed"))
         if not self.in_callback:
             self._thread.join()
+
+    def forked(self) -> None:
+        """Lets go of the connection in a child, where the thread does not exist."""
+        self._lock = threading.Lock()
+        self._error = self._error or errors.ConnectionClosed("belongs to the parent process")
+        if self._sock.fileno() >= 0:
+            self._sock.close()
+            os.close(self._wake)
 
     def _send(self, packet: bytes, wake: bool = False) -> None:
         with self._lock:
@@ -183,22 +190,3 @@ class Channel:
                 callback()
             except Exception:
                 logger.exception("a callback for the end of a session failed")
-
-    def _forked(self) -> None:
-        """In a forked child: lets go of the connection; the thread does not exist here."""
-        self._lock = threading.Lock()
-        self._error = self._error or errors.ConnectionClosed("belongs to the parent process")
-        if self._sock.fileno() >= 0:
-            self._sock.close()
-            os.close(self._wake)
-
-
-_open: weakref.WeakSet[Channel] = weakref.WeakSet()
-
-
-def _after_fork() -> None:
-    for channel in list(_open):
-        channel._forked()
-
-
-os.register_at_fork(after_in_child=_after_fork)

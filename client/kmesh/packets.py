@@ -3,55 +3,70 @@
 from __future__ import annotations
 
 import array
-import errno
 import os
 import socket
 import time
+import weakref
+from typing import Protocol
 
 from kmesh import errors
 
 SOCKET_NAME = "session.sock"
+REDIAL_SECONDS = 0.01
 _FD_BYTES = array.array("i").itemsize
 #: Room for one descriptor; the kernel flags a packet that had more.
 _ANCILLARY_BYTES = socket.CMSG_SPACE(_FD_BYTES)
 
 
 def dial(socket_dir: str | os.PathLike[str], timeout: float) -> socket.socket:
-    """A non-blocking connection to the daemon's session socket.
+    """A non-blocking connection to the daemon's session socket, as ``try_dial`` opens it.
 
     Raises:
-        DaemonUnavailable: nothing listens there, or it does not accept in time.
+        DaemonUnavailable: also when it does not accept in time.
+    """
+    deadline = time.monotonic() + timeout
+    while True:
+        sock = try_dial(socket_dir)
+        if sock is not None:
+            return sock
+        if time.monotonic() >= deadline:
+            raise busy(socket_dir)
+        time.sleep(REDIAL_SECONDS)
+
+
+def try_dial(socket_dir: str | os.PathLike[str]) -> socket.socket | None:
+    """One attempt; None when the daemon's backlog is full, which no poll can wait for.
+
+    Raises:
+        DaemonUnavailable: nothing listens there.
         PermissionDenied: the socket's mode does not let us.
         ConfigError: the path is too long for a socket's name.
     """
     path = os.path.join(socket_dir, SOCKET_NAME)
     sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     try:
-        deadline = time.monotonic() + timeout
         sock.setblocking(False)
-        while True:
-            try:
-                sock.connect(path)
-                return sock
-            except BlockingIOError:
-                # The backlog is full, and poll does not tell when it no longer is.
-                if time.monotonic() >= deadline:
-                    raise errors.DaemonUnavailable(f"{path}: does not accept") from None
-                time.sleep(0.01)
-    except BaseException as failed:
+        sock.connect(path)
+    except BlockingIOError:
         sock.close()
-        raise refusal(path, failed) from None
+        return None
+    except OSError as failed:
+        sock.close()
+        raise _refusal(path, failed) from None
+    return sock
 
 
-def refusal(path: str, failed: BaseException) -> BaseException:
-    """What a failed connect means."""
+def busy(socket_dir: str | os.PathLike[str]) -> errors.DaemonUnavailable:
+    """The error of a daemon that exists and does not accept."""
+    return errors.DaemonUnavailable(f"{os.fspath(socket_dir)}: the daemon does not accept")
+
+
+def _refusal(path: str, failed: OSError) -> errors.KMeshError:
     if isinstance(failed, PermissionError):
         return errors.PermissionDenied(f"may not connect to {path}", field="socket_dir")
-    if isinstance(failed, OSError):
-        if failed.errno is None or failed.errno == errno.ENAMETOOLONG:
-            return errors.ConfigError(f"socket_dir: {path}: {failed}")
-        return errors.DaemonUnavailable(f"{path}: {os.strerror(failed.errno)}")
-    return failed
+    if failed.errno is None:  # Python itself found the path too long.
+        return errors.ConfigError(f"socket_dir: {path}: {failed}")
+    return errors.DaemonUnavailable(f"{path}: {os.strerror(failed.errno)}")
 
 
 def receive(sock: socket.socket, size: int) -> tuple[bytes, list[int]]:
@@ -74,3 +89,28 @@ def receive(sock: socket.socket, size: int) -> tuple[bytes, list[int]]:
         what = "file descriptors" if flags & socket.MSG_CTRUNC else "bytes"
         raise errors.ProtocolError(f"a packet with more {what} than allowed")
     return data, fds
+
+
+class Forked(Protocol):
+    """Something that must let go of its socket in a forked child."""
+
+    def forked(self) -> None: ...
+
+
+_open: weakref.WeakSet[Forked] = weakref.WeakSet()
+
+
+def close_in_child(owner: Forked) -> None:
+    """Calls ``owner.forked()`` in every child that this process forks.
+
+    A child that kept the connection open would keep the session alive after its owner's death.
+    """
+    _open.add(owner)
+
+
+def _after_fork() -> None:
+    for owner in list(_open):
+        owner.forked()
+
+
+os.register_at_fork(after_in_child=_after_fork)

@@ -1,0 +1,91 @@
+"""Whole payloads in and out, for tools, tests and whoever is not an engine.
+
+Engines write their staging and read slabs in place, without these copies.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from kmesh import _host, errors
+from kmesh.calls import ReserveBatch
+from kmesh.keys import KEY_BYTES
+from kmesh.lease import REASON_OK, Lease
+from kmesh.memory import SlabMapping, Staging
+from kmesh.session import Session
+
+
+def put_spans(
+    session: Session,
+    staging: Staging,
+    batch: ReserveBatch,
+    payloads: Sequence[bytes | bytearray | memoryview],
+) -> list[int]:
+    """Stores spans through the session's staging, as many at a time as it holds.
+
+    Args:
+        payloads: one for each span of ``batch``, of its ``length``.
+
+    Returns:
+        A ``kmesh.v1.Reason`` for each span: 0 stored, REASON_EXISTS (4) was there already.
+
+    Raises:
+        ConfigError: a payload has another length than ``batch`` says, or is larger than the
+            staging. Nothing was stored then.
+    """
+    if len(payloads) != len(batch):
+        raise errors.ConfigError(f"payloads: {len(payloads)} for {len(batch)} spans")
+    for i, (payload, length) in enumerate(zip(payloads, batch.length, strict=True)):
+        with memoryview(payload) as view:
+            if view.nbytes != length:
+                raise errors.ConfigError(f"payloads: number {i} has {view.nbytes} bytes")
+        if length > staging.size:
+            raise errors.ConfigError(f"payloads: number {i} is larger than the staging")
+    reserved = session.reserve(batch)
+    reasons = list(reserved.reason)
+    wanted = [i for i, reason in enumerate(reasons) if reason == REASON_OK]
+    try:
+        while wanted:
+            offsets: list[int] = []
+            used = 0
+            for i in wanted:
+                if used + batch.length[i] > staging.size:
+                    break
+                with memoryview(payloads[i]) as view:
+                    staging.view()[used : used + view.nbytes] = view.cast("B")
+                offsets.append(used)
+                used += batch.length[i]
+            now, wanted = wanted[: len(offsets)], wanted[len(offsets) :]
+            committed = session.commit([reserved.reservation[i] for i in now], offsets)
+            for i, reason in zip(now, committed, strict=True):
+                reasons[i] = reason
+    except BaseException:
+        if not session.closed and wanted:
+            session.abort([reserved.reservation[i] for i in wanted])
+        raise
+    return reasons
+
+
+def read_span(session: Session, lease: Lease, key: int, shard: int = 0) -> bytes:
+    """A leased payload, copied and then verified.
+
+    Raises:
+        IndexError, LookupError: as ``Lease.entry``.
+        CorruptionError: the bytes are not those that were stored; tell the daemon with
+            ``session.report_corrupt(lease, [lease.index(key, shard)])``.
+    """
+    return read_mapped(session.slab(lease.entry(key, shard).slab), lease, key, shard)
+
+
+def read_mapped(slab: SlabMapping, lease: Lease, key: int, shard: int = 0) -> bytes:
+    """As ``read_span``, out of the mapping of the slab in which the span lies."""
+    span = lease.entry(key, shard)
+    if span.slab != slab.slab or not slab.contains(span.offset, span.length):
+        raise errors.ProtocolError(f"no span can lie at {span} in slab {slab.slab}")
+    payload = bytes(slab.view(span.offset, span.length))
+    root = lease.root[lease.index(key, shard)]
+    sums = slab.sums_address(span.offset)
+    if not _host.verify(_host.address(payload), span.length, sums, root):
+        name = lease.keys[key * KEY_BYTES : (key + 1) * KEY_BYTES].hex()
+        raise errors.CorruptionError(f"span {name}: its bytes do not match their sums")
+    return payload
