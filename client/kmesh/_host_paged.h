@@ -69,17 +69,30 @@ static int km_part_check(const km_paged *p, const km_part *s) {
     return KM_DONE;
 }
 
-static inline void km_move(unsigned char *paged, unsigned char *payload, size_t n, int out) {
-    unsigned char *dst = out ? payload : paged;
-    const unsigned char *src = out ? paged : payload;
-    // Whole rows have one of these sizes nearly always: no call for them.
-    switch (n) {
-        case 64: memcpy(dst, src, 64); break;
-        case 128: memcpy(dst, src, 128); break;
-        case 256: memcpy(dst, src, 256); break;
-        case 512: memcpy(dst, src, 512); break;
-        default: memcpy(dst, src, n);
+// Copies around the cache when whole lines are written: nobody reads them at
+// once, and lines that are overwritten need not be read first.
+static inline void km_stream(unsigned char *dst, const unsigned char *src, size_t bytes) {
+#if defined(__x86_64__)
+    if ((((uintptr_t)dst | bytes) & 63) == 0) {
+        for (size_t i = 0; i < bytes; i += 64) {
+            const __m128i *from = (const __m128i *)(src + i);
+            __m128i *to = (__m128i *)(dst + i);
+            __m128i a = _mm_loadu_si128(from), b = _mm_loadu_si128(from + 1);
+            __m128i c = _mm_loadu_si128(from + 2), d = _mm_loadu_si128(from + 3);
+            _mm_stream_si128(to, a);
+            _mm_stream_si128(to + 1, b);
+            _mm_stream_si128(to + 2, c);
+            _mm_stream_si128(to + 3, d);
+        }
+        return;
     }
+#endif
+    memcpy(dst, src, bytes);
+}
+
+static inline void km_move(unsigned char *paged, unsigned char *payload, size_t n, int out) {
+    if (out) km_stream(payload, paged, n);
+    else km_stream(paged, payload, n);
 }
 
 // Bytes [begin, end) of one head's tokens; byte 0 is that of the span's token 0.
@@ -158,7 +171,9 @@ static int km_part_run(const km_paged *p, const km_part *s, int out) {
         memcpy(p->sums, (const void *)(uintptr_t)s->sums_address, tiles * sizeof *p->sums);
         if (km_fold(p->sums, tiles) != s->root) return KM_BAD_ROOT;
     }
-    return km_part_move(p, s, out);
+    status = km_part_move(p, s, out);
+    km_stream_end();
+    return status;
 }
 
 #endif

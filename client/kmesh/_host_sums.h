@@ -25,17 +25,19 @@
 #define KM_TILE ((size_t)65536)
 #define KM_GOLDEN UINT64_C(0x9E3779B97F4A7C15)
 
-enum { KM_LANES = 16, KM_ROW = KM_LANES * 4 };
+enum { KM_ROW = 64, KM_ROW_WORDS = 16, KM_AHEAD_BYTES = 8192, KM_COPY_AHEAD_BYTES = 4096 };
 
-typedef int32_t km_v8i __attribute__((vector_size(32)));
-typedef int64_t km_v8l __attribute__((vector_size(64)));
+typedef uint64_t km_v8 __attribute__((vector_size(64)));
 
-// Words of a tile seen as rows of 16: word i is column i % 16 of row i / 16.
-// `columns` holds the column sums; `running` adds `columns` after each row, so
-// word (r, c) of R rows is in it R - r times. Adds alone, no products per word.
+// Words of a tile seen as rows of 16, two words to a lane: word i is column
+// i % 16 of row i / 16. With u = v + 2^31, which is not negative:
+//   lanes    sums of lanes mod 2^64, so sums of even columns + 2^32 · those of odd
+//   odd      sums of odd columns, by which the even ones are got out of `lanes`
+//   running_ adds the above after each row, so row r of R is in it R - r times
+// That is one xor, one shift and four adds for 16 words, and no product.
 typedef struct {
-    km_v8l columns[2], running[2];
-    int64_t rows;
+    km_v8 lanes, odd, running_lanes, running_odd;
+    uint64_t rows;
 } km_sum;
 
 static inline uint64_t km_mix(uint64_t x) {
@@ -44,39 +46,81 @@ static inline uint64_t km_mix(uint64_t x) {
     return x ^ (x >> 31);
 }
 
-KM_CLONES
-static void km_sum_rows(km_sum *state, const unsigned char *data, size_t rows) {
-    km_v8l c0 = state->columns[0], c1 = state->columns[1];
-    km_v8l r0 = state->running[0], r1 = state->running[1];
-    for (size_t r = 0; r < rows; r++, data += KM_ROW) {
-        km_v8i w0, w1;
-        memcpy(&w0, data, sizeof w0);
-        memcpy(&w1, data + sizeof w0, sizeof w1);
-        c0 += __builtin_convertvector(w0, km_v8l);
-        c1 += __builtin_convertvector(w1, km_v8l);
-        r0 += c0;
-        r1 += c1;
+static inline void km_store_row(unsigned char *dst, const km_v8 *words, int stream) {
+#if defined(__x86_64__)
+    if (stream) {
+        // Around the cache: nobody reads it soon, and lines that are overwritten
+        // need not be read first.
+        for (int i = 0; i < 4; i++)
+            _mm_stream_si128((__m128i *)dst + i,
+                             (__m128i){(long long)(*words)[2 * i], (long long)(*words)[2 * i + 1]});
+        return;
     }
-    state->columns[0] = c0, state->columns[1] = c1;
-    state->running[0] = r0, state->running[1] = r1;
-    state->rows += (int64_t)rows;
+#else
+    (void)stream;
+#endif
+    memcpy(dst, words, sizeof *words);
+}
+
+// A row is added, and copied to `dst` too unless that is NULL. Prefetching past
+// the end harms nobody; hardware prefetchers stop at the page's end.
+static inline __attribute__((always_inline)) void km_add_rows(km_sum *state, unsigned char *dst,
+                                                              const unsigned char *src, size_t rows,
+                                                              int stream) {
+    km_v8 lanes = state->lanes, odd = state->odd;
+    km_v8 running_lanes = state->running_lanes, running_odd = state->running_odd;
+    for (size_t at = 0; at < rows * KM_ROW; at += KM_ROW) {
+        __builtin_prefetch(src + at + (dst ? KM_COPY_AHEAD_BYTES : KM_AHEAD_BYTES));
+        km_v8 words;
+        memcpy(&words, src + at, sizeof words);
+        if (dst) {
+            // What is stored is what is summed: src must not be read a second time.
+            __asm__ volatile("" : : : "memory");
+            km_store_row(dst + at, &words, stream);
+        }
+        words ^= UINT64_C(0x8000000080000000);
+        lanes += words;
+        odd += words >> 32;
+        running_lanes += lanes;
+        running_odd += odd;
+    }
+    state->lanes = lanes, state->odd = odd;
+    state->running_lanes = running_lanes, state->running_odd = running_odd;
+    state->rows += rows;
+}
+
+KM_CLONES
+static void km_sum_rows(km_sum *state, const unsigned char *src, size_t rows) {
+    km_add_rows(state, NULL, src, rows, 0);
+}
+
+KM_CLONES
+static void km_copy_rows(km_sum *state, unsigned char *dst, const unsigned char *src, size_t rows) {
+    if ((uintptr_t)dst % 16 == 0) km_add_rows(state, dst, src, rows, 1);
+    else km_add_rows(state, dst, src, rows, 0);
 }
 
 // The sum of a tile whose last bytes, less than a row, are at `rest`.
 static uint64_t km_sum_end(const km_sum *state, const unsigned char *rest, size_t bytes) {
-    int64_t sum = 0;
-    for (int c = 0; c < KM_LANES; c++) {
-        int64_t column = state->columns[c / 8][c % 8], running = state->running[c / 8][c % 8];
-        sum += column * (2 * c + 1) + 2 * KM_LANES * (state->rows * column - running);
+    uint64_t rows = state->rows, words = rows * KM_ROW_WORDS;
+    // Σ (v + 2^31)(2i + 1) is asked for as Σ v(2i + 1), and Σ (2i + 1) is a square.
+    uint64_t sum = -(words * words << 31);
+    for (int lane = 0; lane < 8; lane++) {
+        uint64_t odd = state->odd[lane], running_odd = state->running_odd[lane];
+        uint64_t even = state->lanes[lane] - (odd << 32);
+        uint64_t running_even = state->running_lanes[lane] - (running_odd << 32);
+        uint64_t by_row = rows * (even + odd) - running_even - running_odd;
+        sum += even * (uint64_t)(4 * lane + 1) + odd * (uint64_t)(4 * lane + 3);
+        sum += by_row * (2 * KM_ROW_WORDS);
     }
     unsigned char padded[KM_ROW] = {0};
     memcpy(padded, rest, bytes);
-    for (int c = 0; c < KM_LANES; c++) {
+    for (uint64_t c = 0; c < KM_ROW_WORDS; c++) {
         int32_t word;
         memcpy(&word, padded + 4 * c, 4);
-        sum += word * (2 * (state->rows * KM_LANES + c) + 1);
+        sum += (uint64_t)(int64_t)word * (2 * (words + c) + 1);
     }
-    return (uint64_t)sum;
+    return sum;
 }
 
 static uint64_t km_tile_sum(const unsigned char *tile, size_t bytes) {
@@ -114,55 +158,31 @@ static uint64_t km_tile_sums(const unsigned char *src, size_t length, uint64_t *
     return root;
 }
 
-enum { KM_BOUNCE = 8192 };
-
-// Stores around the cache where dst allows it: nobody reads it soon.
-static void km_stream(unsigned char *dst, const unsigned char *src, size_t bytes) {
+// What was streamed is visible to others before anything that comes later.
+static inline void km_stream_end(void) {
 #if defined(__x86_64__)
-    if (((uintptr_t)dst & 15) == 0) {
-        size_t i = 0;
-        for (; i + 64 <= bytes; i += 64) {
-            const __m128i *from = (const __m128i *)(src + i);
-            __m128i *to = (__m128i *)(dst + i);
-            __m128i a = _mm_loadu_si128(from), b = _mm_loadu_si128(from + 1);
-            __m128i c = _mm_loadu_si128(from + 2), d = _mm_loadu_si128(from + 3);
-            _mm_stream_si128(to, a);
-            _mm_stream_si128(to + 1, b);
-            _mm_stream_si128(to + 2, c);
-            _mm_stream_si128(to + 3, d);
-        }
-        memcpy(dst + i, src + i, bytes - i);
-        return;
-    }
+    _mm_sfence();
 #endif
-    memcpy(dst, src, bytes);
 }
 
 // Each byte of src is read once, so the sums are those of what dst gets even
 // while somebody else writes to src.
 static uint64_t km_copy_with_sums(unsigned char *dst, const unsigned char *src, size_t length,
                                   uint64_t *sums) {
-    unsigned char bounce[KM_BOUNCE] __attribute__((aligned(64)));
     uint64_t root = 0;
     for (size_t t = 0; t < km_tiles(length); t++) {
-        size_t bytes = km_tile_bytes(length, t);
+        size_t bytes = km_tile_bytes(length, t), rest = bytes % KM_ROW;
+        unsigned char last[KM_ROW];
         km_sum state = {0};
-        for (size_t done = 0; done < bytes;) {
-            size_t n = bytes - done < KM_BOUNCE ? bytes - done : KM_BOUNCE;
-            memcpy(bounce, src, n);
-            // The copy in `bounce` must not be optimised into second reads of src.
-            __asm__ volatile("" : : "r"(bounce) : "memory");
-            km_sum_rows(&state, bounce, n / KM_ROW);
-            done += n;
-            if (done == bytes) sums[t] = km_sum_end(&state, bounce + n / KM_ROW * KM_ROW, n % KM_ROW);
-            km_stream(dst, bounce, n);
-            src += n, dst += n;
-        }
+        km_copy_rows(&state, dst, src, bytes / KM_ROW);
+        memcpy(last, src + bytes - rest, rest);
+        __asm__ volatile("" : : "r"(last) : "memory");
+        memcpy(dst + bytes - rest, last, rest);
+        sums[t] = km_sum_end(&state, last, rest);
         root += km_fold_one(sums[t], t);
+        src += bytes, dst += bytes;
     }
-#if defined(__x86_64__)
-    _mm_sfence();
-#endif
+    km_stream_end();
     return root;
 }
 

@@ -90,9 +90,7 @@ class IndexWriter:
         self._mapping = mapping
         self._base = mapping.address
         self._size = mapping.size
-        header = _HEADER.pack(
-            MAGIC, FORMAT_VERSION, ENTRY_BYTES, epoch, self.capacity, 0, 0, 0, 0
-        )
+        header = _HEADER.pack(MAGIC, FORMAT_VERSION, ENTRY_BYTES, epoch, self.capacity, 0, 0, 0, 0)
         mapping.view(0, len(header))[:] = header
 
     @property
