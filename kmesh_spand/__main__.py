@@ -1,0 +1,79 @@
+"""``kmesh-spand``: reads the settings in a child of its own, then supervises."""
+
+from __future__ import annotations
+
+import os
+import sys
+from importlib import metadata
+
+import msgspec
+
+from kmesh_spand.settings import Settings
+
+
+def version() -> str:
+    """The installed version of KMesh, or a word that says it isn't installed."""
+    try:
+        return metadata.version("kmesh")
+    except metadata.PackageNotFoundError:
+        return "0+unknown"
+
+
+def _read_settings(argv: list[str], out: int) -> int:
+    """Runs in the child: prints or sends the settings; returns the exit status."""
+    from kmesh.errors import ConfigError
+    from kmesh_spand import config
+
+    try:
+        options, loaded = config.parse(argv, os.environ)
+    except ConfigError as failed:
+        print(f"kmesh-spand: {failed}", file=sys.stderr)
+        return 2
+    if options.version:
+        print(f"kmesh-spand {version()}")
+    elif options.print_config:
+        sys.stdout.write(config.to_toml(loaded))
+    else:
+        with open(out, "wb", closefd=False) as pipe:
+            pipe.write(msgspec.msgpack.encode(loaded.settings))
+    return 0
+
+
+def _fork_and_read(argv: list[str]) -> Settings | int:
+    """The settings, or the status to exit with when there is nothing to run."""
+    receive, send = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        status = 1
+        try:
+            os.close(receive)
+            status = _read_settings(argv, send)
+        except SystemExit as leaving:
+            status = leaving.code if isinstance(leaving.code, int) else 1
+        except BaseException:
+            sys.excepthook(*sys.exc_info())
+        finally:
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(status)
+    os.close(send)
+    with open(receive, "rb") as pipe:
+        data = pipe.read()
+    status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+    if status or not data:
+        return status if status >= 0 else 1
+    return msgspec.msgpack.decode(data, type=Settings)
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Entry point. Returns the exit status: 0, 1 (could not run) or 2 (a setting is wrong)."""
+    settings = _fork_and_read(sys.argv[1:] if argv is None else argv)
+    if isinstance(settings, int):
+        return settings
+    from kmesh_spand.supervisor import Supervisor
+
+    return Supervisor(settings, version()).run()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

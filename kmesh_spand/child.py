@@ -1,0 +1,63 @@
+"""Forking the daemon's other processes from the supervisor."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import signal
+import sys
+from collections.abc import Callable, Collection
+from typing import NoReturn
+
+_PR_SET_PDEATHSIG = 1
+_PR_SET_NAME = 15
+
+
+def fork(name: str, keep: Collection[int], main: Callable[[], int]) -> int:
+    """Starts a process that runs ``main`` and exits with its result; returns its pid.
+
+    It keeps only stdio and the fds in ``keep``, is killed when its parent dies, and ignores the
+    signals that stop the daemon: its parent tells it. The caller must have a single thread.
+    """
+    parent = os.getpid()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    pid = os.fork()
+    if pid:
+        return pid
+    _run(name, parent, keep, main)
+
+
+def _run(name: str, parent: int, keep: Collection[int], main: Callable[[], int]) -> NoReturn:
+    status = 1
+    try:
+        signal.set_wakeup_fd(-1)
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+            signal.signal(number, signal.SIG_IGN)
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        libc = ctypes.CDLL(None)
+        libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        if os.getppid() != parent:
+            os._exit(1)
+        libc.prctl(_PR_SET_NAME, f"kmesh-{name}".encode())
+        close_except(keep)
+        status = main()
+    except SystemExit as leaving:
+        status = leaving.code if isinstance(leaving.code, int) else 1
+    except BaseException:
+        sys.excepthook(*sys.exc_info())
+    finally:
+        with contextlib.suppress(OSError, ValueError):
+            sys.stdout.flush()
+            sys.stderr.flush()
+        os._exit(status)
+
+
+def close_except(keep: Collection[int]) -> None:
+    """Closes every fd of this process but stdio and ``keep``."""
+    kept = {0, 1, 2, *keep}
+    for fd in [int(text) for text in os.listdir("/proc/self/fd")]:
+        if fd not in kept:
+            with contextlib.suppress(OSError):
+                os.close(fd)

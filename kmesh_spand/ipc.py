@@ -1,0 +1,166 @@
+"""What the daemon's processes say to each other, over ``SOCK_SEQPACKET`` pairs.
+
+The supervisor makes every pair. A message is one packet; ``Staging`` and ``NewWorker`` carry
+exactly one file descriptor each, the others none.
+"""
+
+from __future__ import annotations
+
+import array
+import os
+import socket
+
+import msgspec
+
+MAX_BYTES = 4096
+
+
+class Message(msgspec.Struct, frozen=True, tag=True, array_like=True):
+    """One packet."""
+
+
+class Staging(Message, frozen=True):
+    """To the worker: a session's staging, with its fd."""
+
+    session: int
+    size: int
+
+
+class DropStaging(Message, frozen=True):
+    """To the worker: forget a session's staging."""
+
+    session: int
+
+
+class Copy(Message, frozen=True):
+    """To the worker: answered by CopyDone or Failed."""
+
+    job: int
+    session: int
+    staging_offset: int
+    slab: int
+    offset: int
+    length: int
+
+
+class Verify(Message, frozen=True):
+    """To the worker: answered by Verified or Failed."""
+
+    job: int
+    slab: int
+    offset: int
+    length: int
+    root: int
+
+
+class CopyDone(Message, frozen=True):
+    job: int
+    root: int
+
+
+class Verified(Message, frozen=True):
+    job: int
+    good: bool
+
+
+class Failed(Message, frozen=True):
+    """From the worker: a job could not be done."""
+
+    job: int
+    error: str
+
+
+class Populated(Message, frozen=True):
+    """From the worker: so much of a slab's payload area has pages."""
+
+    slab: int
+    capacity: int
+    hugepages: bool
+
+
+class PopulateFailed(Message, frozen=True):
+    """From the worker: the machine has no memory for the rest of a slab."""
+
+    slab: int
+    error: str
+
+
+class NewWorker(Message, frozen=True):
+    """To control: a store worker was started; its fd is the way to it, any earlier is dead."""
+
+    restarts: int
+
+
+class Drain(Message, frozen=True):
+    """To control: finish what is in flight, then exit."""
+
+
+class Ready(Message, frozen=True):
+    """From control: it serves."""
+
+
+class RestartWorker(Message, frozen=True):
+    """From control: the worker does not answer, end it."""
+
+    reason: str
+
+
+AnyMessage = (
+    Staging
+    | DropStaging
+    | Copy
+    | Verify
+    | CopyDone
+    | Verified
+    | Failed
+    | Populated
+    | PopulateFailed
+    | NewWorker
+    | Drain
+    | Ready
+    | RestartWorker
+)
+
+_encoder = msgspec.msgpack.Encoder()
+_decoder: msgspec.msgpack.Decoder[AnyMessage] = msgspec.msgpack.Decoder(AnyMessage)
+
+
+def pair() -> tuple[socket.socket, socket.socket]:
+    """Two connected ends, both closed on exec."""
+    return socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+
+
+def send(sock: socket.socket, message: AnyMessage, fd: int | None = None) -> None:
+    """Sends one message; ``fd`` stays the caller's.
+
+    Raises:
+        BlockingIOError: the socket doesn't block and its peer doesn't read.
+        OSError: the peer is gone.
+    """
+    ancillary = []
+    if fd is not None:
+        ancillary = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [fd]))]
+    sock.sendmsg([_encoder.encode(message)], ancillary, socket.MSG_NOSIGNAL)
+
+
+def receive(sock: socket.socket) -> tuple[AnyMessage, int | None]:
+    """One message, and its fd, which the caller owns.
+
+    Raises:
+        EOFError: the peer is gone.
+        BlockingIOError: the socket doesn't block and nothing is there.
+        OSError: the packet was cut short, most likely because no fd is left.
+    """
+    data, ancillary, flags, _ = sock.recvmsg(
+        MAX_BYTES, socket.CMSG_SPACE(array.array("i").itemsize), socket.MSG_CMSG_CLOEXEC
+    )
+    fds = array.array("i")
+    for _level, _type, content in ancillary:
+        fds.frombytes(content)
+    if flags & (socket.MSG_TRUNC | socket.MSG_CTRUNC):
+        for fd in fds:
+            os.close(fd)
+        raise OSError("a message between the daemon's processes was cut short")
+    if not data:
+        raise EOFError
+    return _decoder.decode(data), fds[0] if fds else None

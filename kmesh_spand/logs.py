@@ -1,0 +1,63 @@
+"""One log line for each event, as text or JSON, on stderr."""
+
+from __future__ import annotations
+
+import json
+import logging
+import sys
+import time
+
+_STANDARD = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime", "taskName"}
+
+
+def _extras(record: logging.LogRecord) -> dict[str, object]:
+    return {name: value for name, value in vars(record).items() if name not in _STANDARD}
+
+
+class TextFormatter(logging.Formatter):
+    """``time level process: message key=value …``"""
+
+    def __init__(self, process: str) -> None:
+        super().__init__()
+        self._process = process
+
+    def format(self, record: logging.LogRecord) -> str:
+        stamp = time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(record.created))
+        text = f"{stamp}.{int(record.msecs):03d}Z {record.levelname.lower()} {self._process}: "
+        text += record.getMessage()
+        for name, value in _extras(record).items():
+            text += f" {name}={value}"
+        if record.exc_info:
+            text += "\n" + self.formatException(record.exc_info)
+        return text
+
+
+class JsonFormatter(logging.Formatter):
+    """One JSON object on one line; what was given as ``extra`` is a key each."""
+
+    def __init__(self, process: str) -> None:
+        super().__init__()
+        self._process = process
+
+    def format(self, record: logging.LogRecord) -> str:
+        line: dict[str, object] = {
+            "ts": round(record.created, 6),
+            "level": record.levelname.lower(),
+            "process": self._process,
+            "pid": record.process,
+            "message": record.getMessage(),
+        }
+        line.update(_extras(record))
+        if record.exc_info:
+            line["exception"] = self.formatException(record.exc_info)
+        return json.dumps(line, default=str)
+
+
+def configure(process: str, *, level: str, form: str) -> logging.Logger:
+    """Sets up logging of this process and returns the logger of KMesh's daemon."""
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(JsonFormatter(process) if form == "json" else TextFormatter(process))
+    root = logging.getLogger()
+    root.handlers[:] = [handler]
+    root.setLevel(level.upper())
+    return logging.getLogger("kmesh_spand")

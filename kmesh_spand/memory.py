@@ -1,0 +1,238 @@
+"""Making, sealing, re-opening and filling memfds, and how much of that the machine allows."""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import fcntl
+import mmap
+import os
+import threading
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+from kmesh.errors import ConfigError
+
+SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
+_MADV_POPULATE_WRITE = 23
+_CHUNK_BYTES = 32 << 20
+_THP = Path("/sys/kernel/mm/transparent_hugepage/shmem_enabled")
+
+_libc = ctypes.CDLL(None, use_errno=True)
+_libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+
+
+def make_memfd(name: str, size: int, *, mode: int = 0o400) -> int:
+    """A memfd of ``size`` zero bytes that can neither shrink nor grow; the caller owns it.
+
+    Its mode lets other opens of it only read, unless ``mode`` says otherwise.
+
+    Raises:
+        OSError: no file descriptor or no memory for it.
+    """
+    fd = os.memfd_create(f"kmesh-{name}", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    try:
+        os.ftruncate(fd, size)
+        os.fchmod(fd, mode)
+        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, SEALS)
+    except BaseException:
+        os.close(fd)
+        raise
+    return fd
+
+
+def reopen_read_only(fd: int) -> int:
+    """The memory behind ``fd``, opened so that a writable mapping of it is refused."""
+    return os.open(f"/proc/self/fd/{fd}", os.O_RDONLY | os.O_CLOEXEC)
+
+
+def hugepages_allowed() -> bool:
+    """Whether the kernel gives huge pages to shared memory that asks for them."""
+    try:
+        chosen = _THP.read_text().partition("[")[2].partition("]")[0]
+    except OSError:
+        return False
+    return chosen in ("always", "advise", "within_size", "force")
+
+
+def advise_hugepages(address: int, length: int) -> bool:
+    """Asks for huge pages in a mapping; False if the kernel doesn't know them."""
+    return bool(_libc.madvise(address, length, mmap.MADV_HUGEPAGE) == 0)
+
+
+def hugepages_granted(address: int) -> bool:
+    """Whether any huge page is mapped in the mapping that starts at ``address``."""
+    inside = False
+    start = f"{address:x}-"
+    with open("/proc/self/smaps") as maps:
+        for line in maps:
+            head = line.partition(" ")[0]
+            if not head.endswith(":"):
+                if inside:
+                    return False
+                inside = head.lstrip("0").startswith(start)
+            elif inside and head in ("ShmemPmdMapped:", "FilePmdMapped:"):
+                if int(line.split()[1]) > 0:
+                    return True
+    return False
+
+
+def populate_range(fd: int, address: int, offset: int, length: int, *, huge: bool) -> None:
+    """Puts pages behind a range of a memfd that is mapped at ``address``.
+
+    Raises:
+        OSError: there is no memory for it. It would be a SIGBUS later.
+    """
+    if huge:
+        while _libc.madvise(address + offset, length, _MADV_POPULATE_WRITE):
+            code = ctypes.get_errno()
+            if code == errno.EINVAL:
+                break
+            if code not in (errno.EAGAIN, errno.EINTR):
+                raise OSError(code, os.strerror(code))
+        else:
+            return
+    os.posix_fallocate(fd, offset, length)
+
+
+class Populator:
+    """Fills ranges of one memfd from several threads, in chunks.
+
+    Args:
+        done: told how many bytes from the first range's start, counted through the ranges in
+            order, are filled without a gap; from any of the threads, growing.
+    """
+
+    def __init__(
+        self,
+        fd: int,
+        address: int,
+        ranges: Iterable[tuple[int, int]],
+        *,
+        huge: bool,
+        done: Callable[[int], None],
+    ) -> None:
+        self._fd = fd
+        self._address = address
+        self._huge = huge
+        self._done = done
+        self._chunks = [
+            (begin, min(_CHUNK_BYTES, offset + length - begin))
+            for offset, length in ranges
+            for begin in range(offset, offset + length, _CHUNK_BYTES)
+        ]
+        self._next = 0
+        self._finished = [False] * len(self._chunks)
+        self._leading = 0
+        self._filled = 0
+        self._lock = threading.Lock()
+        self._failed: OSError | None = None
+
+    def run(self, threads: int) -> None:
+        """Returns when all is filled.
+
+        Raises:
+            OSError: as ``populate_range``; what was reported before stays filled.
+        """
+        crew = [
+            threading.Thread(target=self._work, name=f"populate-{n}")
+            for n in range(min(threads, len(self._chunks)))
+        ]
+        for one in crew:
+            one.start()
+        for one in crew:
+            one.join()
+        if self._failed is not None:
+            raise self._failed
+
+    def _work(self) -> None:
+        while True:
+            with self._lock:
+                if self._failed is not None or self._next == len(self._chunks):
+                    return
+                number = self._next
+                self._next += 1
+            offset, length = self._chunks[number]
+            try:
+                populate_range(self._fd, self._address, offset, length, huge=self._huge)
+            except OSError as failed:
+                with self._lock:
+                    self._failed = failed
+                return
+            with self._lock:
+                self._finished[number] = True
+                before = self._filled
+                while self._leading < len(self._chunks) and self._finished[self._leading]:
+                    self._filled += self._chunks[self._leading][1]
+                    self._leading += 1
+                if self._filled > before:
+                    self._done(self._filled)
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryLimit:
+    """``size`` bytes, as ``source`` (a file) says."""
+
+    size: int
+    source: str
+
+
+def memory_limits(root: Path = Path("/")) -> list[MemoryLimit]:
+    """The limits that hold for this process: control groups (v2 and v1) and free memory.
+
+    Args:
+        root: where /proc and /sys are looked for.
+    """
+    found = []
+    for line in _lines(root / "proc/self/cgroup"):
+        _, controllers, path = line.split(":", 2)
+        if controllers == "":
+            found += _group_limits(root / "sys/fs/cgroup", path, "memory.max")
+        elif "memory" in controllers.split(","):
+            found += _group_limits(root / "sys/fs/cgroup/memory", path, "memory.limit_in_bytes")
+    for line in _lines(root / "proc/meminfo"):
+        if line.startswith("MemAvailable:"):
+            found.append(MemoryLimit(int(line.split()[1]) << 10, "/proc/meminfo, MemAvailable"))
+    return found
+
+
+def _group_limits(mount: Path, path: str, file: str) -> list[MemoryLimit]:
+    """A group's limit and its parents'. In a container the path may only exist outside."""
+    found = []
+    group = mount / path.lstrip("/")
+    while True:
+        for text in _lines(group / file):
+            # v1 writes "no limit" as the largest whole number of pages.
+            if text.isdigit() and int(text) < 1 << 60:
+                found.append(MemoryLimit(int(text), str(group / file)))
+        if group == mount:
+            return found
+        group = group.parent
+
+
+def _lines(file: Path) -> list[str]:
+    try:
+        return file.read_text().splitlines()
+    except OSError:
+        return []
+
+
+def check_memory(host: int, staging: int, limits: Iterable[MemoryLimit]) -> None:
+    """Refuses to promise memory that the machine doesn't give.
+
+    Raises:
+        ConfigError: names the setting, the limit and the file that sets it.
+    """
+    for limit in limits:
+        if host > limit.size:
+            name, size = "host_memory", host
+        elif host + staging > limit.size:
+            name, size = "staging_memory", host + staging
+        else:
+            continue
+        what = "with host_memory " if name == "staging_memory" else ""
+        raise ConfigError(
+            f"{name}: {what}{size >> 20} MiB is more than the {limit.size >> 20} MiB "
+            f"that {limit.source} allows"
+        )

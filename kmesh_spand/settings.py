@@ -1,0 +1,44 @@
+"""The daemon's effective settings, as every process of it holds them.
+
+Kept apart from ``config``, which needs a settings library to read them: the supervisor and its
+children live for months and never load that.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+
+class Settings(msgspec.Struct, frozen=True, kw_only=True):
+    """Sizes are bytes, ``*_ms`` milliseconds. See ``docs/configuration.md``."""
+
+    socket_dir: str
+    socket_mode: int
+    host_memory: int
+    slab_size: int
+    hugepages: bool
+    populate_threads: int
+    copy_threads: int
+    span_tokens: int
+    max_spans: int
+    allow_uids: tuple[int, ...]
+    max_sessions: int
+    staging_memory: int
+    session_staging: int
+    deadline_ms: int
+    copy_timeout_ms: int
+    verify_rate: int
+    grace_ms: int
+    shutdown_timeout_ms: int
+    metrics_listen: str
+    log_level: str
+    log_format: str
+
+    def slab_sizes(self) -> list[int]:
+        """Bytes of each slab; the last one takes what is left, unless that is too little."""
+        full, rest = divmod(self.host_memory, self.slab_size)
+        return [self.slab_size] * full + ([rest] if rest >= MIN_SLAB_BYTES else [])
+
+
+#: Below this a slab isn't worth its file descriptor.
+MIN_SLAB_BYTES = 1 << 20

@@ -1,0 +1,348 @@
+"""The supervisor: holds the memory and the listening socket, keeps the other processes alive.
+
+Single-threaded and small. Its fds are the storage: control and worker may die and come back.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import logging
+import os
+import resource
+import select
+import signal
+import socket
+import time
+
+from kmesh.errors import ConfigError
+from kmesh_spand import child, ipc, logs, memory
+from kmesh_spand.notify import notify
+from kmesh_spand.settings import Settings
+from kmesh_spand.storage import Storage
+
+logger = logging.getLogger(__name__)
+
+LOCK_NAME = "daemon.lock"
+SESSION_SOCKET = "session.sock"
+GRPC_SOCKET = "grpc.sock"
+
+#: What a process of the daemon needs beside one fd for each slab, with a few sessions.
+_SPARE_FDS = 40
+_BACKOFF_FIRST = 0.1
+_BACKOFF_LAST = 10.0
+#: A process that lived this long is restarted at once.
+_STEADY_SECONDS = 10.0
+
+
+class Backoff:
+    """How long to wait before a process is started again."""
+
+    def __init__(self) -> None:
+        self._wait = 0.0
+        self._started = 0.0
+
+    def started(self, now: float) -> None:
+        self._started = now
+
+    def died(self, now: float) -> float:
+        """The moment of the next start: at once after a steady life, else later each time."""
+        if now - self._started >= _STEADY_SECONDS:
+            self._wait = 0.0
+        at = now + self._wait
+        self._wait = min(max(2 * self._wait, _BACKOFF_FIRST), _BACKOFF_LAST)
+        return at
+
+
+class Supervisor:
+    """One daemon on one socket directory."""
+
+    def __init__(self, settings: Settings, version: str) -> None:
+        self._settings = settings
+        self._version = version
+        self._control_pid = 0
+        self._worker_pid = 0
+        self._control_restarts = -1
+        self._worker_restarts = -1
+        self._control_backoff = Backoff()
+        self._worker_backoff = Backoff()
+        self._control_at: float | None = 0.0
+        self._worker_at: float | None = None
+        self._ready = False
+        self._failed = False
+        self._stop_signal = 0
+        self._stop_by: float | None = None
+        self._to_control: socket.socket | None = None
+        self._storage: Storage
+        self._listener: socket.socket
+        self._lock = -1
+
+    def run(self) -> int:
+        """Serves until told to stop. Returns the exit status; re-raises SIGINT."""
+        logs.configure(
+            "supervisor", level=self._settings.log_level, form=self._settings.log_format
+        )
+        try:
+            self._open()
+        except ConfigError as failed:
+            logger.error("%s", failed)
+            return 2
+        except OSError as failed:
+            logger.error("could not start: %s", failed)
+            return 1
+        try:
+            self._loop()
+        finally:
+            self._close()
+        if self._stop_signal == signal.SIGINT:
+            signal.signal(signal.SIGINT, signal.SIG_DFL)
+            os.kill(os.getpid(), signal.SIGINT)
+        return 1 if self._failed else 0
+
+    # Start and end.
+
+    def _open(self) -> None:
+        settings = self._settings
+        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+        if soft < hard:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+        needed = len(settings.slab_sizes()) + _SPARE_FDS
+        if needed > hard:
+            raise ConfigError(
+                f"slab_size: {len(settings.slab_sizes())} slabs need {needed} file descriptors, "
+                f"the limit (ulimit -n) is {hard}; make slabs larger or raise it"
+            )
+        memory.check_memory(
+            settings.host_memory, settings.staging_memory, memory.memory_limits()
+        )
+        self._take_directory()
+        self._storage = Storage(settings)
+        self._listener = self._listen()
+
+    def _take_directory(self) -> None:
+        directory = self._settings.socket_dir
+        try:
+            os.makedirs(directory, mode=0o700, exist_ok=True)
+            lock = os.open(
+                os.path.join(directory, LOCK_NAME), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600
+            )
+        except OSError as failed:
+            raise ConfigError(f"socket_dir: {directory}: {failed.strerror}") from None
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            os.close(lock)
+            raise ConfigError(f"socket_dir: another daemon serves {directory}") from None
+        self._lock = lock
+        # We hold the lock, so whoever made these is gone.
+        self._remove_sockets()
+
+    def _remove_sockets(self) -> None:
+        for name in (SESSION_SOCKET, GRPC_SOCKET):
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(os.path.join(self._settings.socket_dir, name))
+
+    def _listen(self) -> socket.socket:
+        listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC)
+        path = os.path.join(self._settings.socket_dir, SESSION_SOCKET)
+        before = os.umask(0o777 & ~0o600)
+        try:
+            listener.bind(path)
+        finally:
+            os.umask(before)
+        os.chmod(path, self._settings.socket_mode)
+        listener.setblocking(False)
+        listener.listen(128)
+        return listener
+
+    def _close(self) -> None:
+        for pid in (self._control_pid, self._worker_pid):
+            if pid:
+                os.kill(pid, signal.SIGKILL)
+                os.waitpid(pid, 0)
+        self._remove_sockets()
+        os.close(self._lock)
+        logger.info("stopped")
+
+    # The loop.
+
+    def _loop(self) -> None:
+        wake, waker = socket.socketpair()
+        for end in (wake, waker):
+            end.setblocking(False)
+        signal.set_wakeup_fd(waker.fileno(), warn_on_full_buffer=False)
+        signal.signal(signal.SIGCHLD, lambda *_: None)
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, self._on_stop)
+        while not self._done():
+            self._start_due()
+            poll = select.poll()
+            poll.register(wake, select.POLLIN)
+            if self._to_control is not None:
+                poll.register(self._to_control, select.POLLIN)
+            for fd, _ in poll.poll(self._timeout_ms()):
+                if fd == wake.fileno():
+                    with contextlib.suppress(BlockingIOError):
+                        wake.recv(4096)
+                else:
+                    self._hear_control()
+            self._reap()
+        signal.set_wakeup_fd(-1)
+
+    def _done(self) -> bool:
+        if self._failed:
+            return True
+        if not self._stop_signal:
+            return False
+        if self._stop_by is None:
+            self._begin_stop()
+        assert self._stop_by is not None
+        if self._control_pid and time.monotonic() >= self._stop_by:
+            logger.warning("not finished in time, ending what still runs")
+            return True
+        return not self._control_pid
+
+    def _on_stop(self, number: int, _frame: object) -> None:
+        if self._stop_signal:
+            # Asked twice: don't wait for anything.
+            self._stop_by = 0.0
+        self._stop_signal = self._stop_signal or number
+
+    def _begin_stop(self) -> None:
+        notify("STOPPING=1")
+        logger.info("stopping", extra={"signal": signal.Signals(self._stop_signal).name})
+        self._stop_by = time.monotonic() + self._settings.shutdown_timeout_ms / 1000
+        self._tell_control(ipc.Drain())
+
+    def _timeout_ms(self) -> int | None:
+        moments = [at for at in (self._control_at, self._worker_at, self._stop_by) if at is not None]
+        if not moments:
+            return None
+        return max(0, int((min(moments) - time.monotonic()) * 1000) + 1)
+
+    # Children.
+
+    def _start_due(self) -> None:
+        if self._stop_signal:
+            self._control_at = self._worker_at = None
+            return
+        now = time.monotonic()
+        if self._control_at is not None and now >= self._control_at:
+            self._control_at = None
+            self._start_control(now)
+            self._worker_at = now
+        if self._worker_at is not None and now >= self._worker_at and self._control_pid:
+            self._worker_at = None
+            self._start_worker(now)
+
+    def _start_control(self, now: float) -> None:
+        self._control_restarts += 1
+        if self._control_restarts:
+            self._storage.new_epoch()
+        ours, theirs = ipc.pair()
+        settings, storage, version = self._settings, self._storage, self._version
+        listener, restarts = self._listener, self._control_restarts
+
+        def main() -> int:
+            logs.configure("control", level=settings.log_level, form=settings.log_format)
+            from kmesh_spand.control import process
+
+            return process.run(settings, version, storage, listener, theirs, restarts)
+
+        keep = [*storage.fds, listener.fileno(), theirs.fileno()]
+        self._control_pid = child.fork("control", keep, main)
+        theirs.close()
+        ours.setblocking(False)
+        self._to_control = ours
+        self._control_backoff.started(now)
+
+    def _start_worker(self, now: float) -> None:
+        self._worker_restarts += 1
+        ours, theirs = ipc.pair()
+        settings = self._settings
+        slabs = [(slab.fd, slab.size) for slab in self._storage.slabs]
+
+        def main() -> int:
+            logs.configure("worker", level=settings.log_level, form=settings.log_format)
+            from kmesh_spand import worker
+
+            return worker.run(settings, theirs, slabs)
+
+        keep = [*(fd for fd, _ in slabs), theirs.fileno()]
+        self._worker_pid = child.fork("worker", keep, main)
+        theirs.close()
+        self._tell_control(ipc.NewWorker(self._worker_restarts), ours.fileno())
+        ours.close()
+        self._worker_backoff.started(now)
+
+    def _tell_control(self, message: ipc.AnyMessage, fd: int | None = None) -> None:
+        if self._to_control is not None:
+            # A control that is gone is noticed by SIGCHLD.
+            with contextlib.suppress(OSError):
+                ipc.send(self._to_control, message, fd)
+
+    def _hear_control(self) -> None:
+        assert self._to_control is not None
+        try:
+            message, _ = ipc.receive(self._to_control)
+        except BlockingIOError:
+            return
+        except (EOFError, OSError):
+            self._to_control.close()
+            self._to_control = None
+            return
+        match message:
+            case ipc.Ready():
+                self._on_ready()
+            case ipc.RestartWorker():
+                logger.error("restarting the store worker: %s", message.reason)
+                if self._worker_pid:
+                    os.kill(self._worker_pid, signal.SIGKILL)
+            case _:
+                logger.error("unexpected message %s", type(message).__name__)
+
+    def _on_ready(self) -> None:
+        settings = self._settings
+        logger.info(
+            "ready: %s, %d MiB in %d slabs",
+            settings.socket_dir,
+            settings.host_memory >> 20,
+            len(self._storage.slabs),
+            extra={"epoch": f"{self._storage.epoch:016x}", "version": self._version},
+        )
+        if not self._ready:
+            self._ready = True
+            notify("READY=1")
+
+    def _reap(self) -> None:
+        for pid in (self._control_pid, self._worker_pid):
+            if not pid:
+                continue
+            found, status = os.waitpid(pid, os.WNOHANG)
+            if found:
+                self._on_death(pid, os.waitstatus_to_exitcode(status))
+
+    def _on_death(self, pid: int, status: int) -> None:
+        now = time.monotonic()
+        name = "control" if pid == self._control_pid else "worker"
+        how = f"killed by {signal.Signals(-status).name}" if status < 0 else f"exit {status}"
+        if not self._stop_signal:
+            logger.error("a process died: %s", how, extra={"name_of": name, "child": pid})
+        if pid == self._worker_pid:
+            self._worker_pid = 0
+            self._worker_at = self._worker_backoff.died(now)
+            return
+        self._control_pid = 0
+        if self._to_control is not None:
+            self._to_control.close()
+            self._to_control = None
+        if self._worker_pid:
+            # Its jobs are for nobody, and it must not write once the catalog is read again.
+            os.kill(self._worker_pid, signal.SIGKILL)
+            os.waitpid(self._worker_pid, 0)
+            self._worker_pid = 0
+        self._worker_at = None
+        if not self._ready and not self._stop_signal:
+            logger.error("control could not start")
+            self._failed = True
+        self._control_at = self._control_backoff.died(now)

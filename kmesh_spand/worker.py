@@ -1,0 +1,188 @@
+"""The store worker: the only process that writes slabs.
+
+It copies staged bytes into slabs and sums them, verifies stored payloads, and puts pages behind
+the slabs while the daemon already serves. It knows neither keys nor sessions' rights: control
+has checked every range, and this process checks them again against its own mappings.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import socket
+import threading
+import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+
+from kmesh import _host, layout
+from kmesh.mapping import Mapping
+from kmesh_spand import ipc, memory
+from kmesh_spand.settings import Settings
+
+logger = logging.getLogger(__name__)
+
+
+class Slab:
+    """A slab mapped writable: payload tiles, then their sums."""
+
+    __slots__ = ("capacity", "fd", "mapping", "sums")
+
+    def __init__(self, fd: int, size: int) -> None:
+        self.fd = fd
+        self.mapping = Mapping(fd, size, writable=True)
+        self.capacity = layout.slab_capacity(size)
+        self.sums = layout.sums_offset(size)
+
+    def place(self, offset: int, length: int) -> tuple[int, int]:
+        """Addresses of a payload and of its first tile sum.
+
+        Raises:
+            ValueError: that range is no span of this slab.
+        """
+        if offset < 0 or offset % layout.TILE_BYTES or length < 1:
+            raise ValueError(f"{length} bytes at {offset} are no span")
+        if offset + length > self.capacity:
+            raise ValueError(f"{length} bytes at {offset} end outside the slab")
+        base = self.mapping.address
+        return base + offset, base + self.sums + offset // layout.TILE_BYTES * 8
+
+
+class Throttle:
+    """Lets ``rate`` bytes a second pass; 0 lets all pass."""
+
+    def __init__(self, rate: int) -> None:
+        self._rate = rate
+        self._free_at = 0.0
+        self._lock = threading.Lock()
+
+    def wait(self, length: int) -> None:
+        """Returns when ``length`` more bytes may be read."""
+        if not self._rate:
+            return
+        with self._lock:
+            now = time.monotonic()
+            start = max(now, self._free_at)
+            self._free_at = start + length / self._rate
+        time.sleep(start - now)
+
+
+class Worker:
+    """Takes jobs from control until it is gone."""
+
+    def __init__(
+        self, settings: Settings, channel: socket.socket, slabs: Sequence[tuple[int, int]]
+    ) -> None:
+        self._settings = settings
+        self._channel = channel
+        self._slabs = [Slab(fd, size) for fd, size in slabs]
+        self._staging: dict[int, Mapping] = {}
+        self._throttle = Throttle(settings.verify_rate)
+        self._sending = threading.Lock()
+
+    def run(self) -> int:
+        """The process's life; returns its exit status."""
+        filler = threading.Thread(target=self._populate, name="populate", daemon=True)
+        filler.start()
+        copies = ThreadPoolExecutor(self._settings.copy_threads, "copy")
+        # Copies never queue behind verifications.
+        checks = ThreadPoolExecutor(1, "verify")
+        while True:
+            try:
+                message, fd = ipc.receive(self._channel)
+            except (EOFError, ConnectionError):
+                # Whatever still runs is for nobody: don't wait for it.
+                os._exit(0)
+            match message:
+                case ipc.Copy():
+                    copies.submit(self._job, message)
+                case ipc.Verify():
+                    checks.submit(self._job, message)
+                case ipc.Staging() if fd is not None:
+                    try:
+                        self._staging[message.session] = Mapping(fd, message.size)
+                    finally:
+                        os.close(fd)
+                case ipc.DropStaging():
+                    dropped = self._staging.pop(message.session, None)
+                    if dropped is not None:
+                        dropped.close()
+                case _:
+                    logger.error("unexpected message %s", type(message).__name__)
+
+    def _job(self, job: ipc.Copy | ipc.Verify) -> None:
+        answer: ipc.AnyMessage
+        try:
+            answer = self._copy(job) if isinstance(job, ipc.Copy) else self._verify(job)
+        except Exception as failed:
+            logger.exception("a job failed", extra={"job": job.job})
+            answer = ipc.Failed(job.job, f"{type(failed).__name__}: {failed}")
+        self._send(answer)
+
+    def _copy(self, job: ipc.Copy) -> ipc.AnyMessage:
+        staging = self._staging.get(job.session)
+        if staging is None:
+            raise ValueError("the session has no staging")
+        end = job.staging_offset + job.length
+        if job.staging_offset < 0 or end > staging.size:
+            raise ValueError(f"the source ends at {end}, outside of {staging.size} bytes")
+        # The view keeps the staging mapped should it be dropped meanwhile.
+        view = staging.view(job.staging_offset, job.length)
+        payload, sums = self._slab(job.slab).place(job.offset, job.length)
+        root = _host.copy_with_sums(payload, _host.address(view), job.length, sums)
+        return ipc.CopyDone(job.job, root)
+
+    def _verify(self, job: ipc.Verify) -> ipc.AnyMessage:
+        self._throttle.wait(job.length)
+        payload, sums = self._slab(job.slab).place(job.offset, job.length)
+        return ipc.Verified(job.job, _host.verify(payload, job.length, sums, job.root))
+
+    def _slab(self, number: int) -> Slab:
+        if not 0 <= number < len(self._slabs):
+            raise ValueError(f"there is no slab {number}")
+        return self._slabs[number]
+
+    def _populate(self) -> None:
+        huge = self._settings.hugepages and memory.hugepages_allowed()
+        started = time.monotonic()
+        for number, slab in enumerate(self._slabs):
+            try:
+                granted = self._populate_slab(number, slab, huge)
+            except OSError as failed:
+                logger.error(
+                    "no memory for the rest of a slab: %s", failed.strerror, extra={"slab": number}
+                )
+                self._send(ipc.PopulateFailed(number, str(failed.strerror)))
+                continue
+            self._send(ipc.Populated(number, slab.capacity, granted))
+        logger.info(
+            "memory is populated", extra={"seconds": round(time.monotonic() - started, 3)}
+        )
+
+    def _populate_slab(self, number: int, slab: Slab, huge: bool) -> bool:
+        base, size = slab.mapping.address, slab.mapping.size
+        asked = huge and memory.advise_hugepages(base, size)
+        sums = (slab.sums, size - slab.sums)
+
+        def report(filled: int) -> None:
+            done = min(filled - sums[1], slab.capacity) // layout.TILE_BYTES * layout.TILE_BYTES
+            if 0 < done < slab.capacity:
+                self._send(ipc.Populated(number, done, False))
+
+        # The sums first: a payload is of no use without them.
+        ranges = (sums, (0, slab.sums))
+        filler = memory.Populator(slab.fd, base, ranges, huge=asked, done=report)
+        filler.run(self._settings.populate_threads)
+        return asked and memory.hugepages_granted(base)
+
+    def _send(self, message: ipc.AnyMessage) -> None:
+        with self._sending:
+            try:
+                ipc.send(self._channel, message)
+            except OSError:
+                os._exit(0)
+
+
+def run(settings: Settings, channel: socket.socket, slabs: Sequence[tuple[int, int]]) -> int:
+    """Entry of the process."""
+    return Worker(settings, channel, slabs).run()
