@@ -1,0 +1,141 @@
+"""Ranges of a slab, in tiles of 64 KiB."""
+
+from __future__ import annotations
+
+from array import array
+from bisect import bisect_left, insort
+from collections.abc import Iterator
+
+#: Owner of a range that nobody may reuse yet.
+QUARANTINE = 0xFFFF_FFFF
+
+
+class Slab:
+    """Who owns each tile of one slab, and the free ranges among the populated tiles.
+
+    An owner is a positive u32; 0 is nobody. Allocation is best fit; neighbours coalesce.
+    Only tiles below ``populated`` are handed out, since those above have no pages yet.
+
+    Args:
+        tiles: capacity.
+    """
+
+    def __init__(self, tiles: int) -> None:
+        self.tiles = tiles
+        self.populated = 0
+        self.used = 0
+        self.owner = array("I", bytes(4 * tiles))
+        self._size_at: dict[int, int] = {}
+        self._start_before: dict[int, int] = {}
+        self._starts: dict[int, dict[int, None]] = {}
+        self._sizes: list[int] = []
+
+    def allocate(self, tiles: int, owner: int) -> int | None:
+        """The first tile of a range that is now the owner's, or None when none fits."""
+        at = bisect_left(self._sizes, tiles)
+        if at == len(self._sizes):
+            return None
+        size = self._sizes[at]
+        start, _ = self._starts[size].popitem()
+        self._forget(start, size)
+        if size > tiles:
+            self._insert(start + tiles, size - tiles)
+        self._mark(start, tiles, owner)
+        return start
+
+    def take(self, start: int, tiles: int, owner: int) -> bool:
+        """Own a given range if it is in the slab and nobody's; ``rescan`` must follow."""
+        if start < 0 or tiles < 1 or start + tiles > self.tiles:
+            return False
+        if any(self.owner[start : start + tiles]):
+            return False
+        self._mark(start, tiles, owner)
+        return True
+
+    def free(self, start: int, tiles: int, owner: int) -> None:
+        """Give a whole range back; AssertionError unless all of it is the owner's."""
+        held = self.owner[start : start + tiles]
+        if not owner or tiles < 1 or held.count(owner) != tiles:
+            raise AssertionError(f"tiles {start}:{start + tiles} are not of owner {owner}")
+        self.owner[start : start + tiles] = array("I", bytes(4 * tiles))
+        self.used -= tiles
+        self._coalesce(start, min(start + tiles, self.populated))
+
+    def hand_over(self, start: int, tiles: int, owner: int, heir: int) -> None:
+        """Change the owner of a range; AssertionError as for ``free``."""
+        if not heir or self.owner[start : start + tiles].count(owner) != tiles:
+            raise AssertionError(f"tiles {start}:{start + tiles} are not of owner {owner}")
+        self.owner[start : start + tiles] = array("I", [heir]) * tiles
+
+    def populate(self, tiles: int) -> None:
+        """The first ``tiles`` tiles have pages; never fewer than before."""
+        before, self.populated = self.populated, max(self.populated, min(tiles, self.tiles))
+        self._scan(before, self.populated)
+
+    def rescan(self) -> None:
+        """Find the free ranges anew, after ``take``."""
+        self._size_at.clear()
+        self._start_before.clear()
+        self._starts.clear()
+        self._sizes.clear()
+        self._scan(0, self.populated)
+
+    @property
+    def largest(self) -> int:
+        """Tiles of the largest free range."""
+        return self._sizes[-1] if self._sizes else 0
+
+    def free_around(self, begin: int, end: int) -> tuple[int, int]:
+        """[begin, end) grown by the free ranges that touch it."""
+        return self._start_before.get(begin, begin), end + self._size_at.get(end, 0)
+
+    def free_ranges(self) -> Iterator[tuple[int, int]]:
+        """(start, tiles) of every free range below ``populated``, in no order."""
+        return iter(self._size_at.items())
+
+    def _mark(self, start: int, tiles: int, owner: int) -> None:
+        self.owner[start : start + tiles] = array("I", [owner]) * tiles
+        self.used += tiles
+
+    def _scan(self, begin: int, end: int) -> None:
+        owner = self.owner
+        while begin < end:
+            if owner[begin]:
+                begin += 1
+                continue
+            stop = begin + 1
+            while stop < end and not owner[stop]:
+                stop += 1
+            self._coalesce(begin, stop)
+            begin = stop
+
+    def _coalesce(self, begin: int, end: int) -> None:
+        if begin >= end:
+            return
+        left, right = self.free_around(begin, end)
+        if left < begin:
+            self._remove(left, begin - left)
+        if right > end:
+            self._remove(end, right - end)
+        self._insert(left, right - left)
+
+    def _insert(self, start: int, size: int) -> None:
+        self._size_at[start] = size
+        self._start_before[start + size] = start
+        starts = self._starts.get(size)
+        if starts is None:
+            self._starts[size] = {start: None}
+            insort(self._sizes, size)
+        else:
+            starts[start] = None
+
+    def _remove(self, start: int, size: int) -> None:
+        del self._starts[size][start]
+        self._forget(start, size)
+
+    def _forget(self, start: int, size: int) -> None:
+        del self._size_at[start]
+        del self._start_before[start + size]
+        if not self._starts[size]:
+            del self._starts[size]
+            del self._sizes[bisect_left(self._sizes, size)]

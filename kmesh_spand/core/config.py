@@ -1,0 +1,45 @@
+"""What the core is told once, at its start."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from kmesh.errors import ConfigError
+from kmesh.layout import SPAN_TOKENS, SUB_TOKENS
+
+#: Staging offsets are multiples of this many bytes.
+STAGING_ALIGN = 64
+
+
+@dataclass(frozen=True, slots=True)
+class CoreConfig:
+    """Limits of the core. ConfigError names a field that is out of range.
+
+    Attributes:
+        max_spans: catalog records; slots are 0 … max_spans - 1.
+        span_tokens, sub_tokens: tokens of a full span, and of the step at which tails are found.
+        max_batch: entries of one request (keys times shards for Acquire).
+        max_reservations: open reservations of one session.
+        max_leases: open leases of one session.
+        max_verify: verifications in flight at a time.
+        patience_ms: how long after a slab last grew Reserve still answers "not ready"
+            instead of evicting.
+    """
+
+    max_spans: int
+    span_tokens: int = SPAN_TOKENS
+    sub_tokens: int = SUB_TOKENS
+    max_batch: int = 1024
+    max_reservations: int = 4096
+    max_leases: int = 65536
+    max_verify: int = 4
+    patience_ms: int = 5000
+
+    def __post_init__(self) -> None:
+        for name in self.__slots__:
+            if getattr(self, name) < 1:
+                raise ConfigError(f"{name}: must be positive")
+        if self.max_spans >= 0xFFFF_FFFF:
+            raise ConfigError("max_spans: must fit in 32 bits")
+        if self.span_tokens > 0xFFFF or self.span_tokens % self.sub_tokens:
+            raise ConfigError("span_tokens: must be a multiple of sub_tokens and below 65536")

@@ -1,0 +1,258 @@
+"""The core: one object that knows what is stored, who holds it, and what must happen next."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+
+from kmesh.layout import TILE_BYTES
+
+from kmesh_spand.core import events as ev
+from kmesh_spand.core.codes import Code
+from kmesh_spand.core.config import CoreConfig
+from kmesh_spand.core.effects import Effect, Refused, Reply, Result
+from kmesh_spand.core.policy import LRU, Policy
+from kmesh_spand.core.reading import Reading
+from kmesh_spand.core.recovery import Recovery
+from kmesh_spand.core.sessions import Session, SessionBook
+from kmesh_spand.core.states import STORED, State
+from kmesh_spand.core.store import TICK_SHIFT, SpanStore
+from kmesh_spand.core.verify import Verifier
+from kmesh_spand.core.views import CoreStatus, NamespaceRow, SessionRow, SlabStatus, SpanRow
+from kmesh_spand.core.writing import Writing
+
+COUNTERS = (
+    "acquires",
+    "hits",
+    "misses",
+    "pending",
+    "released",
+    "release_refused",
+    "reserve_ok",
+    "reserve_exists",
+    "reserve_pending",
+    "reserve_pool_full",
+    "reserve_not_ready",
+    "reserve_too_large",
+    "reserve_catalog_full",
+    "committed",
+    "commit_stale",
+    "commit_aborted",
+    "copy_failed",
+    "aborted",
+    "evicted",
+    "evicted_bytes",
+    "policy_faults",
+    "reported",
+    "corrupt",
+    "corrupt_false",
+    "verified",
+    "recovered",
+    "recovered_dropped",
+    "refused",
+)
+
+
+class Core:
+    """Events in, effects out. Not thread-safe; ``handle`` never raises for what a client sends.
+
+    Args:
+        config: limits.
+        policy: order of eviction, used by this core alone; LRU by default.
+
+    Attributes:
+        counters: see ``COUNTERS``; they only grow.
+    """
+
+    def __init__(self, config: CoreConfig, policy: Policy | None = None) -> None:
+        self.config = config
+        self.counters: dict[str, int] = dict.fromkeys(COUNTERS, 0)
+        self._store = SpanStore(config.max_spans, policy or LRU(), self.counters)
+        self._book = SessionBook()
+        jobs = itertools.count(1)
+        self._verifier = Verifier(self._store, config.max_verify, jobs)
+        self._reading = Reading(config, self._store, self._book, self._verifier)
+        self._writing = Writing(config, self._store, self._book, self._verifier, jobs)
+        self._recovery = Recovery(self._store, config)
+        self._requests: dict[type, Callable[..., Result | None]] = {
+            ev.Acquire: self._reading.acquire,
+            ev.Release: self._reading.release,
+            ev.ReportCorrupt: self._reading.report,
+            ev.Reserve: self._writing.reserve,
+            ev.Commit: self._writing.commit,
+            ev.Abort: self._writing.abort,
+        }
+
+    def handle(self, event: ev.Event, now_ms: int) -> list[Effect]:
+        """What must be done because of ``event``, in order."""
+        out: list[Effect] = []
+        self._store.begin(out, now_ms)
+        request = self._requests.get(type(event))
+        if request is None:
+            self._note(event)
+        else:
+            assert isinstance(
+                event,
+                ev.Acquire | ev.Release | ev.ReportCorrupt | ev.Reserve | ev.Commit | ev.Abort,
+            )
+            session = self._book.sessions.get(event.session)
+            result: Result | None
+            if session is None:
+                result = Refused(Code.UNAUTHENTICATED, "no such session")
+            else:
+                result = request(session, event)
+            if isinstance(result, Refused):
+                self.counters["refused"] += 1
+            if result is not None:
+                out.append(Reply(event.session, event.request, result))
+        return out
+
+    def _note(self, event: ev.Event) -> None:
+        store = self._store
+        match event:
+            case ev.CopyDone(job, root):
+                self._writing.copy_ended(job, root)
+            case ev.CopyFailed(job):
+                self._writing.copy_ended(job, None)
+            case ev.VerifyDone(job, good):
+                self._verifier.done(job, good)
+                self._verifier.pump()
+            case ev.SessionOpened(session, uid, engine, role):
+                self._book.sessions[session] = Session(session, uid, engine, role)
+            case ev.SessionClosed(session):
+                self._close(session)
+            case ev.SlabAdded(slab, capacity):
+                store.add_slab(slab, capacity)
+                self._recovery.place(slab)
+                self._verifier.pump()
+            case ev.Populated(slab, capacity):
+                store.populate(slab, capacity)
+            case ev.Recovered(records):
+                self._recovery.start(records)
+                self._verifier.pump()
+            case ev.GraceEnded():
+                self._recovery.give_up()
+                store.end_grace()
+            case ev.Drain():
+                self._writing.draining = True
+
+    def _close(self, number: int) -> None:
+        session = self._book.sessions.pop(number, None)
+        if session is None:
+            return
+        session.closed = True
+        for lease in list(session.leases.values()):
+            self._reading.end_lease(lease)
+        for reservation in list(session.reservations.values()):
+            self._writing.end_reservation(reservation)
+        self._writing.drop_staging(session)
+
+    # Views
+
+    @property
+    def idle(self) -> bool:
+        """Whether no copy is in flight."""
+        return not self._writing.copies
+
+    @property
+    def draining(self) -> bool:
+        """Whether new reservations are refused."""
+        return self._writing.draining
+
+    def status(self) -> CoreStatus:
+        """Counts of everything; O(slabs)."""
+        store, book, table = self._store, self._book, self._store.table
+        return CoreStatus(
+            draining=self.draining,
+            idle=self.idle,
+            spans=sum(store.by_state[state] for state in STORED),
+            span_bytes=store.stored_bytes,
+            max_spans=self.config.max_spans,
+            slots=self.config.max_spans - table.vacant,
+            sessions=len(book.sessions),
+            leases=len(book.leases),
+            leased_spans=store.pinned,
+            leased_bytes=store.leased_bytes,
+            reservations=len(book.reservations),
+            index_entries=store.published,
+            recovering=store.by_state[State.RECOVERED] + store.by_state[State.VERIFYING],
+            slabs=tuple(
+                SlabStatus(
+                    number,
+                    slab.tiles * TILE_BYTES,
+                    slab.populated * TILE_BYTES,
+                    slab.used * TILE_BYTES,
+                )
+                for number, slab in sorted(store.slabs.items())
+            ),
+        )
+
+    def spans(
+        self, after_slot: int = -1, limit: int = 1000, namespace: bytes = b"", *, now_ms: int
+    ) -> list[SpanRow]:
+        """Up to ``limit`` spans with a slot above ``after_slot``, by slot.
+
+        Args:
+            namespace: 32-byte digest, or empty for all.
+        """
+        found: list[SpanRow] = []
+        table = self._store.table
+        wanted = table.spaces.find(namespace) if namespace else 0
+        if namespace and not wanted:
+            return found
+        row = after_slot + 1
+        while len(found) < limit and row < table.rows:
+            row += 1
+            if wanted:
+                try:
+                    row = table.space.index(wanted, row)
+                except ValueError:
+                    break
+            if table.state[row] not in (State.FREE, State.ALIAS):
+                found.append(self._span_row(row, now_ms))
+        return found
+
+    def _span_row(self, row: int, now_ms: int) -> SpanRow:
+        table = self._store.table
+        tick = now_ms >> TICK_SHIFT
+        stored = table.state[row] in STORED
+        return SpanRow(
+            slot=row - 1,
+            key=table.key_of(row),
+            namespace=table.spaces.value(table.space[row]),
+            slab=table.slab[row],
+            offset=table.tile[row] * TILE_BYTES,
+            length=table.length[row],
+            start=table.start[row],
+            tokens=table.tokens[row],
+            shard=table.shards.value(table.shard[row]),
+            generation=table.generation[row],
+            state=State(table.state[row]).name.lower(),
+            leases=table.pins[row],
+            age_ms=max(0, tick - table.born[row] << TICK_SHIFT) if stored else 0,
+            idle_ms=max(0, tick - table.used[row] << TICK_SHIFT) if stored else 0,
+        )
+
+    def namespaces(self) -> list[NamespaceRow]:
+        """All namespaces that have stored spans, in no order."""
+        store = self._store
+        return [
+            NamespaceRow(digest, store.space_spans[number], store.space_bytes[number])
+            for number, digest in store.table.spaces
+            if number in store.space_spans
+        ]
+
+    def session_info(self, session: int) -> SessionRow | None:
+        """What an open session holds; None for any other."""
+        found = self._book.sessions.get(session)
+        if found is None:
+            return None
+        return SessionRow(
+            session=found.id,
+            leases=len(found.leases),
+            leased_spans=found.leased_spans,
+            leased_bytes=found.leased_bytes,
+            reservations=len(found.reservations),
+            reserved_bytes=found.reserved_bytes,
+            copies=found.copies,
+        )

@@ -1,0 +1,139 @@
+"""What a new epoch takes over from the catalog of the one before."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from kmesh.layout import TILE_BYTES, Shard, tiles
+
+from kmesh_spand.core.allocator import QUARANTINE
+from kmesh_spand.core.config import CoreConfig
+from kmesh_spand.core.effects import PutRecord
+from kmesh_spand.core.record import Record
+from kmesh_spand.core.states import State, Trigger
+from kmesh_spand.core.store import SpanStore
+
+
+class Recovery:
+    """Places recovered records slab by slab, as the slabs become known.
+
+    What does not hold is dropped, counted, and its record erased: impossible geometry, a range
+    that another record already has, a key that another record already has, an alias whose
+    span is not the one that it names.
+    """
+
+    def __init__(self, store: SpanStore, config: CoreConfig) -> None:
+        self._store = store
+        self._config = config
+        self._waiting: dict[int, list[tuple[int, Record]]] = {}
+
+    @property
+    def waiting(self) -> int:
+        """Records of slabs that are not known yet."""
+        return sum(map(len, self._waiting.values()))
+
+    def start(self, records: Sequence[tuple[int, Record]]) -> None:
+        """Take the catalog over. Once, before anything is reserved."""
+        store, table = self._store, self._store.table
+        held: list[int] = []
+        seen: set[int] = set()
+        for slot, record in records:
+            if not 0 <= slot < self._config.max_spans or slot in seen:
+                store.counters["recovered_dropped"] += 1
+                continue
+            seen.add(slot)
+            table.resize(slot + 2)
+            table.generation[slot + 1] = record.generation
+            if record.state is not State.FREE:
+                held.append(slot + 1)
+                self._waiting.setdefault(record.slab, []).append((slot + 1, record))
+        table.claim_rows(held)
+        store.grace = bool(held)
+        for number in list(self._waiting):
+            if number in store.slabs:
+                self.place(number)
+
+    def place(self, number: int) -> None:
+        """Place the records of a slab that is known now."""
+        waiting = self._waiting.pop(number, [])
+        spans = [item for item in waiting if item[1].state is State.COMMITTED]
+        aliases = [item for item in waiting if item[1].state is State.ALIAS]
+        placed = {row: record for row, record in spans if self._span(row, record)}
+        self._store.slabs[number].rescan()
+        for row, record in aliases:
+            self._alias(row, record, placed.get(record.primary))
+
+    def give_up(self) -> None:
+        """Drop the records of slabs that never came."""
+        for waiting in self._waiting.values():
+            for row, record in waiting:
+                self._drop(row, record)
+        self._waiting.clear()
+
+    def _span(self, row: int, record: Record) -> bool:
+        store, table, config = self._store, self._store.table, self._config
+        first, uneven = divmod(record.offset, TILE_BYTES)
+        if (
+            uneven
+            or not 0 < record.length <= 0xFFFF_FFFF
+            or not 0 < record.tokens <= config.span_tokens
+            or record.tokens % config.sub_tokens
+            or not _is_shard(record.shard)
+            or table.shards.full(record.shard)
+            or table.find(record.key, record.shard)
+            or table.place_for(record.key, record.shard) is None
+            or not store.slabs[record.slab].take(first, tiles(record.length), row)
+        ):
+            return self._drop(row, record)
+        store.name(row, record.key, record.shard, record.namespace)
+        table.tokens[row] = record.tokens
+        table.start[row] = record.start
+        table.slab[row] = record.slab
+        table.tile[row] = first
+        table.length[row] = record.length
+        table.root[row] = record.root
+        store.move(row, Trigger.RECOVER)
+        store.counters["recovered"] += 1
+        return True
+
+    def _alias(self, row: int, record: Record, span: Record | None) -> bool:
+        store, table, config = self._store, self._store.table, self._config
+        if (
+            span is None
+            or span.offset != record.offset
+            or span.root != record.root
+            or span.shard != record.shard
+            or span.namespace != record.namespace
+            or not 0 < record.tokens < span.tokens
+            or record.tokens % config.sub_tokens
+            or table.find(record.key, record.shard)
+            or not store.alias(row, record.primary, record.key, record.tokens)
+        ):
+            return self._drop(row, record)
+        return True
+
+    def _drop(self, row: int, dropped: Record) -> bool:
+        store = self._store
+        store.counters["recovered_dropped"] += 1
+        if dropped.state is State.COMMITTED and dropped.slab in store.slabs:
+            self._quarantine(dropped)
+        record = Record(state=State.FREE, generation=store.table.generation[row])
+        store.out.append(PutRecord(row - 1, record.encode()))
+        store.table.give_row(row)
+        return False
+
+    def _quarantine(self, record: Record) -> None:
+        """Keep what a dropped record named: an engine of the earlier epoch may read it still."""
+        slab = self._store.slabs[record.slab]
+        first = record.offset // TILE_BYTES
+        for tile in range(first, min(first + tiles(record.length), slab.tiles)):
+            if slab.take(tile, 1, QUARANTINE):
+                self._store.quarantine.append((record.slab, tile, 1))
+
+
+def _is_shard(code: int) -> bool:
+    try:
+        Shard.from_code(code)
+    except ValueError:
+        return False
+    return True

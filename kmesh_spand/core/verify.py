@@ -1,0 +1,97 @@
+"""Which payloads are read again, and when: reported and wanted ones first."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterator
+
+from kmesh.layout import TILE_BYTES
+
+from kmesh_spand.core.effects import Verify
+from kmesh_spand.core.states import State, Trigger
+from kmesh_spand.core.store import SpanStore
+
+#: A payload at whose verification the worker died this often counts as bad.
+MAX_LOST = 3
+
+
+class Verifier:
+    """Keeps a bounded number of verifications in flight.
+
+    Args:
+        limit: of jobs in flight.
+        job_ids: where job numbers come from.
+
+    Attributes:
+        jobs: row by job in flight.
+    """
+
+    def __init__(self, store: SpanStore, limit: int, job_ids: Iterator[int]) -> None:
+        self._store = store
+        self._limit = limit
+        self._job_ids = job_ids
+        self._cursor = 0
+        self._urgent: OrderedDict[int, None] = OrderedDict()
+        self._lost: dict[tuple[int, int], int] = {}
+        self._rows: set[int] = set()
+        self.jobs: dict[int, int] = {}
+
+    def want(self, row: int) -> None:
+        """Verify a RECOVERED or SUSPECT row before those that nobody asked for."""
+        if row not in self._rows:
+            self._urgent[row] = None
+
+    def pump(self) -> None:
+        """Start as many verifications as may be in flight."""
+        store, table = self._store, self._store.table
+        while len(self.jobs) < self._limit:
+            row = self._next()
+            if not row:
+                return
+            if table.state[row] == State.RECOVERED:
+                store.move(row, Trigger.VERIFY)
+            job = next(self._job_ids)
+            self.jobs[job] = row
+            self._rows.add(row)
+            offset = table.tile[row] * TILE_BYTES
+            store.out.append(
+                Verify(job, table.slab[row], offset, table.length[row], table.root[row])
+            )
+
+    def _next(self) -> int:
+        states = self._store.table.state
+        while self._urgent:
+            row, _ = self._urgent.popitem(last=False)
+            # A wanted span may have been evicted since, and its row given to another.
+            if states[row] in (State.RECOVERED, State.SUSPECT):
+                return row
+        if not self._store.by_state[State.RECOVERED]:
+            return 0
+        row = states.find(State.RECOVERED, self._cursor)
+        if row < 0:
+            row = states.find(State.RECOVERED)
+        self._cursor = row + 1
+        return row
+
+    def done(self, job: int, good: bool | None) -> None:
+        """What a verification said; None when the worker died before it answered."""
+        row = self.jobs.pop(job, 0)
+        if not row:
+            return
+        self._rows.remove(row)
+        store, table, counters = self._store, self._store.table, self._store.counters
+        tenant = row, table.generation[row]
+        if good is None:
+            lost = self._lost[tenant] = self._lost.get(tenant, 0) + 1
+            if lost < MAX_LOST:
+                store.move(row, Trigger.LOST)
+                self.want(row)
+                return
+        self._lost.pop(tenant, None)
+        if good:
+            reported = table.state[row] == State.SUSPECT
+            counters["corrupt_false" if reported else "verified"] += 1
+            store.move(row, Trigger.GOOD)
+        else:
+            counters["corrupt"] += 1
+            store.move(row, Trigger.BAD_LEASED if table.pins[row] else Trigger.BAD)

@@ -1,0 +1,84 @@
+"""What the core shows of itself. Views are copies: nothing in them changes later."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class SlabStatus:
+    """Bytes of one slab; ``used`` by spans, reservations and ranges not reusable yet."""
+
+    slab: int
+    capacity: int
+    populated: int
+    used: int
+
+
+@dataclass(frozen=True, slots=True)
+class CoreStatus:
+    """Counts of the whole core; bytes are payload bytes.
+
+    Attributes:
+        spans, span_bytes: that have a catalog record, verified or not.
+        slots: catalog slots in use, by spans, their further names and reservations.
+        index_entries: keys that are published.
+        recovering: spans of an earlier epoch that are not verified yet.
+    """
+
+    draining: bool
+    idle: bool
+    spans: int
+    span_bytes: int
+    max_spans: int
+    slots: int
+    sessions: int
+    leases: int
+    leased_spans: int
+    leased_bytes: int
+    reservations: int
+    index_entries: int
+    recovering: int
+    slabs: tuple[SlabStatus, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class SpanRow:
+    """One span, for ``kmesh ls``. ``state`` is a name of ``docs/states.md``; times in ms."""
+
+    slot: int
+    key: bytes
+    namespace: bytes
+    slab: int
+    offset: int
+    length: int
+    start: int
+    tokens: int
+    shard: int
+    generation: int
+    state: str
+    leases: int
+    age_ms: int
+    idle_ms: int
+
+
+@dataclass(frozen=True, slots=True)
+class NamespaceRow:
+    """What is stored under one namespace digest."""
+
+    namespace: bytes
+    spans: int
+    bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class SessionRow:
+    """What one session holds. ``leased_*`` count a span once for each lease on it."""
+
+    session: int
+    leases: int
+    leased_spans: int
+    leased_bytes: int
+    reservations: int
+    reserved_bytes: int
+    copies: int
