@@ -56,7 +56,7 @@ $(PROJECT_STAMP): $(DEPS_STAMP) pyproject.toml
 .PHONY: native
 native: $(NATIVE) ## build the native module in place
 
-$(NATIVE): client/kmesh/_host.c pyproject.toml | $(PROJECT_STAMP)
+$(NATIVE): $(wildcard client/kmesh/_host*.[ch]) pyproject.toml | $(PROJECT_STAMP)
 	@echo "== native module"
 	@$(PY) -c 'from setuptools import setup; setup()' -q build_ext --inplace
 	@touch $@

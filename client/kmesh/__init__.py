@@ -9,33 +9,49 @@ import importlib
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from kmesh.aio import AsyncSession
+    from kmesh.client import AsyncClient, Client
     from kmesh.errors import KMeshError
     from kmesh.handles import Handle, HandleKind, Location
     from kmesh.keys import Extra, KeyChain, Namespace
     from kmesh.layout import Shard, SpanGeometry
+    from kmesh.lease import Lease
+    from kmesh.session import Role, Session
 
     __version__: str
 
 _EXPORTS = {
+    "AsyncClient": "kmesh.client",
+    "AsyncSession": "kmesh.aio",
+    "Client": "kmesh.client",
     "Extra": "kmesh.keys",
     "Handle": "kmesh.handles",
     "HandleKind": "kmesh.handles",
     "KMeshError": "kmesh.errors",
     "KeyChain": "kmesh.keys",
+    "Lease": "kmesh.lease",
     "Location": "kmesh.handles",
     "Namespace": "kmesh.keys",
+    "Role": "kmesh.session",
+    "Session": "kmesh.session",
     "Shard": "kmesh.layout",
     "SpanGeometry": "kmesh.layout",
 }
 
 __all__ = [
+    "AsyncClient",
+    "AsyncSession",
+    "Client",
     "Extra",
     "Handle",
     "HandleKind",
     "KMeshError",
     "KeyChain",
+    "Lease",
     "Location",
     "Namespace",
+    "Role",
+    "Session",
     "Shard",
     "SpanGeometry",
     "__version__",

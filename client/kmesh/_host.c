@@ -202,16 +202,14 @@ static PyObject *host_index_probe(PyObject *module, PyObject *args) {
     else if (__builtin_mul_overflow(key_count, mix_count * 4, &room) || room != (size_t)slots.len)
         refuse("slots: not one u32 for each key and mix");
     else if ((uintptr_t)slots.buf % 4) refuse("slots: not aligned");
-    else if (index_open(&index, address, size)) {
-        size_t hits;
+    else {
+        size_t hits = 0;
         Py_BEGIN_ALLOW_THREADS
-        if (index.epoch == epoch) {
+        if (km_index_open(&index, pointer(address), size) && index.epoch == epoch)
             hits = km_index_probe(&index, keys.buf, key_count, mixes.buf, mix_count, slots.buf,
                                   prefix);
-        } else {
+        else
             memset(slots.buf, 0, room);
-            hits = 0;
-        }
         Py_END_ALLOW_THREADS
         result = PyLong_FromSize_t(hits);
     }

@@ -51,11 +51,11 @@ def index_probe(
 
     Writes slot + 1, or 0 for a miss, as u32 for each pair. With ``prefix``, stops at the first
     key of which a shard is missing and returns the number of leading keys found; without, the
-    number of keys of which all shards were found. A poisoned index and one of another epoch
-    have nothing.
+    number of keys of which all shards were found. A poisoned index, one of another epoch and one
+    whose header claims more than ``size`` bytes have nothing.
 
     Raises:
-        ValueError: a buffer has the wrong length, or the header claims more than ``size`` bytes.
+        ValueError: a buffer has the wrong length.
     """
 
 def index_insert(index: int, size: int, tag: int, slot: int, /) -> bool:

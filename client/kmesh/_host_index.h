@@ -100,7 +100,9 @@ static size_t km_index_probe(const km_index *index, const unsigned char *keys, s
         else if (prefix) break;
     }
     // Poisoned while we looked: what was read may be of ranges that are reused.
-    return __atomic_load_n(&index->header->poisoned, __ATOMIC_ACQUIRE) ? 0 : hits;
+    if (!__atomic_load_n(&index->header->poisoned, __ATOMIC_ACQUIRE)) return hits;
+    memset(slots, 0, pairs * sizeof *slots);
+    return 0;
 }
 
 static void km_index_set_word(km_index_entry *entry, uint64_t word) {

@@ -3,7 +3,7 @@
 copy_with_sums against numpy's copyto (memcpy); verify alone; scatter (which verifies) and gather
 against torch's index_copy_ and index_select of the same bytes, whole blocks at a time.
 
-    python benchmarks/host_kernels.py [--json] [--tokens 4096] [--rounds 7]
+    python benchmarks/bench_host_kernels.py [--json] [--tokens 4096] [--rounds 7]
 
 Figures are GB/s of payload, median of the rounds, and ratios to the peer. Label: functional;
 they say something only about the machine that ran them.
