@@ -1,0 +1,1 @@
+"""`make demo`: two vLLM servers share KV state through one kmesh-spand. Not part of the package."""

@@ -74,12 +74,11 @@ def answer(path: str) -> str:
     tokenizer = AutoTokenizer.from_pretrained(path)
     model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
     chat = [{"role": "user", "content": QUESTION}]
-    inputs = tokenizer.apply_chat_template(
-        chat, add_generation_prompt=True, return_tensors="pt", return_dict=True
-    )
+    text = tokenizer.apply_chat_template(chat, add_generation_prompt=True, tokenize=False)
+    inputs = tokenizer(str(text), return_tensors="pt", add_special_tokens=False)
     with torch.inference_mode():
         out = model.generate(**inputs, max_new_tokens=16, do_sample=False)
-    return str(tokenizer.decode(out[0][inputs["input_ids"].shape[1] :], skip_special_tokens=True))
+    return str(tokenizer.decode(out[0][len(inputs["input_ids"][0]) :], skip_special_tokens=True))
 
 
 def step(what: str, detail: str = "") -> None:

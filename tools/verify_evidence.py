@@ -1,0 +1,127 @@
+"""Recomputes what evidence files claim, and compares the figures in the documents with them.
+
+A figure in a document is followed by a comment that says where it comes from:
+
+    restored 98.9 % <!-- evidence: demo.restored_share_min_percent -->
+
+The number before the comment must be what ``evidence/demo.json`` gives, rounded as it is shown.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import sys
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+EVIDENCE = ROOT / "evidence"
+DOCUMENTS = ("*.md", "docs/**/*.md", "benchmarks/*.md")
+REQUIRED = ("kind", "label", "date", "command", "commit", "hardware", "versions", "raw", "derived")
+LABELS = ("functional, CPU", "trend", "data-centre")
+
+_MARK = re.compile(r"<!-- evidence: ([\w-]+)\.(\w+) -->")
+_NUMBER = re.compile(r"(\d[\d,]*(?:\.\d+)?)[^\d\n]{0,24}$")
+
+
+def derive_demo(raw: Mapping[str, Any]) -> dict[str, float]:
+    """Figures of a demo run, from its requests and the daemon's words alone."""
+    shared, token_bytes = raw["shared_tokens"], raw["token_bytes"]
+    rows, control = raw["requests"], {row["request"]: row for row in raw["control"]}
+    first = rows[0]["engine"]
+    second = [row for row in rows if row["engine"] != first]
+    own = sum(row["prompt_tokens"] - shared for row in rows)
+    copies = len({row["engine"] for row in rows})
+    ratios = [row["ttft"] / control[row["request"]]["ttft"] for row in second]
+    return {
+        "requests": len(rows),
+        "same_text": sum(row["text"] == control[row["request"]]["text"] for row in rows),
+        "shared_tokens": shared,
+        "restored_share_min_percent": 100 * min(row["restored"] for row in second) / shared,
+        "computed_max": max(row["computed"] for row in second),
+        "ttft_second_engine_median_s": _median([row["ttft"] for row in second]),
+        "ttft_control_median_s": _median([row["ttft"] for row in raw["control"]]),
+        "ttft_ratio_max": max(ratios),
+        "daemon_mib": int(raw["daemon"]["span_bytes"]) / 2**20,
+        "engines_mib": (copies * shared + own) * token_bytes / 2**20,
+        "requests_mib": sum(row["prompt_tokens"] for row in rows) * token_bytes / 2**20,
+    }
+
+
+DERIVE: dict[str, Callable[[Mapping[str, Any]], dict[str, float]]] = {"demo": derive_demo}
+
+
+def derive(evidence: Mapping[str, Any]) -> dict[str, float]:
+    """What follows from an evidence file's raw figures; KeyError for a kind that is unknown."""
+    return {
+        name: round(value, 6) for name, value in DERIVE[evidence["kind"]](evidence["raw"]).items()
+    }
+
+
+def check_file(evidence: Mapping[str, Any]) -> list[str]:
+    """What is wrong with one evidence file."""
+    missing = [key for key in REQUIRED if key not in evidence]
+    if missing:
+        return [f"lacks {', '.join(missing)}"]
+    if evidence["label"] not in LABELS:
+        return [f"label {evidence['label']!r} is none of {LABELS}"]
+    if evidence["kind"] not in DERIVE:
+        return [f"nothing is known about kind {evidence['kind']!r}"]
+    found = []
+    again = derive(evidence)
+    for name in sorted(again.keys() | evidence["derived"].keys()):
+        claimed, have = evidence["derived"].get(name), again.get(name)
+        if claimed is None or have is None or not math.isclose(claimed, have, rel_tol=1e-6):
+            found.append(f"{name} is {have} from the raw figures, the file claims {claimed}")
+    return found
+
+
+def check_document(text: str, files: Mapping[str, Mapping[str, Any]]) -> list[str]:
+    """Marked figures of a document that are not what the evidence gives."""
+    found = []
+    for mark in _MARK.finditer(text):
+        name, key = mark.groups()
+        number = _NUMBER.search(text, 0, mark.start())
+        if number is None:
+            found.append(f"no number before the mark {name}.{key}")
+            continue
+        value = files.get(name, {}).get("derived", {}).get(key)
+        if value is None:
+            found.append(f"no evidence {name}.{key}")
+            continue
+        shown = number[1].replace(",", "")
+        digits = len(shown.partition(".")[2])
+        if f"{value:.{digits}f}" != shown:
+            found.append(f"{number[1]} is shown for {name}.{key}, which is {value}")
+    return found
+
+
+def _median(values: list[float]) -> float:
+    middle = sorted(values)
+    half = len(middle) // 2
+    return middle[half] if len(middle) % 2 else (middle[half - 1] + middle[half]) / 2
+
+
+def main() -> int:
+    files = {path.stem: json.loads(path.read_text()) for path in sorted(EVIDENCE.glob("*.json"))}
+    found = [
+        f"evidence/{name}.json: {it}" for name, file in files.items() for it in check_file(file)
+    ]
+    marks = 0
+    for pattern in DOCUMENTS:
+        for path in sorted(ROOT.glob(pattern)):
+            text = path.read_text()
+            marks += len(_MARK.findall(text))
+            found += [f"{path.relative_to(ROOT)}: {it}" for it in check_document(text, files)]
+    for problem in found:
+        print(problem, file=sys.stderr)
+    if not found:
+        print(f"{len(files)} evidence files and {marks} figures in documents agree")
+    return 1 if found else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
