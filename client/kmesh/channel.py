@@ -33,6 +33,7 @@ class Channel:
 
     def __init__(self, sock: socket.socket) -> None:
         self.exchange = Exchange()
+        self.peer_pid = packets.peer_pid(sock)
         self._sock = sock
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._lock = threading.Lock()

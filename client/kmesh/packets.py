@@ -5,6 +5,7 @@ from __future__ import annotations
 import array
 import os
 import socket
+import struct
 import time
 import weakref
 from typing import Protocol
@@ -13,6 +14,8 @@ from kmesh import errors
 
 SOCKET_NAME = "session.sock"
 REDIAL_SECONDS = 0.01
+# pid, uid, gid
+_CREDENTIALS = struct.Struct("=iII")
 _FD_BYTES = array.array("i").itemsize
 #: Room for one descriptor; the kernel flags a packet that had more.
 _ANCILLARY_BYTES = socket.CMSG_SPACE(_FD_BYTES)
@@ -67,6 +70,13 @@ def _refusal(path: str, failed: OSError) -> errors.KMeshError:
     if failed.errno is None:  # Python itself found the path too long.
         return errors.ConfigError(f"socket_dir: {path}: {failed}")
     return errors.DaemonUnavailable(f"{path}: {os.strerror(failed.errno)}")
+
+
+def peer_pid(sock: socket.socket) -> int:
+    """The process at the other end; 0 when it is not in our PID namespace."""
+    credentials = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+    pid: int = _CREDENTIALS.unpack(credentials)[0]
+    return pid
 
 
 def receive(sock: socket.socket, size: int) -> tuple[bytes, list[int]]:

@@ -149,6 +149,11 @@ class Session:
         return self._channel.closed
 
     @property
+    def peer_pid(self) -> int:
+        """The daemon's process, for people only; 0 when it is not in our PID namespace."""
+        return self._channel.peer_pid
+
+    @property
     def pending(self) -> int:
         """Answers that are still to come, also those that nobody waits for."""
         return self._channel.exchange.pending + self._channel.exchange.unanswered

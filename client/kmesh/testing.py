@@ -22,7 +22,8 @@ from typing import TypeVar
 from google.protobuf.message import DecodeError
 
 from kmesh import errors, packets
-from kmesh.fake_model import Limits, Model, Peer, Span
+from kmesh.fake_model import Model
+from kmesh.fake_state import Limits, Peer, Span
 from kmesh.keys import Namespace
 from kmesh.layout import Shard
 from kmesh.session import Role, Session, hello

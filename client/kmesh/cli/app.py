@@ -1,0 +1,154 @@
+"""The commands, and what their exit codes mean."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Annotated
+
+import typer
+
+import kmesh
+from kmesh import errors
+from kmesh.cli import doctor as doctor_module
+from kmesh.cli import render
+from kmesh.cli.rpc import Tool
+
+EXIT_OK, EXIT_CHECK_FAILED, EXIT_USAGE, EXIT_UNAVAILABLE, EXIT_REFUSED = range(5)
+
+app = typer.Typer(
+    help="Looks at a KMesh daemon: what it holds, and whether it works.",
+    epilog="Exit codes: 0 ok, 1 a check failed, 2 usage, 3 daemon unavailable, 4 refused.",
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+)
+
+AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON document.")]
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """What every command knows."""
+
+    socket_dir: str
+    timeout: float
+
+
+def default_socket_dir() -> str:
+    """Where a daemon listens that was not told otherwise."""
+    runtime = os.environ.get("XDG_RUNTIME_DIR")
+    return os.path.join(runtime, "kmesh") if runtime else "/run/kmesh"
+
+
+def _version(wanted: bool) -> None:
+    if wanted:
+        print(f"kmesh {kmesh.__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def options(
+    context: typer.Context,
+    socket_dir: Annotated[
+        str,
+        typer.Option(
+            envvar="KMESH_SOCKET_DIR",
+            help="Directory of the daemon's sockets; $XDG_RUNTIME_DIR/kmesh or /run/kmesh "
+            "when not given.",
+        ),
+    ] = "",
+    timeout: Annotated[
+        float, typer.Option(min=0.01, help="Seconds that one question may take.")
+    ] = 5.0,
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version.")
+    ] = False,
+) -> None:
+    context.obj = Options(socket_dir or default_socket_dir(), timeout)
+
+
+@app.command()
+def status(context: typer.Context, as_json: AsJson = False) -> None:
+    """Shows what the daemon holds and how it is."""
+    with _tool(context) as tool:
+        answer = tool.status()
+    if as_json:
+        render.print_json(render.status_json(answer))
+    else:
+        render.print_status(answer)
+
+
+@app.command()
+def ls(
+    context: typer.Context,
+    namespace: Annotated[
+        str, typer.Option(help="Only of this namespace: its digest in hex, or its beginning.")
+    ] = "",
+    limit: Annotated[int, typer.Option(min=1, help="At most so many spans.")] = 100,
+    namespaces: Annotated[
+        bool, typer.Option("--namespaces", help="List namespaces, not spans.")
+    ] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Lists the stored spans, or the namespaces that have any."""
+    with _tool(context) as tool:
+        spaces = tool.namespaces() if namespaces or namespace else []
+        if namespace:
+            spaces = [s for s in spaces if s.digest.hex().startswith(namespace.lower())]
+            if len(spaces) != 1:
+                found = "no namespace" if not spaces else f"{len(spaces)} namespaces"
+                raise typer.BadParameter(f"{found} begins with {namespace!r}")
+        if namespaces:
+            if as_json:
+                render.print_json({"namespaces": [render.namespace_json(s) for s in spaces]})
+            else:
+                render.print_namespaces(spaces)
+            return
+        spans = list(tool.spans(spaces[0].digest if spaces else b"", limit))
+    if as_json:
+        render.print_json({"spans": [render.span_json(span) for span in spans]})
+    else:
+        render.print_spans(spans)
+
+
+@app.command()
+def doctor(context: typer.Context, as_json: AsJson = False) -> None:
+    """Proves by doing that this machine and the daemon can share memory."""
+    known: Options = context.obj
+    report = doctor_module.examine(known.socket_dir, known.timeout)
+    if as_json:
+        render.print_json(report.as_json())
+    else:
+        report.print(render.console())
+    if isinstance(report.refusal, errors.RequestError):
+        raise typer.Exit(EXIT_REFUSED)
+    if report.refusal is not None:
+        raise typer.Exit(EXIT_UNAVAILABLE)
+    if not report.passed:
+        raise typer.Exit(EXIT_CHECK_FAILED)
+
+
+@contextlib.contextmanager
+def _tool(context: typer.Context) -> Iterator[Tool]:
+    """A way to the daemon; errors become a line and an exit code."""
+    known: Options = context.obj
+    try:
+        with Tool(known.socket_dir, known.timeout) as tool:
+            yield tool
+    except errors.RequestError as refused:
+        _complain(refused)
+        code = EXIT_UNAVAILABLE if isinstance(refused, errors.DeadlineExceeded) else EXIT_REFUSED
+        raise typer.Exit(code) from None
+    except errors.ConfigError as wrong:
+        _complain(wrong)
+        raise typer.Exit(EXIT_USAGE) from None
+    except errors.KMeshError as gone:
+        _complain(gone)
+        raise typer.Exit(EXIT_UNAVAILABLE) from None
+
+
+def _complain(error: errors.KMeshError) -> None:
+    print(f"kmesh: {error}", file=sys.stderr)

@@ -1,0 +1,180 @@
+"""``kmesh doctor``: every claim is proved by doing it."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from dataclasses import dataclass
+from functools import partial
+
+from rich.console import Console
+
+from kmesh import errors
+from kmesh.cli import checks
+from kmesh.cli.checks import Check, attempt
+from kmesh.cli.render import size, table
+from kmesh.cli.rpc import Tool, healthy
+from kmesh.keys import Namespace
+from kmesh.layout import TILE_BYTES, Shard
+from kmesh.session import ReserveBatch
+from kmesh.store import put_spans, read_span
+from kmesh.v1 import common_pb2
+
+#: Of the namespace in which the pattern is stored; it holds nothing of an engine.
+DOCTOR = Namespace("kmesh doctor", "", "float32", 1, 1, 1)
+SHARD = Shard(0, 1, 0, 1)
+#: More than one tile, and no whole number of anything.
+_PATTERN_BYTES = TILE_BYTES + 4242
+
+_COLOURS = {"ok": "green", "warn": "yellow", "fail": "red", "skip": "dim"}
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """What was found. ``refusal`` says why there was no session, if there was none."""
+
+    checks: list[Check]
+    refusal: errors.KMeshError | None = None
+
+    @property
+    def passed(self) -> bool:
+        return all(check.level != "fail" for check in self.checks)
+
+    def as_json(self) -> dict[str, object]:
+        return {"ok": self.passed, "checks": [check.as_json() for check in self.checks]}
+
+    def print(self, out: Console) -> None:
+        rows = [
+            (
+                check.name,
+                f"[{_COLOURS[check.level]}]{check.level}[/]",
+                _plain(check.seen) + (f"\n→ {_plain(check.fix)}" if check.fix else ""),
+            )
+            for check in self.checks
+        ]
+        out.print(table("", ("check", "", "seen"), rows))
+
+
+def examine(socket_dir: str, timeout: float) -> Report:
+    """Makes every check that can be made, also when no daemon answers."""
+    found = [
+        attempt("native", checks.native, "reinstall kmesh"),
+        attempt("proc", checks.proc, "mount /proc"),
+        attempt("memfd", checks.memfd),
+        attempt("memlock", checks.memlock),
+        attempt("open files", checks.open_files),
+        attempt("hugepages", checks.hugepages),
+        attempt("udmabuf", checks.udmabuf),
+        attempt("gpu", checks.gpu),
+    ]
+    try:
+        tool = Tool(socket_dir, timeout)
+    except errors.KMeshError as refused:
+        found.append(_no_session(socket_dir, refused))
+        found += [Check(name, "skip", "no session") for name in ("slabs", "pattern", "cgroup")]
+        found.append(attempt("health", partial(_health, socket_dir, timeout)))
+        return Report(found, refused)
+    with tool:
+        welcome = tool.session.welcome
+        seen = f"session {welcome.session_id} with daemon {welcome.daemon_version} at {socket_dir}"
+        found.append(Check("socket", "ok", f"{seen}, uid {os.getuid()} is allowed"))
+        found.append(attempt("health", partial(_health, socket_dir, timeout)))
+        found.append(attempt("slabs", partial(_slabs, tool)))
+        found.append(attempt("pattern", partial(_pattern, tool, socket_dir)))
+        found.append(attempt("cgroup", partial(_cgroup, tool)))
+    return Report(found)
+
+
+def _plain(text: str) -> str:
+    return text.replace("[", r"\[")
+
+
+def _no_session(socket_dir: str, refused: errors.KMeshError) -> Check:
+    if isinstance(refused, errors.PermissionDenied):
+        fix = f"allow uid {os.getuid()} in the daemon's allow_uids, or run as its user"
+    elif isinstance(refused, errors.VersionMismatch):
+        fix = "install the same version of kmesh here and for the daemon"
+    else:
+        fix = f"start one: kmesh-spand --socket-dir {socket_dir}, or name its --socket-dir"
+    return Check("socket", "fail", str(refused), fix)
+
+
+def _health(socket_dir: str, timeout: float) -> Check:
+    try:
+        serving = healthy(socket_dir, timeout)
+    except errors.DaemonUnavailable as silent:
+        return Check("health", "fail", str(silent), "look at the daemon's log")
+    if not serving:
+        return Check("health", "fail", "the daemon says NOT_SERVING", "look at kmesh status")
+    return Check("health", "ok", "gRPC health says SERVING")
+
+
+def _slabs(tool: Tool) -> Check:
+    """Every slab is exported sealed, and no importer can map it writable."""
+    count = tool.session.welcome.slab_count
+    for number in range(count):
+        handle = tool.session.export_slab(number, tool.timeout)
+        try:
+            if not checks.seals(handle.fd):
+                return Check("slabs", "fail", f"slab {number} is not sealed")
+            if checks.writable(handle.fd, handle.size):
+                return Check("slabs", "fail", f"slab {number} can be mapped writable")
+        finally:
+            os.close(handle.fd)
+        tool.session.slab(number, tool.timeout)
+    huge = sum(slab.hugepages for slab in tool.status().slabs)
+    seen = f"{count} imported: sealed, writable mapping refused; {huge} with huge pages"
+    return Check("slabs", "ok", seen)
+
+
+def _pattern(tool: Tool, socket_dir: str) -> Check:
+    """A random span goes through the daemon and comes back here and in a second process."""
+    session = tool.session
+    key, payload = os.urandom(32), os.urandom(_PATTERN_BYTES)
+    tokens = session.welcome.span_tokens
+    batch = ReserveBatch(DOCTOR.digest(), SHARD, key, [tokens], [0], [len(payload)])
+    reason = put_spans(session, session.staging(len(payload)), batch, [payload])[0]
+    if reason:
+        name = common_pb2.Reason.Name(common_pb2.Reason.ValueType(reason))
+        fix = "look at kmesh status: memory that is full or not ready yet"
+        return Check("pattern", "fail", f"the daemon did not store it: {name}", fix)
+    with session.acquire(key, [SHARD], timeout=tool.timeout) as lease:
+        if not lease.hits or read_span(session, lease, 0) != payload:
+            return Check("pattern", "fail", "this process read other bytes than it stored")
+    other = subprocess.run(
+        [sys.executable, "-m", "kmesh.cli.reader", socket_dir, key.hex(), str(tool.timeout)],
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        timeout=tool.timeout + 30,
+        check=False,
+    )
+    if other.returncode:
+        seen = other.stderr.decode(errors="replace").strip().splitlines()[-1:] or ["no reason"]
+        return Check("pattern", "fail", f"a second process could not read it: {seen[0]}")
+    if bytes.fromhex(json.loads(other.stdout)["payload"]) != payload:
+        return Check("pattern", "fail", "a second process read other bytes than were stored")
+    return Check(
+        "pattern", "ok", f"{len(payload):,} bytes stored, read and verified in two processes"
+    )
+
+
+def _cgroup(tool: Tool) -> Check:
+    """The memory limit around the daemon holds what it was told to hold."""
+    status = tool.status()
+    held = sum(slab.size for slab in status.slabs) + status.max_staging_bytes
+    pid = tool.session.peer_pid
+    try:
+        limit = checks.cgroup_limit(pid or "self")
+    except OSError:
+        limit, pid = checks.cgroup_limit(), 0
+    whose = "the daemon's" if pid else "this process's"
+    if limit is None:
+        return Check("cgroup", "ok", f"no memory limit on {whose} cgroup")
+    seen = f"{whose} cgroup allows {size(limit)}; the daemon may hold {size(held)}"
+    if limit < held:
+        return Check("cgroup", "fail", seen, "raise the limit or lower host_memory")
+    if limit < held * 1.1:
+        return Check("cgroup", "warn", seen, "leave a tenth for the daemon itself")
+    return Check("cgroup", "ok", seen)

@@ -1,0 +1,196 @@
+"""What the commands print: rows of tables, and the stable keys of ``--json``."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterable, Sequence
+
+from rich.console import Console
+from rich.table import Table
+
+from kmesh.v1 import admin_pb2
+
+Json = dict[str, object]
+
+
+def console() -> Console:
+    """Standard output; a pipe gets whole lines, not eighty columns of them."""
+    return Console(width=None if sys.stdout.isatty() else 200, highlight=False)
+
+
+def print_json(value: object) -> None:
+    """One JSON document on standard output."""
+    print(json.dumps(value, indent=2))
+
+
+def table(title: str, columns: Sequence[str], rows: Iterable[Sequence[str]]) -> Table:
+    """A table; columns whose name begins with ``>`` are aligned to the right."""
+    made = Table(title=title or None, title_justify="left", box=None, pad_edge=False)
+    for name in columns:
+        right = name.startswith(">")
+        made.add_column(name.lstrip(">"), justify="right" if right else "left", overflow="fold")
+    for row in rows:
+        made.add_row(*row)
+    return made
+
+
+def size(count: int) -> str:
+    """Bytes for people: 1,536 is ``1.5 KiB``."""
+    value = float(count)
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if value < 1024:
+            return f"{value:.0f} {unit}" if unit == "B" else f"{value:.1f} {unit}"
+        value /= 1024
+    return f"{value:.1f} TiB"
+
+
+def age(milliseconds: int) -> str:
+    """A time for people: ``340 ms``, ``12 s``, ``3 min``, ``5 h``, ``2 d``."""
+    if milliseconds < 1000:
+        return f"{milliseconds} ms"
+    value = milliseconds / 1000
+    for unit, step in (("s", 60), ("min", 60), ("h", 24)):
+        if value < step:
+            return f"{value:.0f} {unit}"
+        value /= step
+    return f"{value:.0f} d"
+
+
+def status_json(status: admin_pb2.StatusResponse) -> Json:
+    return {
+        "version": status.version,
+        "epoch": f"{status.epoch:016x}",
+        "uptime_ms": status.uptime_ms,
+        "draining": status.draining,
+        "socket_dir": status.socket_dir,
+        "span_tokens": status.span_tokens,
+        "spans": status.spans,
+        "span_bytes": status.span_bytes,
+        "max_spans": status.max_spans,
+        "index_entries": status.index_entries,
+        "sessions": status.sessions,
+        "leases": status.leases,
+        "leased_bytes": status.leased_bytes,
+        "reservations": status.reservations,
+        "staging_bytes": status.staging_bytes,
+        "max_staging_bytes": status.max_staging_bytes,
+        "control_restarts": status.control_restarts,
+        "worker_restarts": status.worker_restarts,
+        "slabs": [
+            {
+                "slab": slab.slab,
+                "kind": slab.kind,
+                "size": slab.size,
+                "capacity": slab.capacity,
+                "populated": slab.populated,
+                "used": slab.used,
+                "hugepages": slab.hugepages,
+            }
+            for slab in status.slabs
+        ],
+        "counters": dict(sorted(status.counters.items())),
+    }
+
+
+def print_status(status: admin_pb2.StatusResponse) -> None:
+    out = console()
+    state = "draining" if status.draining else "serving"
+    capacity = sum(slab.capacity for slab in status.slabs)
+    used = sum(slab.used for slab in status.slabs)
+    rows = [
+        ("daemon", f"{status.version}, {state}, up {age(status.uptime_ms)}"),
+        ("sockets", status.socket_dir),
+        ("epoch", f"{status.epoch:016x}"),
+        ("memory", f"{size(used)} used of {size(capacity)}"),
+        (
+            "spans",
+            f"{status.spans:,} of at most {status.max_spans:,}, {size(status.span_bytes)}, "
+            f"{status.span_tokens} tokens each",
+        ),
+        ("leases", f"{status.leases:,} on {size(status.leased_bytes)}"),
+        ("reservations", f"{status.reservations:,}"),
+        ("sessions", f"{status.sessions:,}"),
+        ("staging", f"{size(status.staging_bytes)} of {size(status.max_staging_bytes)}"),
+        ("restarts", f"control {status.control_restarts}, worker {status.worker_restarts}"),
+    ]
+    out.print(table("", ("", ""), rows))
+    slabs = [
+        (
+            str(slab.slab),
+            slab.kind,
+            size(slab.size),
+            size(slab.populated),
+            size(slab.used),
+            "huge" if slab.hugepages else "small",
+        )
+        for slab in status.slabs
+    ]
+    out.print(table("\nslabs", (">slab", "kind", ">size", ">ready", ">used", "pages"), slabs))
+    counters = [(name, f"{count:,}") for name, count in sorted(status.counters.items()) if count]
+    if counters:
+        out.print(table("\ncounters", ("counter", ">count"), counters))
+
+
+def span_json(span: admin_pb2.SpanInfo) -> Json:
+    return {
+        "key": span.key.hex(),
+        "namespace": span.namespace.hex(),
+        "state": span.state,
+        "start": span.start,
+        "tokens": span.tokens,
+        "layers": [span.layer_begin, span.layer_end],
+        "heads": [span.head_begin, span.head_end],
+        "slab": span.slab,
+        "offset": span.offset,
+        "length": span.length,
+        "generation": span.generation,
+        "leases": span.leases,
+        "age_ms": span.age_ms,
+        "idle_ms": span.idle_ms,
+    }
+
+
+def print_spans(spans: Sequence[admin_pb2.SpanInfo]) -> None:
+    rows = [
+        (
+            span.key.hex()[:16],
+            span.namespace.hex()[:8],
+            span.state,
+            f"{span.start}+{span.tokens}",
+            f"{span.layer_begin}:{span.layer_end}",
+            f"{span.head_begin}:{span.head_end}",
+            size(span.length),
+            str(span.leases),
+            age(span.age_ms),
+            age(span.idle_ms),
+        )
+        for span in spans
+    ]
+    columns = (
+        *("key", "namespace", "state", ">tokens", ">layers", ">heads"),
+        *(">size", ">leases", ">age", ">idle"),
+    )
+    console().print(table("", columns, rows))
+
+
+def namespace_json(space: admin_pb2.NamespaceInfo) -> Json:
+    return {
+        "digest": space.digest.hex(),
+        "spans": space.spans,
+        "bytes": space.bytes,
+        "fields": dict(sorted(space.fields.items())),
+    }
+
+
+def print_namespaces(spaces: Sequence[admin_pb2.NamespaceInfo]) -> None:
+    rows = [
+        (
+            space.digest.hex()[:16],
+            f"{space.spans:,}",
+            size(space.bytes),
+            ", ".join(f"{name}={text}" for name, text in sorted(space.fields.items()) if text),
+        )
+        for space in spaces
+    ]
+    console().print(table("", ("namespace", ">spans", ">size", "fields"), rows))

@@ -1,0 +1,113 @@
+"""A tool's way to the daemon: a session for its token, and gRPC for the questions."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from typing import TypeVar
+
+import grpc
+from google.protobuf.message import Message
+
+from kmesh import errors
+from kmesh.session import Role, Session
+from kmesh.v1 import admin_pb2, admin_pb2_grpc
+
+GRPC_NAME = "grpc.sock"
+#: ``HealthCheckResponse`` with status SERVING, as it lies on the wire.
+_SERVING = b"\x08\x01"
+#: Spans asked for in one List call.
+_PAGE = 1000
+
+T = TypeVar("T")
+
+_REFUSALS: dict[grpc.StatusCode, type[errors.RequestError]] = {
+    grpc.StatusCode.INVALID_ARGUMENT: errors.InvalidArgument,
+    grpc.StatusCode.NOT_FOUND: errors.NotFound,
+    grpc.StatusCode.PERMISSION_DENIED: errors.PermissionDenied,
+    grpc.StatusCode.RESOURCE_EXHAUSTED: errors.Exhausted,
+    grpc.StatusCode.UNAUTHENTICATED: errors.Unauthenticated,
+    grpc.StatusCode.UNIMPLEMENTED: errors.VersionMismatch,
+}
+
+
+class Tool:
+    """A session of role TOOL and a gRPC channel; a context manager.
+
+    Raises:
+        DaemonUnavailable: nobody answers.
+        RequestError: the daemon refuses us.
+    """
+
+    def __init__(self, socket_dir: str, timeout: float) -> None:
+        self.timeout = timeout
+        self.session = Session.connect(
+            socket_dir, role=Role.TOOL, client_name="kmesh CLI", timeout=timeout
+        )
+        self._channel = _channel(socket_dir)
+        self._admin = admin_pb2_grpc.AdminStub(self._channel)
+
+    def __enter__(self) -> Tool:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self._channel.close()
+        self.session.close()
+
+    def status(self) -> admin_pb2.StatusResponse:
+        answer: admin_pb2.StatusResponse = self._ask(self._admin.Status, admin_pb2.StatusRequest())
+        return answer
+
+    def namespaces(self) -> list[admin_pb2.NamespaceInfo]:
+        """Every namespace of which something is stored."""
+        request = admin_pb2.ListRequest(limit=1)
+        return list(self._ask(self._admin.List, request).namespaces)
+
+    def spans(self, namespace: bytes, limit: int) -> Iterator[admin_pb2.SpanInfo]:
+        """At most ``limit`` spans; of all namespaces when ``namespace`` is empty."""
+        token = ""
+        while limit > 0:
+            request = admin_pb2.ListRequest(
+                namespace=namespace, limit=min(limit, _PAGE), page_token=token
+            )
+            answer = self._ask(self._admin.List, request)
+            yield from answer.spans
+            limit -= len(answer.spans)
+            token = answer.next_page_token
+            if not token:
+                return
+
+    def _ask(self, method: Callable[..., T], request: Message) -> T:
+        metadata = (("kmesh-session", self.session.welcome.token),)
+        try:
+            return method(request, timeout=self.timeout, metadata=metadata)
+        except grpc.RpcError as failed:
+            raise _error(failed) from None
+
+
+def healthy(socket_dir: str, timeout: float) -> bool:
+    """What gRPC's health service says of the daemon; needs no session.
+
+    Raises:
+        DaemonUnavailable: it does not answer.
+    """
+    with _channel(socket_dir) as channel:
+        check = channel.unary_unary("/grpc.health.v1.Health/Check")
+        try:
+            return bool(check(b"", timeout=timeout) == _SERVING)
+        except grpc.RpcError as failed:
+            raise _error(failed) from None
+
+
+def _channel(socket_dir: str) -> grpc.Channel:
+    path = os.path.join(os.path.abspath(socket_dir), GRPC_NAME)
+    # A proxy set for the web must not be asked for a local socket.
+    return grpc.insecure_channel(f"unix:{path}", options=[("grpc.enable_http_proxy", 0)])
+
+
+def _error(failed: grpc.RpcError) -> errors.KMeshError:
+    code = failed.code()
+    refusal = _REFUSALS.get(code)
+    if refusal is not None:
+        return refusal(failed.details() or code.name)
+    return errors.DaemonUnavailable(f"gRPC: {failed.details() or code.name}")
