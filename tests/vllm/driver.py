@@ -1,0 +1,186 @@
+"""Starts engines in processes of their own and talks to them."""
+
+from __future__ import annotations
+
+import json
+import os
+import select
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+HERE = Path(__file__).parent
+ROOT = HERE.parent.parent
+
+#: Tokens of the tiny model's vocabulary that prompts are made of.
+VOCABULARY = 2000
+
+
+def tokens(count: int, seed: int = 0) -> list[int]:
+    """A prompt; prompts of different seeds share no prefix."""
+    return [(i * 7919 + seed * 104729 + i * i * (seed + 3)) % VOCABULARY + 3 for i in range(count)]
+
+
+class EngineError(Exception):
+    """The engine answered with an error, or died."""
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """What a request came to."""
+
+    tokens: list[int]
+    logprobs: list[float]
+    cached: int
+    reason: str
+    params: dict[str, Any] | None
+
+    @property
+    def restored(self) -> int:
+        """Tokens that came from KMesh, as the connector says."""
+        return int(((self.params or {}).get("kmesh") or {}).get("restored_tokens", 0))
+
+    def same(self, other: Result) -> bool:
+        """Equal tokens, and log-probabilities equal but for the order of float32 additions."""
+        return (
+            self.tokens == other.tokens
+            and len(self.logprobs) == len(other.logprobs)
+            and all(
+                abs(a - b) < 1e-3 for a, b in zip(self.logprobs, other.logprobs, strict=True)
+            )
+        )
+
+
+class Engine:
+    """One engine process. Starting it returns at once; the first call waits until it is up."""
+
+    def __init__(
+        self,
+        model: Path,
+        *,
+        transfer: dict[str, Any] | None = None,
+        hash_seed: int = 0,
+        separate: bool = False,
+        cache: Path | None = None,
+        **arguments: Any,
+    ) -> None:
+        defaults: dict[str, Any] = {
+            "model": str(model),
+            "dtype": "float32",
+            "max_model_len": 2048,
+            "max_num_batched_tokens": 2048,
+            "block_size": 32,
+            "num_gpu_blocks_override": 400,
+        }
+        env = os.environ | {
+            "PYTHONPATH": os.pathsep.join(
+                [str(ROOT / "client"), str(ROOT / "vllm_connector"), str(ROOT), str(HERE)]
+            ),
+            "PYTHONHASHSEED": str(hash_seed),
+            "VLLM_ENABLE_V1_MULTIPROCESSING": "1" if separate else "0",
+            "VLLM_CPU_KVCACHE_SPACE": "1",
+            "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+            "TORCHDYNAMO_DISABLE": "1",
+            "HF_HUB_OFFLINE": "1",
+            "VLLM_NO_USAGE_STATS": "1",
+            "VLLM_LOGGING_LEVEL": "WARNING",
+        }
+        if cache is not None:
+            env["XDG_CACHE_HOME"] = str(cache)
+        self._process = subprocess.Popen(
+            [sys.executable, str(HERE / "engine_process.py")],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            env=env,
+            text=True,
+            start_new_session=True,
+        )
+        self._waiting = 1
+        self._send("start", defaults | {"transfer": transfer} | arguments)
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    def up(self) -> Engine:
+        """Waits until the engine has started.
+
+        Raises:
+            EngineError: it could not start.
+        """
+        while self._waiting > 0:
+            self._waiting -= 1
+            self._receive(180)
+        return self
+
+    def call(self, command: str, *, wait: float = 90.0, **arguments: Any) -> Any:
+        """A command of ``EngineProcess``.
+
+        Raises:
+            EngineError: the command failed, or took longer than ``wait`` seconds.
+        """
+        self.up()
+        self._send(command, arguments)
+        return self._receive(wait)
+
+    def begin(self, command: str, **arguments: Any) -> None:
+        """Sends a command whose answer is fetched by ``end``."""
+        self.up()
+        self._send(command, arguments)
+
+    def end(self, wait: float = 90.0) -> Any:
+        """The answer to the command that was begun."""
+        return self._receive(wait)
+
+    def generate(self, *prompts: list[int], **options: Any) -> list[Result]:
+        """Runs prompts together."""
+        return [Result(**r) for r in self.call("generate", prompts=list(prompts), **options)]
+
+    def one(self, prompt: list[int], **options: Any) -> Result:
+        """Runs one prompt."""
+        return self.generate(prompt, **options)[0]
+
+    def close(self) -> None:
+        """Ends the process and what it started."""
+        if self._process.stdin is not None:
+            self._process.stdin.close()
+        try:
+            self._process.wait(20)
+        except subprocess.TimeoutExpired:
+            os.killpg(self._process.pid, signal.SIGKILL)
+            self._process.wait()
+        if self._process.stdout is not None:
+            self._process.stdout.close()
+
+    def _send(self, command: str, arguments: dict[str, Any]) -> None:
+        assert self._process.stdin is not None
+        self._process.stdin.write(json.dumps([command, arguments]) + "\n")
+        self._process.stdin.flush()
+
+    def _receive(self, wait: float) -> Any:
+        assert self._process.stdout is not None
+        until = time.monotonic() + wait
+        ready, _, _ = select.select([self._process.stdout], [], [], max(until - time.monotonic(), 0))
+        line = self._process.stdout.readline() if ready else ""
+        if not line:
+            code = self._process.poll()
+            raise EngineError(f"no answer within {wait} s" if not ready else f"ended: {code}")
+        kind, answer = json.loads(line)
+        if kind != "ok":
+            raise EngineError(answer)
+        return answer
+
+
+def transfer(socket_dir: Path, **settings: Any) -> dict[str, Any]:
+    """vLLM's ``--kv-transfer-config`` for KMesh."""
+    return {
+        "kv_connector": "KMeshConnector",
+        "kv_connector_module_path": "kmesh_vllm",
+        "kv_role": "kv_both",
+        "kv_load_failure_policy": "recompute",
+        "kv_connector_extra_config": {"socket_dir": str(socket_dir), **settings},
+    }

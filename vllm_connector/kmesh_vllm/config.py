@@ -1,0 +1,66 @@
+"""The connector's settings: ``kv_connector_extra_config`` of vLLM's KV transfer config."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from kmesh.errors import ConfigError
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """What can be set; see ``docs/vllm.md``.
+
+    Attributes:
+        socket_dir: directory of the daemon's sockets.
+        load: restore from KMesh.
+        store: store in KMesh what prefill makes.
+        staging_bytes: bytes of staging memory of each worker that stores.
+        weights_digest: what the weights are, instead of a digest of their files.
+        min_restore_tokens: restores of fewer tokens are left to prefill.
+        acquire_timeout_ms: a request waits at most this long for its lease.
+        load_timeout_ms: a load that has not begun to copy by then has failed.
+        reserve_timeout_ms: a step waits at most this long, after its forward pass, for the
+            reservations of what it wants to store.
+        retry_after_ms: a span whose load failed is not tried again for this long.
+    """
+
+    socket_dir: str
+    load: bool = True
+    store: bool = True
+    staging_bytes: int = 256 << 20
+    weights_digest: str = ""
+    min_restore_tokens: int = 64
+    acquire_timeout_ms: int = 1_000
+    load_timeout_ms: int = 10_000
+    reserve_timeout_ms: int = 1_000
+    retry_after_ms: int = 30_000
+
+    @classmethod
+    def read(cls, extra: Mapping[str, Any]) -> Settings:
+        """Checks names, types and ranges.
+
+        Raises:
+            ConfigError: names the setting at fault.
+        """
+        known = {f.name: f for f in dataclasses.fields(cls)}
+        for name in extra:
+            if name not in known:
+                names = ", ".join(sorted(known))
+                raise ConfigError(f"kv_connector_extra_config: {name} is none of {names}")
+        if not extra.get("socket_dir"):
+            raise ConfigError("kv_connector_extra_config: socket_dir is missing")
+        for name, value in extra.items():
+            wanted = {"str": str, "bool": bool, "int": int}[str(known[name].type)]
+            # A bool is an int to Python, but not to whoever wrote the setting.
+            if type(value) is not wanted:
+                raise ConfigError(
+                    f"kv_connector_extra_config: {name} is {type(value).__name__},"
+                    f" not {wanted.__name__}"
+                )
+            if wanted is int and value < (0 if name == "min_restore_tokens" else 1):
+                raise ConfigError(f"kv_connector_extra_config: {name} is {value}, too small")
+        return cls(**extra)

@@ -1,0 +1,48 @@
+"""What the connector counts, as vLLM collects it: numbers by name, since the last collection."""
+
+from __future__ import annotations
+
+import threading
+
+#: Every name that is counted, and what it means.
+NAMES = {
+    "restores": "loads that ended well",
+    "restored_tokens": "tokens restored from KMesh",
+    "restored_bytes": "bytes copied from KMesh into KV pages",
+    "load_failed_corrupt": "spans whose bytes did not match their checksums",
+    "load_failed_late": "loads that had not begun to copy in time",
+    "load_failed_lost": "loads whose memory was gone: the daemon ended or restarted",
+    "load_failed_error": "loads that failed for another reason",
+    "stored_spans": "spans stored in KMesh",
+    "stored_tokens": "tokens of those spans",
+    "stored_bytes": "bytes of those spans",
+    "store_skipped_exists": "spans that another engine had stored meanwhile",
+    "store_skipped_full": "spans not stored: no memory in the daemon",
+    "store_skipped_staging": "spans not stored: no room in staging",
+    "store_skipped_late": "spans not stored: no reservation in time",
+    "store_skipped_error": "spans not stored for another reason",
+    "acquire_refused": "hits of the index that gave no lease",
+    "acquire_late": "leases that did not come in time",
+}
+
+
+class Counts:
+    """Thread-safe counters."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._values: dict[str, int] = {}
+
+    def add(self, name: str, amount: int = 1) -> None:
+        """Adds to a counter; KeyError for a name that is not in ``NAMES``."""
+        if name not in NAMES:
+            raise KeyError(name)
+        if amount:
+            with self._lock:
+                self._values[name] = self._values.get(name, 0) + amount
+
+    def take(self) -> dict[str, int]:
+        """What was counted since the last call."""
+        with self._lock:
+            values, self._values = self._values, {}
+        return values

@@ -1,0 +1,106 @@
+"""How much of a prompt lies in KMesh: the longest hit over all plausible shardings."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from kmesh.index import Probe
+from kmesh.keys import KEY_BYTES, KeyChain
+
+from kmesh_vllm.sharding import Sharding
+
+
+class Index(Protocol):
+    """What is read of ``kmesh.index.IndexReader``."""
+
+    def probe(self, keys: bytes, shard_codes: Sequence[int], *, prefix: bool = True) -> Probe: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Hit:
+    """A prefix that lies in KMesh.
+
+    Attributes:
+        sharding: in which it was stored.
+        spans: full spans from the prompt's start.
+        tail: tokens of the span behind them that a sub-key found, or 0.
+    """
+
+    sharding: Sharding
+    spans: int
+    tail: int
+
+    def tokens(self, span_tokens: int) -> int:
+        """Tokens of the prefix."""
+        return self.spans * span_tokens + self.tail
+
+
+def longest_hit(
+    chain: KeyChain,
+    index: Index,
+    shardings: Sequence[Sharding],
+    *,
+    span_tokens: int,
+    sub_tokens: int,
+    block_tokens: int,
+    limit: int,
+    avoid: Callable[[bytes], bool],
+) -> Hit | None:
+    """The longest hit, the first sharding's where several are as long; None for a miss.
+
+    Args:
+        limit: tokens that are of use, whole blocks.
+        avoid: says of a key that it must not be used now.
+    """
+    best: Hit | None = None
+    count = min(chain.spans, -(-limit // span_tokens))
+    keys = chain.keys[: count * KEY_BYTES]
+    for sharding in shardings:
+        spans = index.probe(keys, sharding.codes).hits if keys else 0
+        for i in range(spans):
+            if avoid(keys[i * KEY_BYTES : (i + 1) * KEY_BYTES]):
+                spans = i
+                break
+        tail = 0
+        for tokens in _tails(chain, spans, span_tokens, sub_tokens, block_tokens, limit):
+            key = chain.key(spans, tokens)
+            if index.probe(key, sharding.codes).hits and not avoid(key):
+                tail = tokens
+                break
+        hit = Hit(sharding, spans, tail)
+        if hit.tokens(span_tokens) > (best.tokens(span_tokens) if best else 0):
+            best = hit
+        if best and best.tokens(span_tokens) >= limit:
+            break
+    return best
+
+
+def covered(keys: bytes, index: Index, shardings: Sequence[Sharding]) -> list[bool]:
+    """Whether each key is stored, all its shards, in one sharding or another."""
+    found = [False] * (len(keys) // KEY_BYTES)
+    for sharding in shardings:
+        codes = sharding.codes
+        slots = index.probe(keys, codes, prefix=False).slots
+        for i in range(len(found)):
+            found[i] = found[i] or all(slots[i * len(codes) : (i + 1) * len(codes)])
+        if all(found):
+            break
+    return found
+
+
+def _tails(
+    chain: KeyChain, span: int, span_tokens: int, sub_tokens: int, block_tokens: int, limit: int
+) -> list[int]:
+    """Lengths of parts of a span that end a block, longest first.
+
+    Others are of no use: where a longer part is stored, the shorter ones are found too.
+    """
+    begin = span * span_tokens
+    longest = min(span_tokens - 1, chain.tokens - begin, limit - begin)
+    return [
+        tokens
+        for tokens in range(longest // sub_tokens * sub_tokens, 0, -sub_tokens)
+        if (begin + tokens) % block_tokens == 0
+    ]

@@ -1,0 +1,113 @@
+"""What the halves of the connector tell each other: plain types only, a few bytes a span."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
+
+#: One stored span of a load: where it lies, and which tokens of the request it holds.
+SPAN_RECORD = np.dtype(
+    [
+        ("slab", np.uint32),
+        ("part", np.uint32),  # number of its shard within its sharding
+        ("offset", np.uint64),
+        ("length", np.uint64),
+        ("root", np.uint64),
+        ("tokens", np.uint32),  # that the stored span holds
+        ("entry", np.uint32),  # of the lease
+        ("start", np.uint64),  # position of its first token in the request
+    ]
+)
+
+
+@dataclass(frozen=True, slots=True)
+class LoadPlan:
+    """Restore tokens [begin, end) of a request.
+
+    Attributes:
+        request: vLLM's id of the request.
+        epoch: of the daemon that gave the lease.
+        tp: the sharding in which the spans were stored.
+        spans: packed ``SPAN_RECORD``, in order of position; empty if the lease was lost.
+        begin, end: positions in tokens; whole blocks.
+        blocks: int64 ids of the blocks that hold [begin, end).
+    """
+
+    request: str
+    epoch: int
+    tp: int
+    spans: bytes
+    begin: int
+    end: int
+    blocks: bytes
+
+    def records(self) -> npt.NDArray[np.void]:
+        """``spans``, unpacked."""
+        return np.frombuffer(self.spans, SPAN_RECORD)
+
+    def block_ids(self) -> npt.NDArray[np.int64]:
+        """``blocks``, unpacked."""
+        return np.frombuffer(self.blocks, np.int64)
+
+
+@dataclass(frozen=True, slots=True)
+class StorePlan:
+    """Store spans of a request that are complete when this step has run.
+
+    Attributes:
+        namespace: 32-byte digest.
+        keys: 32 bytes a span.
+        tokens, start: of each span.
+        sub_keys: as in ``kmesh.v1.ReserveRequest``.
+        first: position of the first token of ``blocks``.
+        blocks: int64 ids of the blocks that hold the spans.
+    """
+
+    namespace: bytes
+    keys: bytes
+    tokens: tuple[int, ...]
+    start: tuple[int, ...]
+    sub_keys: bytes
+    first: int
+    blocks: bytes
+
+    def block_ids(self) -> npt.NDArray[np.int64]:
+        """``blocks``, unpacked."""
+        return np.frombuffer(self.blocks, np.int64)
+
+
+@dataclass(slots=True)
+class StepPlan:
+    """What the workers do in one step."""
+
+    loads: list[LoadPlan] = field(default_factory=list)
+    stores: list[StorePlan] = field(default_factory=list)
+
+    def __bool__(self) -> bool:
+        return bool(self.loads or self.stores)
+
+
+@dataclass(slots=True)
+class LoadReport:
+    """What went wrong with loads, of one rank or of several.
+
+    Attributes:
+        corrupt: lease entries whose bytes did not match their sums, by request.
+        failed: positions (first token of the first bad block) of loads that failed, by request.
+    """
+
+    corrupt: dict[str, list[int]] = field(default_factory=dict)
+    failed: dict[str, int] = field(default_factory=dict)
+
+    def __bool__(self) -> bool:
+        return bool(self.corrupt or self.failed)
+
+    def merge(self, other: LoadReport) -> None:
+        """Adds what another rank said."""
+        for request, entries in other.corrupt.items():
+            mine = self.corrupt.setdefault(request, [])
+            mine.extend(entry for entry in entries if entry not in mine)
+        for request, position in other.failed.items():
+            self.failed[request] = min(position, self.failed.get(request, position))

@@ -1,0 +1,113 @@
+"""vLLM's KV cache tensors as memory: addresses and strides, never assumed shapes."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
+
+from kmesh.errors import UnsupportedError
+from kmesh.kernels.host import PagedLayout
+
+if TYPE_CHECKING:
+    import torch
+
+_NUMBER = re.compile(r"(?:^|\.)(\d+)(?:\.|$)")
+
+
+def layer_order(names: Mapping[str, object]) -> list[str]:
+    """Names of layers, by the first number in each.
+
+    Raises:
+        UnsupportedError: the numbers are not 0, 1, 2 …
+    """
+    numbers: dict[int, str] = {}
+    for name in names:
+        match = _NUMBER.search(name)
+        if match is None or int(match[1]) in numbers:
+            raise UnsupportedError(f"the layers are not numbered one by one: {name}")
+        numbers[int(match[1])] = name
+    if sorted(numbers) != list(range(len(numbers))):
+        raise UnsupportedError(f"the layers are not numbered from 0 to {len(numbers) - 1}")
+    return [numbers[i] for i in range(len(numbers))]
+
+
+class PagedCache:
+    """The KV cache of one worker.
+
+    Every tensor must have the logical shape [blocks, heads, tokens, 2 * head_dim], K before V in
+    the last dimension, and lie in host memory. How it lies there is up to its strides.
+
+    Args:
+        tensors: vLLM's KV cache tensors by layer name; kept alive.
+        layers, heads, head_dim: as the rank holds them.
+        element_bytes: bytes of one element.
+        block_tokens, num_blocks: of the scheduler's blocks, which may be several of a tensor's.
+
+    Raises:
+        UnsupportedError: memory or shape is not served; says what was found.
+    """
+
+    def __init__(
+        self,
+        tensors: Mapping[str, torch.Tensor],
+        *,
+        layers: int,
+        heads: int,
+        head_dim: int,
+        element_bytes: int,
+        block_tokens: int,
+        num_blocks: int,
+    ) -> None:
+        names = layer_order(tensors)
+        if len(names) != layers:
+            raise UnsupportedError(f"{len(names)} KV caches for {layers} layers are not served")
+        self._tensors = [tensors[name] for name in names]
+        first = self._tensors[0]
+        for name, tensor in zip(names, self._tensors, strict=True):
+            if tensor.device.type != "cpu":
+                raise UnsupportedError(
+                    f"KV state on {tensor.device} is not served: this version of KMesh serves"
+                    " engines whose KV cache is in host memory"
+                )
+            shape = tuple(tensor.shape)
+            if len(shape) != 4 or shape[1] != heads or shape[3] != 2 * head_dim:
+                raise UnsupportedError(
+                    f"{name}: a KV cache of shape {shape} is not served, only"
+                    f" [blocks, {heads}, tokens, {2 * head_dim}]"
+                )
+            if tensor.element_size() != element_bytes or tensor.stride(3) != 1:
+                raise UnsupportedError(f"{name}: elements of K and V do not lie side by side")
+            if shape != tuple(first.shape) or tensor.stride() != first.stride():
+                raise UnsupportedError(f"{name}: layers are laid out in different ways")
+        tokens = int(first.shape[2])
+        self._ratio = block_tokens // tokens
+        if self._ratio * tokens != block_tokens or first.shape[0] < num_blocks * self._ratio:
+            raise UnsupportedError(
+                f"{num_blocks} blocks of {block_tokens} tokens do not fit a KV cache of"
+                f" {first.shape[0]} blocks of {tokens}"
+            )
+        strides = [stride * element_bytes for stride in first.stride()]
+        row_bytes = head_dim * element_bytes
+        k_base = tuple(tensor.data_ptr() for tensor in self._tensors)
+        self.layout = PagedLayout(
+            k_base=k_base,
+            v_base=tuple(base + row_bytes for base in k_base),
+            block_stride=strides[0],
+            head_stride=strides[1],
+            token_stride=strides[2],
+            block_tokens=tokens,
+            num_blocks=int(first.shape[0]),
+            heads=heads,
+            row_bytes=row_bytes,
+        )
+
+    def expand(self, blocks: Sequence[int]) -> list[int]:
+        """The tensors' block numbers for the scheduler's, each of which may be several.
+
+        -1 stands for no block, and stays so.
+        """
+        if self._ratio == 1:
+            return list(blocks)
+        parts = range(self._ratio)
+        return [b * self._ratio + i if b >= 0 else -1 for b in blocks for i in parts]

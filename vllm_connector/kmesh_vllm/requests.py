@@ -1,0 +1,150 @@
+"""What the scheduler half remembers of one request."""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+
+from kmesh.keys import Extra, KeyChain
+from kmesh.lease import Lease
+from kmesh.session import Session
+
+from kmesh_vllm.lookup import Hit
+
+#: Circumstances of a look-up: epoch, index version, tokens of use, quarantine's generation.
+LookedAt = tuple[int, int, int, int]
+
+
+class Phase(enum.Enum):
+    """Where a request's restore is.
+
+    ::
+
+        IDLE ──hit──▶ ACQUIRING ──leased──▶ LEASED ──blocks──▶ LOADING ──done──▶ IDLE
+                          └──refused, late──▶ IDLE ◀──not needed──┘
+    """
+
+    IDLE = enum.auto()
+    ACQUIRING = enum.auto()
+    LEASED = enum.auto()
+    LOADING = enum.auto()
+
+
+@dataclass(eq=False, slots=True)
+class Restore:
+    """A request's hit on its way to a load. Spans are numbered over the whole request.
+
+    Attributes:
+        session: that gives the lease.
+        hit: what the index said.
+        first: number of the first span asked for.
+        future: of the lease.
+        deadline: when the request waits for it no longer.
+        lease: once it is there.
+        begin, end: tokens that are promised and then loaded.
+    """
+
+    session: Session
+    hit: Hit
+    first: int
+    future: Future[Lease]
+    deadline: float
+    lease: Lease | None = None
+    begin: int = 0
+    end: int = 0
+
+    def leased_tokens(self, span_tokens: int) -> int:
+        """Position up to which the lease reaches."""
+        if self.lease is None:
+            return 0
+        full = self.hit.spans - self.first
+        if self.lease.hits > full:
+            return self.hit.spans * span_tokens + self.hit.tail
+        return (self.first + self.lease.hits) * span_tokens
+
+    def drop(self) -> None:
+        """Gives the lease back, also one that is still to come."""
+        if self.lease is not None:
+            self.lease.release()
+        else:
+            self.future.add_done_callback(_release_late)
+
+
+def _release_late(future: Future[Lease]) -> None:
+    if future.exception() is None:
+        future.result().release()
+
+
+@dataclass(eq=False, slots=True)
+class RequestState:
+    """One request of the engine, from its first sight to its end.
+
+    Attributes:
+        request_id: vLLM's.
+        tokens: of the prompt.
+        namespace: 32-byte digest, with adapter and salt.
+        extras: what the prompt holds beside tokens.
+        may_load, may_store: False once something went wrong that forbids it.
+        local: tokens that vLLM's own prefix cache had at the last look.
+        blocks: ids of the request's blocks; kept up to date while something is to be stored.
+        stored: spans from the prompt's start that are in KMesh or on their way.
+        tail_stored: as ``stored``, for what follows the last full span.
+        complete: nothing of the prompt is left to store.
+        failed: position of the first bad block of the load under way, or None.
+        corrupt: lease entries with wrong bytes, of the load under way.
+        restored: tokens that were restored, over the request's life.
+    """
+
+    request_id: str
+    tokens: Sequence[int]
+    namespace: bytes
+    extras: tuple[Extra, ...] = ()
+    may_load: bool = True
+    may_store: bool = True
+    phase: Phase = Phase.IDLE
+    restore: Restore | None = None
+    flight_keys: tuple[bytes, ...] = ()
+    local: int = 0
+    blocks: list[int] = field(default_factory=list)
+    stored: int = 0
+    tail_stored: bool = False
+    complete: bool = False
+    failed: int | None = None
+    corrupt: list[int] = field(default_factory=list)
+    restored: int = 0
+    finished: bool = False
+    _chain: KeyChain | None = None
+    _chain_at: tuple[int, int] = (0, 0)
+    _memo: tuple[LookedAt, Hit | None] | None = None
+
+    def chain(self, span_tokens: int, sub_tokens: int) -> KeyChain:
+        """The prompt's keys, computed once."""
+        if self._chain is None or self._chain_at != (span_tokens, sub_tokens):
+            self._chain = KeyChain(
+                self.namespace,
+                span_tokens=span_tokens,
+                sub_tokens=sub_tokens,
+                extras=self.extras,
+            )
+            self._chain.extend(self.tokens)
+            self._chain_at = (span_tokens, sub_tokens)
+        return self._chain
+
+    def remembered(self, at: LookedAt) -> tuple[bool, Hit | None]:
+        """Whether a look-up was made under the same circumstances, and what it found."""
+        if self._memo is None or self._memo[0] != at:
+            return False, None
+        return True, self._memo[1]
+
+    def remember(self, at: LookedAt, hit: Hit | None) -> None:
+        """Keeps a look-up's answer."""
+        self._memo = (at, hit)
+
+    def forget_restore(self) -> None:
+        """Gives back what the restore held; not while it loads."""
+        if self.restore is not None and self.phase is not Phase.LOADING:
+            self.restore.drop()
+            self.restore = None
+            self.phase = Phase.IDLE

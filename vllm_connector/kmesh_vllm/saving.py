@@ -1,0 +1,286 @@
+"""Stores of one worker: reserve while the model runs, copy when it has run, commit behind it."""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import TimeoutError as FutureTimeout
+from dataclasses import dataclass
+
+from kmesh.errors import ConnectionClosed, DeadlineExceeded, KMeshError
+from kmesh.kernels.host import SpanPart, gather
+from kmesh.layout import Shard
+from kmesh.session import ReserveBatch, Session, Staging
+
+from kmesh_vllm.config import Settings
+from kmesh_vllm.counts import Counts
+from kmesh_vllm.identity import Identity
+from kmesh_vllm.metadata import StorePlan
+from kmesh_vllm.paged import PagedCache
+from kmesh_vllm.staging import StagingRing
+
+logger = logging.getLogger("kmesh_vllm")
+
+_COMMIT_TIMEOUT = 60.0
+#: Names of kmesh.v1.Reason numbers that have a counter of their own.
+_EXISTS, _PENDING = 4, 2
+_FULL = (5, 6, 11)
+
+
+@dataclass(frozen=True, slots=True)
+class _Held:
+    """A reserved span."""
+
+    reservation: int
+    tokens: int
+    length: int
+    position: int  # of its first token, in the step's list of blocks
+
+
+@dataclass(eq=False, slots=True)
+class _Step:
+    """What a step stores."""
+
+    session: Session
+    staging: Staging
+    ring: StagingRing
+    blocks: list[int]
+    held: list[_Held]
+
+
+class Saver:
+    """Stores what the model computes.
+
+    ``begin`` asks for reservations in the background; ``finish`` copies the pages, which may be
+    written again when it returns. What cannot be stored is skipped and counted.
+
+    Args:
+        mine: the heads that this rank holds.
+    """
+
+    def __init__(
+        self,
+        cache: PagedCache,
+        identity: Identity,
+        mine: Shard,
+        current: Callable[[], Session | None],
+        settings: Settings,
+        counts: Counts,
+    ) -> None:
+        self._cache = cache
+        self._identity = identity
+        self._mine = mine
+        self._geometry = identity.geometry(mine.heads)
+        self._current = current
+        self._settings = settings
+        self._counts = counts
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="kmesh-reserve")
+        self._pending: tuple[Future[_Step | None], int] | None = None
+        self._staging: tuple[Session, Staging | None, StagingRing] | None = None
+
+    def begin(self, plans: Sequence[StorePlan]) -> None:
+        """Reserves the spans of a step, in the background."""
+        self.abandon()
+        if plans:
+            spans = sum(len(plan.tokens) for plan in plans)
+            self._pending = self._thread.submit(self._reserve, list(plans)), spans
+
+    def abandon(self) -> None:
+        """Stores nothing of this step: its pages do not hold what they should."""
+        if self._pending is not None:
+            future, spans = self._pending
+            self._pending = None
+            future.add_done_callback(_give_back)
+            self._counts.add("store_skipped_error", spans)
+
+    def finish(self) -> None:
+        """Copies this step's spans and commits them in the background."""
+        if self._pending is None:
+            return
+        future, spans = self._pending
+        self._pending = None
+        try:
+            step = future.result(self._settings.reserve_timeout_ms / 1000)
+        except FutureTimeout:
+            future.add_done_callback(_give_back)
+            self._counts.add("store_skipped_late", spans)
+            return
+        except Exception as wrong:
+            self._failed(wrong, spans)
+            return
+        if step is not None and step.held:
+            self._copy(step)
+
+    def close(self) -> None:
+        """Forgets what is under way; the daemon forgets it with the session."""
+        if self._pending is not None:
+            self._pending[0].cancel()
+            self._pending = None
+        self._thread.shutdown(wait=True, cancel_futures=True)
+        self._staging = None
+
+    def _reserve(self, plans: list[StorePlan]) -> _Step | None:
+        session = self._current()
+        spans = sum(len(plan.tokens) for plan in plans)
+        if session is None:
+            self._counts.add("store_skipped_error", spans)
+            return None
+        staging, ring = self._attached(session)
+        if staging is None:
+            self._counts.add("store_skipped_staging", spans)
+            return None
+        step = _Step(session, staging, ring, [], [])
+        try:
+            for plan in plans:
+                self._reserve_plan(step, plan)
+        except BaseException:
+            _abort(session, step.held)
+            raise
+        return step
+
+    def _reserve_plan(self, step: _Step, plan: StorePlan) -> None:
+        lengths = [self._geometry.payload_bytes(tokens) for tokens in plan.tokens]
+        batch = ReserveBatch(
+            namespace=plan.namespace,
+            shard=self._mine,
+            keys=plan.keys,
+            tokens=plan.tokens,
+            start=plan.start,
+            length=lengths,
+            sub_keys=plan.sub_keys,
+        )
+        answer = step.session.reserve(batch)
+        base = len(step.blocks) * self._identity.block_tokens - plan.first
+        step.blocks.extend(plan.block_ids().tolist())
+        for i, reason in enumerate(answer.reason):
+            if reason == 0:
+                step.held.append(
+                    _Held(answer.reservation[i], plan.tokens[i], lengths[i], base + plan.start[i])
+                )
+        for reason, count in Counter(r for r in answer.reason if r).items():
+            if reason in (_EXISTS, _PENDING):
+                self._counts.add("store_skipped_exists", count)
+            elif reason in _FULL:
+                self._counts.add("store_skipped_full", count)
+            else:
+                self._counts.add("store_skipped_error", count)
+
+    def _attached(self, session: Session) -> tuple[Staging | None, StagingRing]:
+        """The session's staging, asked for once; None if it gave none."""
+        if self._staging is None or self._staging[0] is not session:
+            size = min(self._settings.staging_bytes, session.welcome.max_staging_bytes)
+            staging = None
+            try:
+                staging = session.staging(size)
+            except ConnectionClosed:
+                raise
+            except KMeshError as wrong:
+                logger.warning("nothing is stored: no staging memory: %s", wrong)
+            self._staging = session, staging, StagingRing(size)
+        return self._staging[1], self._staging[2]
+
+    def _copy(self, step: _Step) -> None:
+        names = self._identity.namespace
+        parts, placed, crowded = [], [], []
+        for held in step.held:
+            offset = step.ring.allocate(held.length)
+            if offset is None:
+                crowded.append(held)
+                continue
+            placed.append((held, offset))
+            parts.append(
+                SpanPart(
+                    address=step.staging.address + offset,
+                    sums_address=0,
+                    root=0,
+                    length=held.length,
+                    tokens=held.tokens,
+                    token_begin=0,
+                    token_end=held.tokens,
+                    position=held.position,
+                    src_heads=self._mine.heads,
+                    src_head_begin=0,
+                    dst_head_begin=0,
+                    heads=self._mine.heads,
+                    src_layers=names.layers,
+                    src_layer_begin=0,
+                    dst_layer_begin=0,
+                    layers=names.layers,
+                )
+            )
+        if crowded:
+            self._counts.add("store_skipped_staging", len(crowded))
+            _abort(step.session, crowded)
+        if not placed:
+            return
+        status = gather(self._cache.layout, parts, self._cache.expand(step.blocks))
+        good = [pair for pair, code in zip(placed, status, strict=True) if code == 0]
+        bad = [pair for pair, code in zip(placed, status, strict=True) if code != 0]
+        if bad:
+            logger.error("%d spans could not be copied out of their blocks", len(bad))
+            self._counts.add("store_skipped_error", len(bad))
+            _abort(step.session, [held for held, _ in bad])
+            for _, offset in bad:
+                step.ring.free(offset)
+        if good:
+            self._commit(step, good)
+
+    def _commit(self, step: _Step, spans: list[tuple[_Held, int]]) -> None:
+        try:
+            future = step.session.commit_async(
+                [held.reservation for held, _ in spans],
+                [offset for _, offset in spans],
+                timeout=_COMMIT_TIMEOUT,
+            )
+        except KMeshError as wrong:
+            self._failed(wrong, len(spans))
+            return
+        future.add_done_callback(lambda done: self._committed(step, spans, done))
+
+    def _committed(
+        self, step: _Step, spans: list[tuple[_Held, int]], done: Future[list[int]]
+    ) -> None:
+        error = done.exception()
+        if error is not None:
+            self._failed(error, len(spans))
+            # The daemon may still read what it was told to: these bytes are never written
+            # again. A new session has new staging.
+            if not isinstance(error, ConnectionClosed):
+                step.session.close()
+            return
+        for (held, offset), reason in zip(spans, done.result(), strict=True):
+            step.ring.free(offset)
+            if reason == 0:
+                self._counts.add("stored_spans")
+                self._counts.add("stored_tokens", held.tokens)
+                self._counts.add("stored_bytes", held.length)
+            else:
+                self._counts.add("store_skipped_error")
+
+    def _failed(self, wrong: BaseException, spans: int) -> None:
+        if isinstance(wrong, DeadlineExceeded):
+            self._counts.add("store_skipped_late", spans)
+            return
+        self._counts.add("store_skipped_error", spans)
+        if not isinstance(wrong, KMeshError):
+            logger.error("a store failed", exc_info=wrong)
+        elif not isinstance(wrong, ConnectionClosed):
+            logger.warning("a store failed: %s", wrong)
+
+
+def _give_back(future: Future[_Step | None]) -> None:
+    """Ends reservations that came too late."""
+    if not future.cancelled() and future.exception() is None:
+        step = future.result()
+        if step is not None:
+            _abort(step.session, step.held)
+
+
+def _abort(session: Session, held: Sequence[_Held]) -> None:
+    if held:
+        try:
+            session.abort([h.reservation for h in held])
+        except KMeshError as wrong:
+            logger.debug("reservations end with their session: %s", wrong)

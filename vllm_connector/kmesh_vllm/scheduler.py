@@ -1,0 +1,435 @@
+"""The scheduler half: what to restore, for whom, and what to store.
+
+Nothing here waits: look-ups read the shared index, leases come in the background, and a request
+whose lease is under way is answered "ask again".
+"""
+
+from __future__ import annotations
+
+import logging
+import secrets
+import time
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, Protocol
+
+import numpy as np
+from kmesh.errors import KMeshError
+from kmesh.keys import KEY_BYTES, Extra
+from kmesh.lease import Lease
+from kmesh.session import Session
+
+from kmesh_vllm.config import Settings
+from kmesh_vllm.counts import Counts
+from kmesh_vllm.identity import Identity
+from kmesh_vllm.lookup import Hit, longest_hit
+from kmesh_vllm.metadata import SPAN_RECORD, LoadPlan, LoadReport, StepPlan
+from kmesh_vllm.quarantine import Quarantine
+from kmesh_vllm.requests import LookedAt, Phase, RequestState, Restore
+from kmesh_vllm.storing import key_at, keys_between, plan_store
+
+logger = logging.getLogger("kmesh_vllm")
+
+
+class Sessions(Protocol):
+    """What is used of ``kmesh.client.Client``."""
+
+    @property
+    def session(self) -> Session | None: ...
+
+
+#: (tokens, True): restore so many; (0, False): nothing; (None, False): ask again.
+Match = tuple[int | None, bool]
+
+
+class SchedulerHalf:
+    """Decides for one engine.
+
+    Args:
+        sharing: vLLM's own prefix cache is on, so siblings can share the blocks of one load.
+    """
+
+    def __init__(
+        self,
+        identity: Identity,
+        settings: Settings,
+        client: Sessions,
+        *,
+        sharing: bool = True,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._identity = identity
+        self._settings = settings
+        self._client = client
+        self._sharing = sharing
+        self._clock = clock
+        self._shardings = identity.sharding.alternatives()
+        self._states: dict[str, RequestState] = {}
+        self._loading: dict[str, RequestState] = {}
+        # The request whose load, or lease under way, brings a key's span.
+        self._flights: dict[bytes, RequestState] = {}
+        self._loads: list[LoadPlan] = []
+        self._quarantine = Quarantine(settings.retry_after_ms / 1000, clock=clock)
+        self._reports = ThreadPoolExecutor(1, thread_name_prefix="kmesh-report")
+        self.counts = Counts()
+        self.reset_word = ""
+
+    def __len__(self) -> int:
+        """Requests that are known, those whose aborted load is under way included."""
+        return len(self._states.keys() | self._loading.keys())
+
+    def add(
+        self,
+        request_id: str,
+        tokens: Sequence[int],
+        namespace: bytes,
+        extras: Iterable[Extra] = (),
+        *,
+        may_load: bool = True,
+    ) -> None:
+        """A new request whose prompt may be restored and stored."""
+        self._states[request_id] = RequestState(
+            request_id,
+            tokens,
+            namespace,
+            tuple(extras),
+            may_load=may_load and self._settings.load,
+            may_store=self._settings.store,
+        )
+
+    def known(self, request_id: str) -> bool:
+        """Whether a request was added and has not ended."""
+        return request_id in self._states
+
+    def match(self, request_id: str, local: int, total: int) -> Match:
+        """How many tokens behind the first ``local`` can be restored.
+
+        May be asked any number of times.
+
+        Args:
+            local: tokens that vLLM's own cache has; whole blocks.
+            total: tokens of the request; the last one is always computed.
+        """
+        state = self._states.get(request_id)
+        if state is None:
+            return 0, False
+        if state.phase is Phase.LOADING:
+            raise RuntimeError(f"{request_id}: asked for a match while its load is under way")
+        state.local = local
+        session = self._client.session
+        block = self._identity.block_tokens
+        limit = min((total - 1) // block * block, len(state.tokens) // block * block)
+        if (
+            session is None
+            or not state.may_load
+            or limit - local < max(self._settings.min_restore_tokens, 1)
+        ):
+            self._idle(state)
+            return 0, False
+        if self._sharing and self._other_brings(state, session, local):
+            return None, False
+        if state.restore is not None and (
+            state.restore.session is not session
+            or state.restore.first > local // session.welcome.span_tokens
+        ):
+            self._idle(state)
+        if state.phase is Phase.IDLE:
+            return self._begin(state, session, local, limit)
+        if state.phase is Phase.ACQUIRING and not self._leased(state):
+            return (0, False) if state.phase is Phase.IDLE else (None, False)
+        return self._promise(state, session, local, limit)
+
+    def allocated(self, request_id: str, block_ids: Sequence[int], tokens: int) -> None:
+        """Blocks were found; ``tokens`` are to be restored into them, 0 if none."""
+        state = self._states.get(request_id)
+        if state is None:
+            return
+        if tokens == 0:
+            if state.phase is not Phase.LOADING:
+                self._idle(state)
+            return
+        block = self._identity.block_tokens
+        restore = state.restore
+        if state.phase is not Phase.LEASED or restore is None or restore.lease is None:
+            raise RuntimeError(f"{request_id}: {tokens} tokens to restore without a lease")
+        restore.begin, restore.end = state.local, state.local + tokens
+        ids = block_ids[restore.begin // block : -(-restore.end // block)]
+        self._land(state)
+        if self._sharing:
+            self._take_off(state, keys_between(state, restore.session, restore.begin, restore.end))
+        state.phase = Phase.LOADING
+        state.failed, state.corrupt = None, []
+        self._loading[request_id] = state
+        self._loads.append(
+            LoadPlan(
+                request=request_id,
+                epoch=restore.session.epoch,
+                tp=restore.hit.sharding.tp,
+                spans=_span_records(restore, restore.lease).tobytes(),
+                begin=restore.begin,
+                end=restore.end,
+                blocks=np.asarray(ids, np.int64).tobytes(),
+            )
+        )
+
+    def plan(
+        self,
+        new: Iterable[tuple[str, list[int], int, int]],
+        running: Iterable[tuple[str, list[int], bool, int, int]],
+    ) -> StepPlan:
+        """What the workers do in this step; rows as in ``compat``."""
+        step = StepPlan(loads=self._loads)
+        self._loads = []
+        for request, blocks, computed, scheduled in new:
+            state = self._states.get(request)
+            if state is not None and state.may_store:
+                state.blocks = blocks
+                self._admitted(state, computed)
+                self._plan_store(step, state, computed + scheduled)
+        for request, blocks, replace, computed, scheduled in running:
+            state = self._states.get(request)
+            if state is None or not state.may_store or (state.complete and not replace):
+                continue
+            if replace:
+                state.blocks = blocks
+                self._admitted(state, computed)
+            else:
+                state.blocks.extend(blocks)
+            self._plan_store(step, state, computed + scheduled)
+        return step
+
+    def worked(self, report: LoadReport | None, finished: Iterable[str]) -> None:
+        """What the workers said: what went wrong, and which loads have ended."""
+        if report is not None:
+            for request, entries in report.corrupt.items():
+                if state := self._loading.get(request):
+                    state.corrupt.extend(e for e in entries if e not in state.corrupt)
+            for request, position in report.failed.items():
+                if state := self._loading.get(request):
+                    state.failed = min(position, position if state.failed is None else state.failed)
+        for request in finished:
+            if state := self._loading.pop(request, None):
+                self._loaded(state)
+
+    def finished(self, request_id: str) -> dict[str, Any] | None:
+        """A request has ended, in whatever state; returns what its client may know."""
+        state = self._states.pop(request_id, None)
+        if state is None:
+            return None
+        state.finished = True
+        self._land(state)
+        # A load under way keeps its lease: the workers still read.
+        state.forget_restore()
+        return {"kmesh": {"restored_tokens": state.restored}}
+
+    def reset(self) -> None:
+        """The weights or the cache are no longer what they were: nothing old is used again."""
+        self.reset_word = secrets.token_hex(16)
+        for state in self._states.values():
+            state.may_load = state.may_store = False
+            self._idle(state)
+
+    def shutdown(self) -> None:
+        """Gives all leases back."""
+        self._reports.shutdown(wait=True, cancel_futures=True)
+        for state in (*self._states.values(), *self._loading.values()):
+            if state.restore is not None:
+                state.restore.drop()
+        self._states.clear()
+        self._loading.clear()
+        self._flights.clear()
+
+    def _begin(self, state: RequestState, session: Session, local: int, limit: int) -> Match:
+        hit = self._look_up(state, session, limit)
+        span = session.welcome.span_tokens
+        if hit is None or min(hit.tokens(span), limit) - local < max(
+            self._settings.min_restore_tokens, 1
+        ):
+            return 0, False
+        first = local // span
+        chain = state.chain(span, session.welcome.sub_tokens)
+        keys = chain.keys[first * KEY_BYTES : hit.spans * KEY_BYTES]
+        if hit.tail:
+            keys += chain.key(hit.spans, hit.tail)
+        wait = self._settings.acquire_timeout_ms / 1000
+        try:
+            future = session.acquire_async(keys, hit.sharding.shards, prefix=True, timeout=wait)
+        except KMeshError:
+            return 0, False
+        state.restore = Restore(session, hit, first, future, self._clock() + wait)
+        state.phase = Phase.ACQUIRING
+        if self._sharing:
+            key = key_at(state, session, local)
+            self._take_off(state, (key,) if key else ())
+        return None, False
+
+    def _look_up(self, state: RequestState, session: Session, limit: int) -> Hit | None:
+        at: LookedAt = (session.epoch, session.index.version, limit, self._quarantine.generation)
+        remembered, hit = state.remembered(at)
+        if not remembered:
+            welcome = session.welcome
+            hit = longest_hit(
+                state.chain(welcome.span_tokens, welcome.sub_tokens),
+                session.index,
+                self._shardings,
+                span_tokens=welcome.span_tokens,
+                sub_tokens=welcome.sub_tokens,
+                block_tokens=self._identity.block_tokens,
+                limit=limit,
+                avoid=self._quarantine.__contains__,
+            )
+            state.remember(at, hit)
+        return hit
+
+    def _leased(self, state: RequestState) -> bool:
+        """Whether the lease has come. A request that waits no longer becomes idle."""
+        restore = state.restore
+        assert restore is not None
+        if not restore.future.done():
+            if self._clock() < restore.deadline:
+                return False
+            self.counts.add("acquire_late")
+            self._give_up(state)
+            return False
+        self._land(state)
+        if (error := restore.future.exception()) is not None:
+            if not isinstance(error, KMeshError):
+                logger.error("acquire failed", exc_info=error)
+            self.counts.add("acquire_refused")
+            self._give_up(state)
+            return False
+        restore.lease = restore.future.result()
+        state.phase = Phase.LEASED
+        return True
+
+    def _promise(self, state: RequestState, session: Session, local: int, limit: int) -> Match:
+        restore = state.restore
+        assert restore is not None
+        block, span = self._identity.block_tokens, session.welcome.span_tokens
+        leased = restore.leased_tokens(span)
+        end = min(leased, limit) // block * block
+        if end - local >= max(self._settings.min_restore_tokens, 1):
+            return end - local, True
+        if leased < restore.hit.tokens(span):
+            self.counts.add("acquire_refused")
+            self._give_up(state)
+        else:
+            self._idle(state)
+        return 0, False
+
+    def _give_up(self, state: RequestState) -> None:
+        """The index promised what Acquire refused: not asked again until the index changes."""
+        restore = state.restore
+        assert restore is not None
+        session = restore.session
+        self._idle(state)
+        block = self._identity.block_tokens
+        for limit in {len(state.tokens) // block * block, (len(state.tokens) - 1) // block * block}:
+            state.remember(
+                (session.epoch, session.index.version, limit, self._quarantine.generation), None
+            )
+
+    def _other_brings(self, state: RequestState, session: Session, local: int) -> bool:
+        """Whether the span that this request needs next is on its way for another one."""
+        if not self._flights:
+            return False
+        key = key_at(state, session, local)
+        other = self._flights.get(key) if key else None
+        if other is None or other is state:
+            return False
+        if other.phase is Phase.ACQUIRING and other.restore and other.restore.future.done():
+            return False
+        self._idle(state)
+        return True
+
+    def _take_off(self, state: RequestState, keys: tuple[bytes, ...]) -> None:
+        state.flight_keys = keys
+        for key in keys:
+            self._flights.setdefault(key, state)
+
+    def _land(self, state: RequestState) -> None:
+        for key in state.flight_keys:
+            if self._flights.get(key) is state:
+                del self._flights[key]
+        state.flight_keys = ()
+
+    def _idle(self, state: RequestState) -> None:
+        self._land(state)
+        state.forget_restore()
+
+    def _admitted(self, state: RequestState, computed: int) -> None:
+        """Tokens of a request that begins to run and that neither vLLM's cache nor we brought
+        are another connector's: whether its load holds is not known yet, so nothing that is
+        built on them is stored.
+        """
+        if computed > state.local:
+            state.may_store = False
+
+    def _plan_store(self, step: StepPlan, state: RequestState, computed: int) -> None:
+        session = self._client.session
+        if session is None or not state.may_store:
+            return
+        plan = plan_store(
+            state,
+            session,
+            self._shardings,
+            block_tokens=self._identity.block_tokens,
+            computed=computed,
+        )
+        if plan is not None:
+            step.stores.append(plan)
+
+    def _loaded(self, state: RequestState) -> None:
+        """A load has ended: count it, keep away from what failed, give the lease back."""
+        restore = state.restore
+        assert restore is not None and restore.lease is not None
+        lease, session = restore.lease, restore.session
+        span = session.welcome.span_tokens
+        self._land(state)
+        good = restore.end if state.failed is None else state.failed
+        state.restored += good - restore.begin
+        state.local = good
+        self.counts.add("restored_tokens", good - restore.begin)
+        if state.failed is None:
+            self.counts.add("restores")
+            state.stored = max(state.stored, good // span)
+        else:
+            # Never again for this request: a span that fails each time would livelock it.
+            state.may_load = False
+            state.stored = min(state.stored, good // span)
+            state.tail_stored = state.complete = False
+            bad = {entry // len(lease.shards) for entry in state.corrupt}
+            if self._client.session is session:
+                # With the daemon gone it is not the span's fault.
+                bad.add(max(good // span - restore.first, 0))
+            for number in bad:
+                self._quarantine.add(lease.keys[number * KEY_BYTES : (number + 1) * KEY_BYTES])
+        state.phase = Phase.IDLE
+        state.restore = None
+        if state.corrupt:
+            self._reports.submit(_report, session, lease, list(state.corrupt))
+        else:
+            lease.release()
+
+
+def _report(session: Session, lease: Lease, entries: Sequence[int]) -> None:
+    try:
+        with lease:
+            session.report_corrupt(lease, entries)
+    except KMeshError as wrong:
+        logger.warning("could not report corrupt spans: %s", wrong)
+
+
+def _span_records(restore: Restore, lease: Lease) -> np.ndarray[Any, np.dtype[np.void]]:
+    """The leased spans that hold tokens before ``restore.end``."""
+    span = restore.session.welcome.span_tokens
+    shards = len(lease.shards)
+    keys = min(lease.hits, -(-restore.end // span) - restore.first)
+    count = keys * shards
+    records = np.zeros(count, SPAN_RECORD)
+    for name in ("slab", "offset", "length", "root", "tokens"):
+        records[name] = getattr(lease, name)[:count]
+    records["entry"] = np.arange(count)
+    records["part"] = records["entry"] % shards
+    records["start"] = (restore.first + records["entry"] // shards) * span
+    return records
