@@ -24,6 +24,7 @@ from dataclasses import asdict, dataclass
 
 import numpy as np
 import torch
+
 from kmesh import _host
 from kmesh.kernels.host import PagedLayout, SpanPart, gather, scatter
 from kmesh.layout import SPAN_TOKENS, SpanGeometry, tiles

@@ -201,7 +201,7 @@ static PyObject *host_index_probe(PyObject *module, PyObject *args) {
     else if (mixes.len % 8 || !mix_count) refuse("mixes: not u64 each, at least one");
     else if (__builtin_mul_overflow(key_count, mix_count * 4, &room) || room != (size_t)slots.len)
         refuse("slots: not one u32 for each key and mix");
-    else if ((uintptr_t)slots.buf % 4) refuse("slots: not aligned");
+    else if (room && (uintptr_t)slots.buf % 4) refuse("slots: not aligned");
     else {
         size_t hits = 0;
         Py_BEGIN_ALLOW_THREADS
