@@ -4,19 +4,11 @@ from __future__ import annotations
 
 import os
 import sys
-from importlib import metadata
 
 import msgspec
 
+from kmesh import __version__
 from kmesh_spand.settings import Settings
-
-
-def version() -> str:
-    """The installed version of KMesh, or a word that says it isn't installed."""
-    try:
-        return metadata.version("kmesh")
-    except metadata.PackageNotFoundError:
-        return "0+unknown"
 
 
 def _read_settings(argv: list[str], out: int) -> int:
@@ -30,7 +22,7 @@ def _read_settings(argv: list[str], out: int) -> int:
         print(f"kmesh-spand: {failed}", file=sys.stderr)
         return 2
     if options.version:
-        print(f"kmesh-spand {version()}")
+        print(f"kmesh-spand {__version__}")
     elif options.print_config:
         sys.stdout.write(config.to_toml(loaded))
     else:
@@ -72,7 +64,7 @@ def main(argv: list[str] | None = None) -> int:
         return settings
     from kmesh_spand.supervisor import Supervisor
 
-    return Supervisor(settings, version()).run()
+    return Supervisor(settings, __version__).run()
 
 
 if __name__ == "__main__":

@@ -64,7 +64,9 @@ def format_size(size: int) -> str:
 
 
 def _split(value: object) -> object:
-    return [part for part in re.split(r"[,\s]+", value) if part] if isinstance(value, str) else value
+    return (
+        [part for part in re.split(r"[,\s]+", value) if part] if isinstance(value, str) else value
+    )
 
 
 def _octal(value: object) -> object:
@@ -90,40 +92,66 @@ class Config(BaseSettings):
 
     model_config = SettingsConfigDict(extra="forbid", env_prefix=ENV_PREFIX, validate_default=True)
 
-    socket_dir: str = Field("", description="directory of the sockets [$XDG_RUNTIME_DIR/kmesh, else /run/kmesh]")
+    socket_dir: str = Field(
+        "", description="directory of the sockets [$XDG_RUNTIME_DIR/kmesh, else /run/kmesh]"
+    )
     socket_mode: Annotated[int, BeforeValidator(_octal)] = Field(
         0o660, ge=0o600, le=0o777, description="mode of the sockets, octal"
     )
-    host_memory: Size = Field(1 << 30, ge=MIN_SLAB_BYTES, description="memory for spans, such as 8GiB")
-    slab_size: Size | None = Field(
-        None, ge=MIN_SLAB_BYTES, description="memory that is exported as one piece [1GiB or host_memory]"
+    host_memory: Size = Field(
+        1 << 30, ge=MIN_SLAB_BYTES, description="memory for spans, such as 8GiB"
     )
-    hugepages: Literal["auto", "off"] = Field("auto", description="use huge pages where the kernel grants them")
-    populate_threads: int = Field(0, ge=0, le=256, description="threads that touch memory at start [CPUs, at most 8]")
-    copy_threads: int = Field(0, ge=0, le=256, description="threads that copy and verify spans [CPUs, at most 4]")
+    slab_size: Size | None = Field(
+        None,
+        ge=MIN_SLAB_BYTES,
+        description="memory that is exported as one piece [1GiB or host_memory]",
+    )
+    hugepages: Literal["auto", "off"] = Field(
+        "auto", description="use huge pages where the kernel grants them"
+    )
+    populate_threads: int = Field(
+        0, ge=0, le=256, description="threads that touch memory at start [CPUs, at most 8]"
+    )
+    copy_threads: int = Field(
+        0, ge=0, le=256, description="threads that copy and verify spans [CPUs, at most 4]"
+    )
     span_tokens: int = Field(SPAN_TOKENS, ge=SUB_TOKENS, le=4096, description="tokens of a span")
     max_spans: int | None = Field(
-        None, ge=1, le=1 << 26, description="spans that can be kept [one for each 256KiB of host_memory]"
+        None,
+        ge=1,
+        le=1 << 26,
+        description="spans that can be kept [one for each 256KiB of host_memory]",
     )
-    allow_uids: Annotated[list[Annotated[int, Field(ge=0, lt=2**32)]], NoDecode, BeforeValidator(_split)] = Field(
-        default_factory=list, description="uids that may connect, such as 1000,1001 [the daemon's own]"
+    allow_uids: Annotated[
+        list[Annotated[int, Field(ge=0, lt=2**32)]], NoDecode, BeforeValidator(_split)
+    ] = Field(
+        default_factory=list,
+        description="uids that may connect, such as 1000,1001 [the daemon's own]",
     )
     max_sessions: int = Field(1024, ge=1, le=1 << 20, description="connections at a time")
     staging_memory: Size | None = Field(
-        None, ge=1 << 20, description="staging of all sessions, beside host_memory [a quarter of it, at least 64MiB]"
+        None,
+        ge=1 << 20,
+        description="staging of all sessions, beside host_memory [a quarter of it, at least 64MiB]",
     )
     session_staging: Size | None = Field(
         None, ge=1 << 16, description="staging of one session [512MiB or staging_memory]"
     )
     deadline_ms: int = Field(30_000, ge=1, description="deadline of a call that states none")
-    copy_timeout_ms: int = Field(30_000, ge=100, description="a copy that takes longer restarts the store worker")
-    verify_rate: Size = Field(4 << 30, ge=0, description="bytes a second that are verified after a restart; 0: no limit")
+    copy_timeout_ms: int = Field(
+        30_000, ge=100, description="a copy that takes longer restarts the store worker"
+    )
+    verify_rate: Size = Field(
+        4 << 30, ge=0, description="bytes a second that are verified after a restart; 0: no limit"
+    )
     grace_ms: int = Field(10_000, ge=0, description="time for engines to re-attach after a restart")
     shutdown_timeout_ms: int = Field(10_000, ge=0, description="time to finish on SIGTERM")
     metrics_listen: Annotated[str, AfterValidator(_listen)] = Field(
         "", description="HOST:PORT of the metrics page over HTTP [none]"
     )
-    log_level: Literal["debug", "info", "warning", "error"] = Field("info", description="least severe line that is logged")
+    log_level: Literal["debug", "info", "warning", "error"] = Field(
+        "info", description="least severe line that is logged"
+    )
     log_format: Literal["text", "json"] = Field("text", description="form of a log line")
 
     @classmethod
@@ -179,7 +207,9 @@ class Config(BaseSettings):
 
 def _check(settings: Settings) -> None:
     if len(os.fsencode(settings.socket_dir)) > _MAX_PATH:
-        raise ConfigError(f"socket_dir: longer than {_MAX_PATH} bytes, sockets in it could not be named")
+        raise ConfigError(
+            f"socket_dir: longer than {_MAX_PATH} bytes, sockets in it could not be named"
+        )
     if settings.slab_size % TILE_BYTES:
         raise ConfigError(f"slab_size: not a multiple of {format_size(TILE_BYTES)}")
     if settings.slab_size > settings.host_memory:
@@ -187,7 +217,9 @@ def _check(settings: Settings) -> None:
     if settings.span_tokens % SUB_TOKENS:
         raise ConfigError(f"span_tokens: not a multiple of {SUB_TOKENS}")
     if settings.session_staging > settings.staging_memory:
-        raise ConfigError(f"session_staging: over staging_memory, {format_size(settings.staging_memory)}")
+        raise ConfigError(
+            f"session_staging: over staging_memory, {format_size(settings.staging_memory)}"
+        )
 
 
 class Loaded(NamedTuple):
@@ -207,7 +239,9 @@ def parser() -> argparse.ArgumentParser:
         allow_abbrev=False,
     )
     made.add_argument("--config", metavar="FILE", help="read settings from a TOML file")
-    made.add_argument("--print-config", action="store_true", help="print the effective settings as TOML and exit")
+    made.add_argument(
+        "--print-config", action="store_true", help="print the effective settings as TOML and exit"
+    )
     made.add_argument("--version", action="store_true", help="print the version and exit")
     group = made.add_argument_group("settings")
     for name, field in Config.model_fields.items():
@@ -224,9 +258,7 @@ def parser() -> argparse.ArgumentParser:
     return made
 
 
-def load(
-    flags: Mapping[str, Any], environ: Mapping[str, str], file: Path | None = None
-) -> Loaded:
+def load(flags: Mapping[str, Any], environ: Mapping[str, str], file: Path | None = None) -> Loaded:
     """Merges the sources.
 
     Raises:

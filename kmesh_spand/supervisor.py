@@ -79,9 +79,7 @@ class Supervisor:
 
     def run(self) -> int:
         """Serves until told to stop. Returns the exit status; re-raises SIGINT."""
-        logs.configure(
-            "supervisor", level=self._settings.log_level, form=self._settings.log_format
-        )
+        logs.configure("supervisor", level=self._settings.log_level, form=self._settings.log_format)
         try:
             self._open()
         except ConfigError as failed:
@@ -112,9 +110,7 @@ class Supervisor:
                 f"slab_size: {len(settings.slab_sizes())} slabs need {needed} file descriptors, "
                 f"the limit (ulimit -n) is {hard}; make slabs larger or raise it"
             )
-        memory.check_memory(
-            settings.host_memory, settings.staging_memory, memory.memory_limits()
-        )
+        memory.check_memory(settings.host_memory, settings.staging_memory, memory.memory_limits())
         self._take_directory()
         self._storage = Storage(settings)
         self._listener = self._listen()
@@ -215,7 +211,9 @@ class Supervisor:
         self._tell_control(ipc.Drain())
 
     def _timeout_ms(self) -> int | None:
-        moments = [at for at in (self._control_at, self._worker_at, self._stop_by) if at is not None]
+        moments = [
+            at for at in (self._control_at, self._worker_at, self._stop_by) if at is not None
+        ]
         if not moments:
             return None
         return max(0, int((min(moments) - time.monotonic()) * 1000) + 1)
@@ -240,14 +238,14 @@ class Supervisor:
         if self._control_restarts:
             self._storage.new_epoch()
         ours, theirs = ipc.pair()
-        settings, storage, version = self._settings, self._storage, self._version
+        settings, storage = self._settings, self._storage
         listener, restarts = self._listener, self._control_restarts
 
         def main() -> int:
             logs.configure("control", level=settings.log_level, form=settings.log_format)
             from kmesh_spand.control import process
 
-            return process.run(settings, version, storage, listener, theirs, restarts)
+            return process.run(settings, storage, listener, theirs, restarts)
 
         keep = [*storage.fds, listener.fileno(), theirs.fileno()]
         self._control_pid = child.fork("control", keep, main)

@@ -155,9 +155,7 @@ class Worker:
                 self._send(ipc.PopulateFailed(number, str(failed.strerror)))
                 continue
             self._send(ipc.Populated(number, slab.capacity, granted))
-        logger.info(
-            "memory is populated", extra={"seconds": round(time.monotonic() - started, 3)}
-        )
+        logger.info("memory is populated", extra={"seconds": round(time.monotonic() - started, 3)})
 
     def _populate_slab(self, number: int, slab: Slab, huge: bool) -> bool:
         base, size = slab.mapping.address, slab.mapping.size

@@ -1,0 +1,1 @@
+"""The control process: sessions in, effects out. ``process.run`` is its entry."""

@@ -1,0 +1,263 @@
+"""One connection of the session socket: packets in, packets out, in bounded memory."""
+
+from __future__ import annotations
+
+import array
+import asyncio
+import logging
+import os
+import socket
+from collections import deque
+from collections.abc import Callable
+
+from google.protobuf.message import DecodeError, Message
+
+from kmesh import errors
+from kmesh.v1 import common_pb2, session_socket_pb2
+from kmesh_spand.control import limits
+from kmesh_spand.control.handler import Handler
+from kmesh_spand.control.registry import Member, Peer
+
+logger = logging.getLogger(__name__)
+
+#: One more than a packet may have, so that a longer one is seen. Only used inside a callback.
+_BUFFER = memoryview(bytearray(limits.MAX_MESSAGE_BYTES + 1))
+#: Packets that one connection is served before the others get their turn.
+_TURN = 16
+
+_ANSWER_NAMES = {
+    "Welcome": "welcome",
+    "IndexHandle": "index",
+    "SlabHandle": "slab",
+    "StagingHandle": "staging",
+    "Pong": "pong",
+    "AcquireResponse": "acquire",
+    "ReleaseResponse": "release",
+    "ReserveResponse": "reserve",
+    "CommitResponse": "commit",
+    "AbortResponse": "abort",
+    "ReportCorruptResponse": "report_corrupt",
+}
+
+
+class Connection:
+    """Owns its socket until it is closed, and the session that Hello opened.
+
+    Args:
+        refusal: answer the first packet with this and end, whatever it is.
+        ended: called once when the connection is over.
+    """
+
+    def __init__(
+        self,
+        loop: asyncio.AbstractEventLoop,
+        handler: Handler,
+        sock: socket.socket,
+        peer: Peer,
+        ended: Callable[[Connection], None],
+        refusal: errors.RequestError | None = None,
+        patience: float = limits.HELLO_SECONDS,
+    ) -> None:
+        self.peer = peer
+        self.refused = refusal is not None
+        self._loop = loop
+        self._handler = handler
+        self._sock = sock
+        self._fd = sock.fileno()
+        self._ended = ended
+        self._refusal = refusal
+        self._member: Member | None = None
+        self._queue: deque[tuple[bytes, int]] = deque()
+        self._paused = False
+        self._open = True
+        self._timer: asyncio.TimerHandle | None = loop.call_later(
+            patience, self.close, "no Hello in time"
+        )
+        sock.setblocking(False)
+        loop.add_reader(self._fd, self._readable)
+
+    @property
+    def member(self) -> Member | None:
+        """The session, once Hello was accepted."""
+        return self._member
+
+    def close(self, reason: str) -> None:
+        """Ends the connection and its session."""
+        if not self._open:
+            return
+        self._open = False
+        self._loop.remove_reader(self._fd)
+        self._loop.remove_writer(self._fd)
+        if self._timer is not None:
+            self._timer.cancel()
+        self._sock.close()
+        for _, fd in self._queue:
+            if fd >= 0:
+                os.close(fd)
+        self._queue.clear()
+        try:
+            if self._member is not None:
+                self._handler.close(self._member.id, reason)
+            else:
+                logger.info(
+                    "connection ended before a session began",
+                    extra={"uid": self.peer.uid, "peer": self.peer.pid, "reason": reason},
+                )
+        finally:
+            self._ended(self)
+
+    # Reading.
+
+    def _readable(self) -> None:
+        try:
+            for _ in range(_TURN):
+                if not self._open or self._paused or not self._read_one():
+                    return
+        except Exception:
+            logger.exception("a connection failed", extra={"uid": self.peer.uid})
+            self.close("a bug in the daemon")
+
+    def _read_one(self) -> bool:
+        """Returns whether there may be more."""
+        try:
+            # No room for control data: the kernel flags fds and never installs them.
+            size, _, flags, _ = self._sock.recvmsg_into([_BUFFER])
+        except BlockingIOError:
+            return False
+        except OSError as failed:
+            self.close(f"read: {failed.strerror}")
+            return False
+        if flags & socket.MSG_CTRUNC:
+            return self._fatal(errors.InvalidArgument("file descriptors are not accepted"))
+        if flags & socket.MSG_TRUNC or size > limits.MAX_MESSAGE_BYTES:
+            return self._fatal(
+                errors.TooLarge(f"a packet has at most {limits.MAX_MESSAGE_BYTES} bytes")
+            )
+        if size == 0:
+            self.close("closed by the client")
+            return False
+        try:
+            request = session_socket_pb2.Request.FromString(bytes(_BUFFER[:size]))
+        except DecodeError:
+            return self._fatal(errors.InvalidArgument("a packet that is no Request"))
+        self._on_request(request)
+        return True
+
+    def _fatal(self, failed: errors.RequestError) -> bool:
+        """Says why, under no request's id, and ends the connection."""
+        self._handler.counters["protocol_errors"] += 1
+        self._respond(0, None, -1, failed)
+        self.close(failed.message)
+        return False
+
+    def _on_request(self, request: session_socket_pb2.Request) -> None:
+        if self._refusal is not None:
+            self._respond(request.id, None, -1, self._refusal)
+            self.close(self._refusal.message)
+            return
+        number = request.id
+        name = request.WhichOneof("body")
+        if name is None:
+            failed = errors.InvalidArgument("no known request", field="body")
+            self._respond(number, None, -1, failed)
+        elif name == "hello":
+            self._hello(request)
+        elif self._member is None:
+            failed = errors.Unauthenticated("Hello comes first", field=name)
+            self._respond(number, None, -1, failed)
+            self.close(failed.message)
+        else:
+            self._handler.call(
+                self._member.id,
+                getattr(request, name),
+                request.deadline_ms,
+                lambda body, fd, failed: self._respond(number, body, fd, failed),
+            )
+
+    def _hello(self, request: session_socket_pb2.Request) -> None:
+        try:
+            if self._member is not None:
+                raise errors.InvalidArgument("this connection has its session", field="hello")
+            member = self._handler.open(request.hello, self.peer)
+        except errors.RequestError as refused:
+            self._respond(request.id, None, -1, refused)
+            if self._member is None:
+                self.close(f"refused: {refused}")
+            return
+        self._member = member
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        self._respond(request.id, self._handler.welcome(member), -1, None)
+
+    # Writing.
+
+    def _respond(
+        self, number: int, body: Message | None, fd: int, failed: errors.RequestError | None
+    ) -> None:
+        response = session_socket_pb2.Response(id=number, epoch=self._handler.epoch)
+        if failed is not None:
+            response.status.CopyFrom(status_of(failed))
+        elif body is not None:
+            name = _ANSWER_NAMES[type(body).__name__]
+            getattr(response, name).CopyFrom(body)
+            getattr(response, name).SetInParent()
+        self._send(response.SerializeToString(), fd)
+
+    def _send(self, packet: bytes, fd: int) -> None:
+        if not self._open:
+            return
+        if not self._queue and self._send_now(packet, fd):
+            return
+        if not self._open:
+            return
+        if len(self._queue) >= limits.MAX_PACKETS:
+            self.close("the client does not read its answers")
+            return
+        try:
+            kept = os.dup(fd) if fd >= 0 else -1
+        except OSError as failed:
+            self.close(f"an answer's file descriptor: {failed.strerror}")
+            return
+        if not self._queue:
+            self._loop.add_writer(self._fd, self._writable)
+        self._queue.append((packet, kept))
+        if len(self._queue) >= limits.PAUSE_PACKETS and not self._paused:
+            self._paused = True
+            self._loop.remove_reader(self._fd)
+
+    def _send_now(self, packet: bytes, fd: int) -> bool:
+        """Returns False if the client has to read first."""
+        ancillary = []
+        if fd >= 0:
+            ancillary = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [fd]))]
+        try:
+            self._sock.sendmsg([packet], ancillary, socket.MSG_NOSIGNAL)
+        except BlockingIOError:
+            return False
+        except OSError as failed:
+            # The reader would see this too, but not while it is paused.
+            self._loop.call_soon(self.close, f"write: {failed.strerror}")
+        return True
+
+    def _writable(self) -> None:
+        while self._queue and self._open:
+            packet, fd = self._queue[0]
+            if not self._send_now(packet, fd):
+                return
+            self._queue.popleft()
+            if fd >= 0:
+                os.close(fd)
+        if not self._open:
+            return
+        self._loop.remove_writer(self._fd)
+        if self._paused:
+            self._paused = False
+            self._loop.add_reader(self._fd, self._readable)
+
+
+def status_of(failed: errors.RequestError) -> common_pb2.Status:
+    """A refusal as it is sent."""
+    return common_pb2.Status(
+        code=common_pb2.Code.ValueType(failed.code), message=failed.message, field=failed.field
+    )

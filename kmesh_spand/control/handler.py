@@ -1,0 +1,276 @@
+"""One handler behind the session socket and gRPC: requests in, exactly one answer each."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from google.protobuf.message import Message
+
+from kmesh import __version__, errors, layout
+from kmesh.v1 import common_pb2, sessions_pb2
+from kmesh_spand.control import limits, translate
+from kmesh_spand.control.applier import Applier
+from kmesh_spand.control.registry import Member, Peer, Registry
+from kmesh_spand.control.staging import StagingPool
+from kmesh_spand.core import effects, events
+from kmesh_spand.core.core import Core
+from kmesh_spand.settings import Settings
+
+logger = logging.getLogger(__name__)
+
+#: Told the answer's body and the fd that goes with it (-1: none; it stays the handler's), or
+#: what went wrong. Called exactly once.
+Done = Callable[[Message | None, int, errors.RequestError | None], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Exported:
+    """What sessions may attach: read-only fds, owned by the process."""
+
+    index_fd: int
+    index_size: int
+    slabs: tuple[tuple[int, int], ...]
+
+
+@dataclass(slots=True)
+class _Pending:
+    session: int
+    name: str
+    done: Done
+    started: float
+    timer: asyncio.TimerHandle | None = None
+    late: bool = False
+
+
+class Handler:
+    """Sessions and their requests. Everything runs on the event loop.
+
+    Attributes:
+        epoch: of this control process.
+        counters: what happened to requests and connections, by name.
+        draining: no new session and no new reservation.
+    """
+
+    def __init__(
+        self,
+        loop: asyncio.AbstractEventLoop,
+        settings: Settings,
+        core: Core,
+        staging: StagingPool,
+        exported: Exported,
+        epoch: int,
+    ) -> None:
+        self.epoch = epoch
+        self.settings = settings
+        self.core = core
+        self.registry = Registry()
+        self.staging = staging
+        self.counters: Counter[str] = Counter()
+        self.draining = False
+        self.applier: Applier
+        self._loop = loop
+        self._exported = exported
+        self._pending: dict[int, _Pending] = {}
+        self._waiting: Counter[int] = Counter()
+        self._last = 0
+
+    @staticmethod
+    def now_ms() -> int:
+        """Milliseconds of the core's clock."""
+        return time.monotonic_ns() // 1_000_000
+
+    def event(self, event: events.Event) -> None:
+        """Lets the core see something and does what it wants done."""
+        self.applier.apply(self.core.handle(event, self.now_ms()))
+
+    # Sessions.
+
+    def open(self, hello: sessions_pb2.Hello, peer: Peer) -> Member:
+        """Lets a session in.
+
+        Raises:
+            RequestError: Hello is refused.
+        """
+        if self.draining:
+            raise errors.Draining("the daemon is stopping")
+        member = self.registry.open(hello, peer, self.now_ms())
+        engine = f"{peer.uid}:{member.engine_id}" if member.engine_id else ""
+        self.event(events.SessionOpened(member.id, peer.uid, engine, member.role))
+        self.counters["sessions_opened"] += 1
+        logger.info(
+            "session opened",
+            extra={
+                "session": member.id,
+                "uid": peer.uid,
+                "peer": peer.pid,
+                "client": member.client_name,
+                "engine": member.engine_id,
+            },
+        )
+        return member
+
+    def welcome(self, member: Member) -> sessions_pb2.Welcome:
+        """What a new session is told."""
+        return sessions_pb2.Welcome(
+            session_id=member.id,
+            token=member.token,
+            daemon_version=__version__,
+            max_message_bytes=limits.MAX_MESSAGE_BYTES,
+            max_batch=limits.MAX_BATCH,
+            span_tokens=self.settings.span_tokens,
+            sub_tokens=layout.SUB_TOKENS,
+            tile_bytes=layout.TILE_BYTES,
+            max_staging_bytes=self.staging.each,
+            handle_kinds=[common_pb2.HANDLE_KIND_MEMFD],
+            slab_count=len(self._exported.slabs),
+        )
+
+    def close(self, session: int, reason: str) -> None:
+        """A session ended: all that it held ends."""
+        for number in [n for n, p in self._pending.items() if p.session == session]:
+            self._take(number)
+        self.registry.close(session)
+        self.event(events.SessionClosed(session))
+        self.counters["sessions_closed"] += 1
+        logger.info("session closed", extra={"session": session, "reason": reason})
+
+    # Requests.
+
+    def call(self, session: int, body: Message, deadline_ms: int, done: Done) -> None:
+        """Answers a request of an open session through ``done``, at once or later.
+
+        Never raises: what goes wrong here is answered with CODE_INTERNAL and logged.
+        """
+        self._last += 1
+        number = self._last
+        name = translate.NAMES.get(type(body), type(body).__name__)
+        pending = _Pending(session, name, done, time.perf_counter())
+        self._pending[number] = pending
+        self._waiting[session] += 1
+        self.counters[f"requests_{name}"] += 1
+        try:
+            if self._waiting[session] > limits.MAX_PENDING:
+                raise errors.Exhausted(f"{limits.MAX_PENDING} requests are pending")
+            self._start(session, number, body)
+        except errors.RequestError as refused:
+            self._answer(number, None, -1, refused)
+        except Exception:
+            self._broke(number)
+        if number in self._pending:
+            seconds = (deadline_ms or self.settings.deadline_ms) / 1000
+            pending.timer = self._loop.call_later(seconds, self._too_late, number, body)
+
+    def _start(self, session: int, number: int, body: Message) -> None:
+        match body:
+            case sessions_pb2.Ping():
+                self._answer(number, sessions_pb2.Pong())
+            case sessions_pb2.AttachIndex():
+                handle = sessions_pb2.IndexHandle(
+                    kind=common_pb2.HANDLE_KIND_MEMFD, size=self._exported.index_size
+                )
+                self._answer(number, handle, self._exported.index_fd)
+            case sessions_pb2.AttachSlab():
+                self._attach_slab(number, body.slab)
+            case sessions_pb2.AttachStaging():
+                self._attach_staging(session, number, body.size)
+            case _:
+                size = self.staging.size(session)
+                self.event(translate.to_event(session, number, body, size))
+
+    def _attach_slab(self, number: int, slab: int) -> None:
+        if slab >= len(self._exported.slabs):
+            raise errors.NotFound(f"there is no slab {slab}", field="attach_slab.slab")
+        fd, size = self._exported.slabs[slab]
+        handle = sessions_pb2.SlabHandle(
+            slab=slab,
+            kind=common_pb2.HANDLE_KIND_MEMFD,
+            size=size,
+            sums_offset=layout.sums_offset(size),
+        )
+        self._answer(number, handle, fd)
+
+    def _attach_staging(self, session: int, number: int, size: int) -> None:
+        if self.draining:
+            raise errors.Draining("the daemon is stopping")
+
+        def made(fd: int, failed: errors.RequestError | None) -> None:
+            if failed is None:
+                handle = sessions_pb2.StagingHandle(kind=common_pb2.HANDLE_KIND_MEMFD, size=size)
+                self._answer(number, handle, fd)
+            else:
+                self._answer(number, None, -1, failed)
+
+        self.staging.attach(session, size, made)
+
+    def reply(self, reply: effects.Reply) -> None:
+        """An answer of the core."""
+        pending = self._pending.get(reply.request)
+        if pending is None:
+            return
+        try:
+            body = translate.to_message(reply.result, pending.name)
+        except errors.RequestError as refused:
+            self._answer(reply.request, None, -1, refused)
+        except Exception:
+            self._broke(reply.request)
+        else:
+            self._answer(reply.request, body)
+
+    def _too_late(self, number: int, body: Message) -> None:
+        """The deadline of a request passed: nothing may stay held."""
+        pending = self._pending.get(number)
+        if pending is None:
+            return
+        pending.late = True
+        try:
+            if pending.name == "commit":
+                # Not a request of anyone: no answer to it is expected.
+                self.event(events.Abort(pending.session, 0, tuple(body.reservation)))  # type: ignore[attr-defined]
+            elif isinstance(body, sessions_pb2.AttachStaging):
+                self.staging.drop(pending.session)
+        except Exception:
+            logger.exception("ending a late request failed", extra={"request": number})
+        self._answer(number, None)
+
+    def _broke(self, number: int) -> None:
+        pending = self._pending.get(number)
+        logger.exception(
+            "a request failed",
+            extra={"request": number, "kind": pending.name if pending else ""},
+        )
+        self._answer(number, None, -1, errors.InternalError("a bug in the daemon, see its log"))
+
+    def _answer(
+        self,
+        number: int,
+        body: Message | None,
+        fd: int = -1,
+        failed: errors.RequestError | None = None,
+    ) -> None:
+        pending = self._take(number)
+        if pending is None:
+            return
+        if pending.late:
+            body, fd, failed = None, -1, errors.DeadlineExceeded("not done in time")
+        if failed is not None:
+            self.counters[f"refused_{type(failed).__name__}"] += 1
+        try:
+            pending.done(body, fd, failed)
+        except Exception:
+            logger.exception("an answer could not be sent", extra={"request": number})
+
+    def _take(self, number: int) -> _Pending | None:
+        pending = self._pending.pop(number, None)
+        if pending is None:
+            return None
+        if pending.timer is not None:
+            pending.timer.cancel()
+        self._waiting[pending.session] -= 1
+        if self._waiting[pending.session] <= 0:
+            del self._waiting[pending.session]
+        return pending

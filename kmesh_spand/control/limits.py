@@ -1,0 +1,14 @@
+"""Limits of one connection. What an operator may change is in ``Settings``."""
+
+MAX_MESSAGE_BYTES = 128 * 1024
+MAX_BATCH = 1024
+#: Requests of one session that wait for something (a copy, memory).
+MAX_PENDING = 256
+HELLO_SECONDS = 5.0
+#: Packets that wait for a slow reader before its own requests are no longer read.
+PAUSE_PACKETS = 64
+#: Packets that wait for a reader before its connection ends.
+MAX_PACKETS = PAUSE_PACKETS + 2 * MAX_PENDING
+#: Fds that are kept free for gRPC, staging and the refusal of connections.
+FD_MARGIN = 12
+MAX_TEXT = 256

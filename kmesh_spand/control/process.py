@@ -1,0 +1,197 @@
+"""Entry of the control process: puts its parts together and runs them."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import socket
+from collections.abc import Iterator
+
+import uvloop
+
+from kmesh.index import IndexWriter
+from kmesh.layout import slab_capacity
+from kmesh.mapping import Mapping
+from kmesh_spand import ipc
+from kmesh_spand.control.applier import Applier
+from kmesh_spand.control.handler import Exported, Handler
+from kmesh_spand.control.limits import MAX_BATCH
+from kmesh_spand.control.link import Link
+from kmesh_spand.control.listener import Listener
+from kmesh_spand.control.report import Report
+from kmesh_spand.control.staging import StagingPool
+from kmesh_spand.control.storeworker import SlabState, StoreWorker
+from kmesh_spand.core import events
+from kmesh_spand.core.config import CoreConfig
+from kmesh_spand.core.core import Core
+from kmesh_spand.core.record import RECORD_BYTES, Record, decode
+from kmesh_spand.memory import reopen_read_only
+from kmesh_spand.settings import Settings
+from kmesh_spand.storage import Storage
+
+logger = logging.getLogger(__name__)
+
+_TICK_SECONDS = 0.25
+
+
+class Control:
+    """One life of the control process."""
+
+    def __init__(
+        self,
+        loop: asyncio.AbstractEventLoop,
+        settings: Settings,
+        storage: Storage,
+        listener: socket.socket,
+        supervisor: socket.socket,
+        restarts: int,
+    ) -> None:
+        self._loop = loop
+        self._settings = settings
+        self._stopped = asyncio.Event()
+        self._healthy: bool | None = None
+        self._catalog = Mapping(storage.catalog.fd, storage.catalog.size, writable=True)
+        self._index = Mapping(storage.index.fd, storage.index.size, writable=True)
+        writer = IndexWriter(self._index, storage.epoch)
+        writer.set_slab_count(len(storage.slabs))
+        exported = _export(storage)
+        self._worker = StoreWorker(
+            loop,
+            [SlabState(slab.size, slab_capacity(slab.size)) for slab in storage.slabs],
+            timeout=settings.copy_timeout_ms / 1000,
+            verify_rate=settings.verify_rate,
+            event=self._event,
+            restart=self._restart_worker,
+        )
+        staging = StagingPool(
+            loop, self._worker, total=settings.staging_memory, each=settings.session_staging
+        )
+        core = Core(
+            CoreConfig(
+                max_spans=settings.max_spans,
+                span_tokens=settings.span_tokens,
+                max_batch=MAX_BATCH,
+            )
+        )
+        self._handler = Handler(loop, settings, core, staging, exported, storage.epoch)
+        self._handler.applier = Applier(
+            self._catalog.view(), writer, self._worker, staging, self._handler.reply
+        )
+        self._report = Report(self._handler, self._worker, restarts)
+        self._recover()
+        self._supervisor = Link(loop, supervisor, self._heard, self._orphaned)
+        self._listener = Listener(loop, self._handler, listener)
+        loop.call_later(settings.grace_ms / 1000, self._event, events.GraceEnded())
+
+    async def run(self) -> None:
+        """Serves until told to drain."""
+        # Sessions are served already; these are large to load.
+        from kmesh_spand.control.rpc import RpcServer
+        from kmesh_spand.supervisor import GRPC_SOCKET
+
+        rpc = RpcServer(
+            self._handler, self._report, os.path.join(self._settings.socket_dir, GRPC_SOCKET)
+        )
+        await rpc.start()
+        metrics = None
+        if self._settings.metrics_listen:
+            from kmesh_spand.control.metrics import serve
+
+            metrics = await serve(self._settings.metrics_listen, self._report)
+        self._supervisor.send(ipc.Ready())
+        while not self._stopped.is_set():
+            self._worker.check()
+            await self._tell_health(rpc)
+            if self._handler.draining and self._handler.core.idle:
+                break
+            try:
+                await asyncio.wait_for(self._stopped.wait(), self._tick())
+            except TimeoutError:
+                continue
+        self._listener.close("the daemon is stopping")
+        if metrics is not None:
+            metrics.close()
+        await rpc.stop()
+        self._worker.close()
+        self._supervisor.close()
+
+    def _tick(self) -> float:
+        return 0.01 if self._handler.draining else _TICK_SECONDS
+
+    async def _tell_health(self, rpc: object) -> None:
+        from kmesh_spand.control.rpc import RpcServer
+
+        assert isinstance(rpc, RpcServer)
+        healthy = self._worker.up and not self._handler.draining
+        if healthy != self._healthy:
+            self._healthy = healthy
+            await rpc.set_healthy(healthy)
+
+    def _recover(self) -> None:
+        found = list(_records(self._catalog.view(), self._settings.max_spans))
+        self._event(events.Recovered(found))
+        for number, slab in enumerate(self._worker.slabs):
+            self._event(events.SlabAdded(number, slab.capacity))
+        if found:
+            logger.info("catalog read", extra={"records": len(found)})
+
+    def _event(self, event: events.Event) -> None:
+        try:
+            self._handler.event(event)
+        except Exception:
+            logger.exception("an event failed", extra={"event": type(event).__name__})
+
+    def _heard(self, message: ipc.AnyMessage, fd: int | None) -> None:
+        match message:
+            case ipc.NewWorker() if fd is not None:
+                self._worker.attach(fd, message.restarts)
+            case ipc.Drain():
+                self._handler.draining = True
+                self._event(events.Drain())
+                self._listener.stop()
+            case _:
+                logger.error("unexpected message %s", type(message).__name__)
+
+    def _restart_worker(self, reason: str) -> None:
+        self._supervisor.send(ipc.RestartWorker(reason))
+
+    def _orphaned(self) -> None:
+        """The supervisor is gone, and the memory with it."""
+        os._exit(1)
+
+
+def _records(catalog: memoryview, count: int) -> Iterator[tuple[int, Record]]:
+    for slot in range(count):
+        at = slot * RECORD_BYTES
+        if catalog[at]:
+            record = decode(catalog[at : at + RECORD_BYTES])
+            if record is not None:
+                yield slot, record
+
+
+def _export(storage: Storage) -> Exported:
+    """Swaps this process's writable fds for read-only ones: it never writes a slab."""
+    index = reopen_read_only(storage.index.fd)
+    slabs = tuple((reopen_read_only(slab.fd), slab.size) for slab in storage.slabs)
+    for fd in storage.fds:
+        os.close(fd)
+    return Exported(index, storage.index.size, slabs)
+
+
+def run(
+    settings: Settings,
+    storage: Storage,
+    listener: socket.socket,
+    supervisor: socket.socket,
+    restarts: int,
+) -> int:
+    """Runs the process; returns its exit status."""
+
+    async def main() -> None:
+        loop = asyncio.get_running_loop()
+        await Control(loop, settings, storage, listener, supervisor, restarts).run()
+
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        runner.run(main())
+    return 0

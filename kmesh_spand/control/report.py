@@ -1,0 +1,152 @@
+"""What an operator sees, as messages of ``kmesh.v1``."""
+
+from __future__ import annotations
+
+from kmesh import __version__, errors
+from kmesh.handles import HandleKind
+from kmesh.keys import KEY_BYTES
+from kmesh.layout import Shard
+from kmesh.v1 import admin_pb2, sessions_pb2
+from kmesh_spand.control.handler import Handler
+from kmesh_spand.control.registry import Member
+from kmesh_spand.control.storeworker import StoreWorker
+
+_DEFAULT_LIMIT = 1000
+_MAX_LIMIT = 10_000
+
+
+class Report:
+    """Reads core, sessions and store worker; changes nothing.
+
+    Args:
+        restarts: how often control was started again.
+    """
+
+    def __init__(self, handler: Handler, worker: StoreWorker, restarts: int) -> None:
+        self._handler = handler
+        self._worker = worker
+        self._restarts = restarts
+        self._started_ms = handler.now_ms()
+
+    def counters(self) -> dict[str, int]:
+        """All counters, by the names of ``docs/metrics.md``."""
+        found = {f"spans_{name}": value for name, value in self._handler.core.counters.items()}
+        found.update(self._handler.counters)
+        found["index_full"] = self._handler.applier.index_full
+        return found
+
+    def status(self) -> admin_pb2.StatusResponse:
+        """Answer of Admin.Status."""
+        handler, core = self._handler, self._handler.core.status()
+        return admin_pb2.StatusResponse(
+            version=__version__,
+            epoch=handler.epoch,
+            uptime_ms=handler.now_ms() - self._started_ms,
+            draining=handler.draining,
+            socket_dir=handler.settings.socket_dir,
+            slabs=[
+                admin_pb2.SlabInfo(
+                    slab=slab.slab,
+                    kind=HandleKind.MEMFD.name,
+                    size=state.size,
+                    capacity=slab.capacity,
+                    populated=slab.populated,
+                    used=slab.used,
+                    hugepages=state.hugepages,
+                )
+                for slab, state in zip(core.slabs, self._worker.slabs, strict=True)
+            ],
+            spans=core.spans,
+            span_bytes=core.span_bytes,
+            max_spans=core.max_spans,
+            sessions=core.sessions,
+            leases=core.leases,
+            leased_bytes=core.leased_bytes,
+            reservations=core.reservations,
+            staging_bytes=handler.staging.used,
+            max_staging_bytes=handler.staging.total,
+            index_entries=core.index_entries,
+            counters=self.counters(),
+            control_restarts=self._restarts,
+            worker_restarts=self._worker.restarts,
+            span_tokens=handler.settings.span_tokens,
+        )
+
+    def spans(self, request: admin_pb2.ListRequest) -> admin_pb2.ListResponse:
+        """Answer of Admin.List.
+
+        Raises:
+            InvalidArgument: of which field.
+        """
+        core, now = self._handler.core, self._handler.now_ms()
+        if len(request.namespace) not in (0, KEY_BYTES):
+            raise errors.InvalidArgument(f"not {KEY_BYTES} bytes", field="namespace")
+        if request.limit > _MAX_LIMIT:
+            raise errors.InvalidArgument(f"over {_MAX_LIMIT}", field="limit")
+        if not request.page_token.isdigit() and request.page_token:
+            raise errors.InvalidArgument("not from an earlier answer", field="page_token")
+        after = int(request.page_token[:10] or -1)
+        limit = request.limit or _DEFAULT_LIMIT
+        rows = core.spans(after, limit + 1, request.namespace, now_ms=now)
+        answer = admin_pb2.ListResponse()
+        if len(rows) > limit:
+            rows = rows[:limit]
+            answer.next_page_token = str(rows[-1].slot)
+        for row in rows:
+            shard = Shard.from_code(row.shard)
+            answer.spans.add(
+                key=row.key,
+                namespace=row.namespace,
+                slab=row.slab,
+                offset=row.offset,
+                length=row.length,
+                start=row.start,
+                tokens=row.tokens,
+                layer_begin=shard.layer_begin,
+                layer_end=shard.layer_end,
+                head_begin=shard.head_begin,
+                head_end=shard.head_end,
+                generation=row.generation,
+                state=row.state,
+                leases=row.leases,
+                age_ms=row.age_ms,
+                idle_ms=row.idle_ms,
+            )
+        if not request.page_token:
+            for space in core.namespaces():
+                if request.namespace in (b"", space.namespace):
+                    answer.namespaces.add(
+                        digest=space.namespace,
+                        fields=self._handler.registry.namespace_fields(space.namespace),
+                        spans=space.spans,
+                        bytes=space.bytes,
+                    )
+        return answer
+
+    def session(self, member: Member) -> sessions_pb2.SessionInfo:
+        """One session as the daemon sees it. Its token is no part of it."""
+        row = self._handler.core.session_info(member.id)
+        info = sessions_pb2.SessionInfo(
+            session_id=member.id,
+            role=sessions_pb2.Role.ValueType(member.role),
+            engine_id=member.engine_id,
+            client_name=member.client_name,
+            client_version=member.client_version,
+            uid=member.peer.uid,
+            pid=member.peer.pid,
+            age_ms=self._handler.now_ms() - member.opened_ms,
+            staging_bytes=self._handler.staging.size(member.id),
+        )
+        if row is not None:
+            info.leases = row.leases
+            info.leased_spans = row.leased_spans
+            info.leased_bytes = row.leased_bytes
+            info.reservations = row.reservations
+            info.reserved_bytes = row.reserved_bytes
+        return info
+
+    def sessions(self) -> sessions_pb2.ListSessionsResponse:
+        """Every open session."""
+        return sessions_pb2.ListSessionsResponse(
+            sessions=[self.session(m) for m in self._handler.registry.members.values()]
+        )

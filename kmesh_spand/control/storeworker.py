@@ -1,0 +1,191 @@
+"""The store worker as control sees it: jobs on their way, and staging it must know."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import socket
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from kmesh_spand import ipc
+from kmesh_spand.control.link import Link
+from kmesh_spand.core import effects, events
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(slots=True)
+class SlabState:
+    """What the worker said of a slab. ``populated`` counts payload bytes with pages."""
+
+    size: int
+    capacity: int
+    populated: int = 0
+    hugepages: bool = False
+
+
+class StoreWorker:
+    """Sends jobs, turns answers into events, and loses no job when the worker dies.
+
+    Args:
+        event: where events for the core go.
+        restart: asks the supervisor for a new worker, with a reason.
+    """
+
+    def __init__(
+        self,
+        loop: asyncio.AbstractEventLoop,
+        slabs: list[SlabState],
+        *,
+        timeout: float,
+        verify_rate: int,
+        event: Callable[[events.Event], None],
+        restart: Callable[[str], None],
+    ) -> None:
+        self.slabs = slabs
+        self.restarts = 0
+        self._loop = loop
+        self._timeout = timeout
+        self._verify_rate = verify_rate
+        self._event = event
+        self._restart = restart
+        self._link: Link | None = None
+        self._staging: dict[int, tuple[int, int]] = {}
+        self._copies: set[int] = set()
+        self._checks: dict[int, int] = {}
+        self._waiting: list[effects.Verify] = []
+        self._heard_at = loop.time()
+        self._given_up = False
+
+    @property
+    def up(self) -> bool:
+        """Whether jobs go anywhere."""
+        return self._link is not None and not self._given_up
+
+    @property
+    def copies(self) -> int:
+        """Copies that were not answered yet."""
+        return len(self._copies)
+
+    def attach(self, fd: int, restarts: int) -> None:
+        """A worker was started; takes ``fd``, the way to it."""
+        self.restarts = restarts
+        self._detach()
+        self._given_up = False
+        self._heard_at = self._loop.time()
+        self._link = Link(self._loop, socket.socket(fileno=fd), self._heard, self._detach)
+        for session, (staging, size) in self._staging.items():
+            self._link.send(ipc.Staging(session, size), staging)
+        waiting, self._waiting = self._waiting, []
+        for job in waiting:
+            self.verify(job)
+
+    def close(self) -> None:
+        """Ends the link and closes all staging; no event comes any more."""
+        if self._link is not None:
+            self._link.close()
+            self._link = None
+        for fd, _ in self._staging.values():
+            os.close(fd)
+        self._staging.clear()
+
+    def add_staging(self, session: int, fd: int, size: int) -> None:
+        """Takes ``fd`` and lets the worker read from it."""
+        self._staging[session] = (fd, size)
+        if self._link is not None:
+            self._link.send(ipc.Staging(session, size), fd)
+
+    def drop_staging(self, session: int) -> int:
+        """Destroys a session's staging, if it has one; returns the bytes that are free now."""
+        fd, size = self._staging.pop(session, (-1, 0))
+        if size:
+            os.close(fd)
+            if self._link is not None:
+                self._link.send(ipc.DropStaging(session))
+        return size
+
+    def staging_size(self, session: int) -> int:
+        """Bytes of a session's staging, 0 if it has none."""
+        return self._staging.get(session, (-1, 0))[1]
+
+    def copy(self, job: effects.Copy) -> None:
+        """Starts a copy; CopyDone or CopyFailed follows, never before this returns."""
+        if self._link is None:
+            self._loop.call_soon(self._event, events.CopyFailed(job.job))
+            return
+        self._wakes()
+        self._copies.add(job.job)
+        self._link.send(
+            ipc.Copy(job.job, job.session, job.staging_offset, job.slab, job.offset, job.length)
+        )
+
+    def verify(self, job: effects.Verify) -> None:
+        """Starts a verification; VerifyDone follows, never before this returns."""
+        if self._link is None:
+            # It waits: that there is no worker says nothing about the bytes.
+            self._waiting.append(job)
+            return
+        self._wakes()
+        self._checks[job.job] = job.length
+        self._link.send(ipc.Verify(job.job, job.slab, job.offset, job.length, job.root))
+
+    def check(self) -> None:
+        """Called now and then: a worker that owes answers for too long is given up."""
+        allowed = self._timeout
+        if not self._copies and self._checks and self._verify_rate:
+            allowed += sum(self._checks.values()) / self._verify_rate
+        owes = bool(self._copies or self._checks)
+        if self.up and owes and self._loop.time() - self._heard_at > allowed:
+            self._given_up = True
+            self._restart(f"no answer for {allowed:.1f} s")
+
+    def _wakes(self) -> None:
+        if not self._copies and not self._checks:
+            self._heard_at = self._loop.time()
+
+    def _detach(self) -> None:
+        """The worker is gone: it writes no more, so what it owed has failed."""
+        if self._link is not None:
+            self._link.close()
+            self._link = None
+        copies, self._copies = self._copies, set()
+        checks, self._checks = self._checks, {}
+        for job in copies:
+            self._event(events.CopyFailed(job))
+        for job in checks:
+            self._event(events.VerifyDone(job, None))
+
+    def _heard(self, message: ipc.AnyMessage, _fd: int | None) -> None:
+        self._heard_at = self._loop.time()
+        match message:
+            case ipc.CopyDone():
+                self._copies.discard(message.job)
+                self._event(events.CopyDone(message.job, message.root))
+            case ipc.Verified():
+                self._checks.pop(message.job, None)
+                self._event(events.VerifyDone(message.job, message.good))
+            case ipc.Failed():
+                self._fail(message)
+            case ipc.Populated():
+                slab = self.slabs[message.slab]
+                slab.hugepages = slab.hugepages or message.hugepages
+                # A restarted worker begins again; pages that are there stay there.
+                if message.capacity > slab.populated:
+                    slab.populated = message.capacity
+                    self._event(events.Populated(message.slab, message.capacity))
+            case ipc.PopulateFailed():
+                logger.error(
+                    "a slab stays smaller: %s", message.error, extra={"slab": message.slab}
+                )
+            case _:
+                logger.error("unexpected message %s", type(message).__name__)
+
+    def _fail(self, message: ipc.Failed) -> None:
+        logger.error("the store worker: %s", message.error, extra={"job": message.job})
+        if message.job in self._copies:
+            self._copies.discard(message.job)
+            self._event(events.CopyFailed(message.job))
+        elif self._checks.pop(message.job, None) is not None:
+            self._event(events.VerifyDone(message.job, None))

@@ -1,0 +1,109 @@
+"""Messages of ``kmesh.v1`` to events of the core, and its results back to messages.
+
+The core checks batches; only what an event cannot even express is refused here.
+"""
+
+from __future__ import annotations
+
+from google.protobuf.message import Message
+
+from kmesh import errors
+from kmesh.layout import Shard
+from kmesh.v1 import common_pb2, spans_pb2
+from kmesh_spand.core import effects, events
+
+#: Name in ``kmesh.v1.Request`` of each span request.
+NAMES: dict[type[Message], str] = {
+    spans_pb2.AcquireRequest: "acquire",
+    spans_pb2.ReleaseRequest: "release",
+    spans_pb2.ReserveRequest: "reserve",
+    spans_pb2.CommitRequest: "commit",
+    spans_pb2.AbortRequest: "abort",
+    spans_pb2.ReportCorruptRequest: "report_corrupt",
+}
+
+
+def _shard(shard: common_pb2.Shard, field: str) -> int:
+    try:
+        return Shard(shard.layer_begin, shard.layer_end, shard.head_begin, shard.head_end).code()
+    except ValueError as failed:
+        raise errors.InvalidArgument(str(failed), field=field) from None
+
+
+def to_event(session: int, request: int, body: Message, staging_size: int) -> events.Event:
+    """The event that a span request is.
+
+    Raises:
+        InvalidArgument: a shard is none; ``field`` names it.
+    """
+    match body:
+        case spans_pb2.AcquireRequest():
+            shards = [_shard(s, f"acquire.shards[{i}]") for i, s in enumerate(body.shards)]
+            return events.Acquire(session, request, body.keys, shards, body.prefix)
+        case spans_pb2.ReleaseRequest():
+            return events.Release(session, request, tuple(body.leases))
+        case spans_pb2.ReserveRequest():
+            return events.Reserve(
+                session,
+                request,
+                body.namespace,
+                _shard(body.shard, "reserve.shard"),
+                body.keys,
+                tuple(body.tokens),
+                tuple(body.start),
+                tuple(body.length),
+                body.sub_keys,
+            )
+        case spans_pb2.CommitRequest():
+            return events.Commit(
+                session,
+                request,
+                tuple(body.reservation),
+                tuple(body.staging_offset),
+                staging_size,
+            )
+        case spans_pb2.AbortRequest():
+            return events.Abort(session, request, tuple(body.reservation))
+        case spans_pb2.ReportCorruptRequest():
+            return events.ReportCorrupt(session, request, body.lease, tuple(body.entry))
+        case _:
+            raise TypeError(f"{type(body).__name__} is no span request")
+
+
+def to_message(result: effects.Result, name: str) -> Message:
+    """The answer's body.
+
+    Args:
+        name: of the request, which fields of a refusal are prefixed with.
+
+    Raises:
+        RequestError: the core refused the call.
+    """
+    match result:
+        case effects.Refused():
+            field = f"{name}.{result.field}" if result.field else ""
+            raise errors.from_code(result.code, result.message, field)
+        case effects.AcquireResult():
+            return spans_pb2.AcquireResponse(
+                lease=result.lease,
+                reason=result.reason,  # type: ignore[arg-type]
+                slab=result.slab,
+                offset=result.offset,
+                length=result.length,
+                tokens=result.tokens,
+                generation=result.generation,
+                root=result.root,
+            )
+        case effects.ReleaseResult():
+            return spans_pb2.ReleaseResponse(released=result.released, refused=result.refused)
+        case effects.ReserveResult():
+            return spans_pb2.ReserveResponse(
+                reason=result.reason,  # type: ignore[arg-type]
+                reservation=result.reservation,
+            )
+        case effects.CommitResult():
+            return spans_pb2.CommitResponse(reason=result.reason)  # type: ignore[arg-type]
+        case effects.AbortResult():
+            return spans_pb2.AbortResponse(aborted=result.aborted)
+        case effects.ReportCorruptResult():
+            return spans_pb2.ReportCorruptResponse(accepted=result.accepted)
