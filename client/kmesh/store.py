@@ -55,10 +55,10 @@ def put_spans(
                     staging.view()[used : used + view.nbytes] = view.cast("B")
                 offsets.append(used)
                 used += batch.length[i]
-            now, wanted = wanted[: len(offsets)], wanted[len(offsets) :]
-            committed = session.commit([reserved.reservation[i] for i in now], offsets)
-            for i, reason in zip(now, committed, strict=True):
+            ids = [reserved.reservation[i] for i in wanted[: len(offsets)]]
+            for i, reason in zip(wanted, session.commit(ids, offsets), strict=False):
                 reasons[i] = reason
+            wanted = wanted[len(offsets) :]
     except BaseException:
         if not session.closed and wanted:
             session.abort([reserved.reservation[i] for i in wanted])
