@@ -14,17 +14,17 @@ from kmesh_spand.settings import Settings
 def _read_settings(argv: list[str], out: int) -> int:
     """Runs in the child: prints or sends the settings; returns the exit status."""
     from kmesh.errors import ConfigError
-    from kmesh_spand import config
+    from kmesh_spand import flags
 
     try:
-        options, loaded = config.parse(argv, os.environ)
+        options, loaded = flags.parse(argv, os.environ)
     except ConfigError as failed:
         print(f"kmesh-spand: {failed}", file=sys.stderr)
         return 2
     if options.version:
         print(f"kmesh-spand {__version__}")
     elif options.print_config:
-        sys.stdout.write(config.to_toml(loaded))
+        sys.stdout.write(flags.to_toml(loaded))
     else:
         with open(out, "wb", closefd=False) as pipe:
             pipe.write(msgspec.msgpack.encode(loaded.settings))

@@ -5,11 +5,9 @@ Runs in a short-lived process, because the libraries it needs are larger than th
 
 from __future__ import annotations
 
-import argparse
 import os
-import re
 import tomllib
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple
 
@@ -21,138 +19,72 @@ from pydantic_settings import (
     NoDecode,
     PydanticBaseSettingsSource,
     SettingsConfigDict,
-    TomlConfigSettingsSource,
 )
 
 from kmesh.errors import ConfigError
 from kmesh.layout import SPAN_TOKENS, SUB_TOKENS, TILE_BYTES
+from kmesh_spand import units
 from kmesh_spand.settings import MIN_SLAB_BYTES, Settings
 
 ENV_PREFIX = "KMESH_SPAND_"
 
-_UNITS = {"": 1, "B": 1, "KIB": 1 << 10, "MIB": 1 << 20, "GIB": 1 << 30, "TIB": 1 << 40}
-_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([A-Za-z]*)\Z")
-_LISTEN = re.compile(r"(\[[0-9a-fA-F:.]+\]|[^\s:\[\]]+):(\d{1,5})\Z")
-_BYTES_OF_MEMORY_A_RECORD = 256 << 10
+_MEMORY_OF_A_RECORD = 256 << 10
 _MAX_PATH = 107 - len("/session.sock")
 
-
-def parse_size(value: object) -> object:
-    """Bytes of ``8GiB``, ``512 MiB``, ``1.5TiB`` or a plain number.
-
-    Raises:
-        ValueError: it is none of these, or not a whole number of bytes.
-    """
-    if not isinstance(value, str):
-        return value
-    found = _SIZE.match(value.strip())
-    unit = _UNITS.get(found[2].upper()) if found else None
-    if found is None or unit is None:
-        raise ValueError(f"{value!r} is no size: write 8GiB, 512MiB or a number of bytes")
-    size = float(found[1]) * unit if "." in found[1] else int(found[1]) * unit
-    if size != int(size):
-        raise ValueError(f"{value!r} is not a whole number of bytes")
-    return int(size)
+Size = Annotated[int, BeforeValidator(units.parse_size)]
+Mode = Annotated[int, BeforeValidator(units.parse_mode)]
+Uid = Annotated[int, Field(ge=0, lt=2**32)]
+Uids = Annotated[list[Uid], NoDecode, BeforeValidator(units.parse_list)]
+Listen = Annotated[str, AfterValidator(units.check_listen)]
+Level = Literal["debug", "info", "warning", "error"]
 
 
-def format_size(size: int) -> str:
-    """Inverse of ``parse_size`` in the largest unit that is exact."""
-    for unit, name in ((1 << 40, "TiB"), (1 << 30, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB")):
-        if size and size % unit == 0:
-            return f"{size // unit}{name}"
-    return str(size)
-
-
-def _split(value: object) -> object:
-    return (
-        [part for part in re.split(r"[,\s]+", value) if part] if isinstance(value, str) else value
-    )
-
-
-def _octal(value: object) -> object:
-    if isinstance(value, str):
-        if not re.fullmatch(r"0?o?[0-7]{3}", value):
-            raise ValueError(f"{value!r} is no file mode: write 0660")
-        return int(value.replace("o", ""), 8)
-    return value
-
-
-def _listen(value: str) -> str:
-    found = _LISTEN.match(value)
-    if value and (found is None or not 0 < int(found[2]) < 65536):
-        raise ValueError(f"{value!r} is no address: write 127.0.0.1:9464, or nothing")
-    return value
-
-
-Size = Annotated[int, BeforeValidator(parse_size)]
+def _set(text: str, default: Any = None, **bounds: Any) -> Any:
+    """A setting. Its text ends with its default in brackets where that is computed."""
+    return Field(default, description=text, **bounds)
 
 
 class Config(BaseSettings):
     """Every setting, as it may be written. ``resolve`` fills in what follows from others."""
 
-    model_config = SettingsConfigDict(extra="forbid", env_prefix=ENV_PREFIX, validate_default=True)
+    model_config = SettingsConfigDict(extra="forbid", env_prefix=ENV_PREFIX)
 
-    socket_dir: str = Field(
-        "", description="directory of the sockets [$XDG_RUNTIME_DIR/kmesh, else /run/kmesh]"
+    socket_dir: str = _set("directory of the sockets [$XDG_RUNTIME_DIR/kmesh, else /run/kmesh]", "")
+    socket_mode: Mode = _set("mode of the sockets, octal", 0o660, ge=0o600, le=0o777)
+    host_memory: Size = _set("memory for spans, such as 8GiB", 1 << 30, ge=MIN_SLAB_BYTES)
+    slab_size: Size | None = _set(
+        "memory that is exported as one piece [1GiB, or host_memory if less]", ge=MIN_SLAB_BYTES
     )
-    socket_mode: Annotated[int, BeforeValidator(_octal)] = Field(
-        0o660, ge=0o600, le=0o777, description="mode of the sockets, octal"
+    hugepages: Literal["auto", "off"] = _set("huge pages where the kernel grants them", "auto")
+    populate_threads: int = _set(
+        "threads that touch memory at start [CPUs, at most 8]", 0, ge=0, le=256
     )
-    host_memory: Size = Field(
-        1 << 30, ge=MIN_SLAB_BYTES, description="memory for spans, such as 8GiB"
+    copy_threads: int = _set("threads that copy spans [CPUs, at most 4]", 0, ge=0, le=256)
+    span_tokens: int = _set("tokens of a span", SPAN_TOKENS, ge=SUB_TOKENS, le=4096)
+    max_spans: int | None = _set(
+        "spans that can be kept [one for each 256KiB of host_memory]", ge=1, le=1 << 26
     )
-    slab_size: Size | None = Field(
-        None,
-        ge=MIN_SLAB_BYTES,
-        description="memory that is exported as one piece [1GiB or host_memory]",
-    )
-    hugepages: Literal["auto", "off"] = Field(
-        "auto", description="use huge pages where the kernel grants them"
-    )
-    populate_threads: int = Field(
-        0, ge=0, le=256, description="threads that touch memory at start [CPUs, at most 8]"
-    )
-    copy_threads: int = Field(
-        0, ge=0, le=256, description="threads that copy and verify spans [CPUs, at most 4]"
-    )
-    span_tokens: int = Field(SPAN_TOKENS, ge=SUB_TOKENS, le=4096, description="tokens of a span")
-    max_spans: int | None = Field(
-        None,
-        ge=1,
-        le=1 << 26,
-        description="spans that can be kept [one for each 256KiB of host_memory]",
-    )
-    allow_uids: Annotated[
-        list[Annotated[int, Field(ge=0, lt=2**32)]], NoDecode, BeforeValidator(_split)
-    ] = Field(
-        default_factory=list,
-        description="uids that may connect, such as 1000,1001 [the daemon's own]",
-    )
-    max_sessions: int = Field(1024, ge=1, le=1 << 20, description="connections at a time")
-    staging_memory: Size | None = Field(
-        None,
+    allow_uids: Uids = _set("uids that may connect, such as 1000,1001 [the daemon's own]", [])
+    max_sessions: int = _set("connections at a time", 1024, ge=1, le=1 << 20)
+    staging_memory: Size | None = _set(
+        "staging of all sessions, beside host_memory [a quarter of it, at least 64MiB]",
         ge=1 << 20,
-        description="staging of all sessions, beside host_memory [a quarter of it, at least 64MiB]",
     )
-    session_staging: Size | None = Field(
-        None, ge=1 << 16, description="staging of one session [512MiB or staging_memory]"
+    session_staging: Size | None = _set(
+        "staging of one session [512MiB, or staging_memory if less]", ge=1 << 16
     )
-    deadline_ms: int = Field(30_000, ge=1, description="deadline of a call that states none")
-    copy_timeout_ms: int = Field(
-        30_000, ge=100, description="a copy that takes longer restarts the store worker"
+    deadline_ms: int = _set("deadline of a call that states none", 30_000, ge=1)
+    copy_timeout_ms: int = _set(
+        "a copy that takes longer restarts the store worker", 30_000, ge=100
     )
-    verify_rate: Size = Field(
-        4 << 30, ge=0, description="bytes a second that are verified after a restart; 0: no limit"
+    verify_rate: Size = _set(
+        "bytes a second that are verified after a restart; 0: no limit", 4 << 30, ge=0
     )
-    grace_ms: int = Field(10_000, ge=0, description="time for engines to re-attach after a restart")
-    shutdown_timeout_ms: int = Field(10_000, ge=0, description="time to finish on SIGTERM")
-    metrics_listen: Annotated[str, AfterValidator(_listen)] = Field(
-        "", description="HOST:PORT of the metrics page over HTTP [none]"
-    )
-    log_level: Literal["debug", "info", "warning", "error"] = Field(
-        "info", description="least severe line that is logged"
-    )
-    log_format: Literal["text", "json"] = Field("text", description="form of a log line")
+    grace_ms: int = _set("time for engines to re-attach after a restart", 10_000, ge=0)
+    shutdown_timeout_ms: int = _set("time to finish on SIGTERM", 10_000, ge=0)
+    metrics_listen: Listen = _set("HOST:PORT of the metrics page over HTTP [none]", "")
+    log_level: Level = _set("least severe line that is logged", "info")
+    log_format: Literal["text", "json"] = _set("form of a log line", "text")
 
     @classmethod
     def settings_customise_sources(
@@ -173,13 +105,13 @@ class Config(BaseSettings):
             ConfigError: two settings don't fit together; the message begins with one's name.
         """
         runtime = environ.get("XDG_RUNTIME_DIR")
+        directory = self.socket_dir or (f"{runtime}/kmesh" if runtime else "/run/kmesh")
         cpus = len(os.sched_getaffinity(0))
         host = self.host_memory // TILE_BYTES * TILE_BYTES
         staging = self.staging_memory or max(64 << 20, host // 4)
+        records = min(max(host // _MEMORY_OF_A_RECORD, 1024), 1 << 20)
         settings = Settings(
-            socket_dir=os.path.abspath(
-                self.socket_dir or (os.path.join(runtime, "kmesh") if runtime else "/run/kmesh")
-            ),
+            socket_dir=os.path.abspath(directory),
             socket_mode=self.socket_mode,
             host_memory=host,
             slab_size=self.slab_size or min(1 << 30, host),
@@ -187,7 +119,7 @@ class Config(BaseSettings):
             populate_threads=self.populate_threads or min(8, cpus),
             copy_threads=self.copy_threads or min(4, cpus),
             span_tokens=self.span_tokens,
-            max_spans=self.max_spans or min(max(host // _BYTES_OF_MEMORY_A_RECORD, 1024), 1 << 20),
+            max_spans=self.max_spans or records,
             allow_uids=tuple(self.allow_uids) or (os.getuid(),),
             max_sessions=self.max_sessions,
             staging_memory=staging,
@@ -207,19 +139,16 @@ class Config(BaseSettings):
 
 def _check(settings: Settings) -> None:
     if len(os.fsencode(settings.socket_dir)) > _MAX_PATH:
-        raise ConfigError(
-            f"socket_dir: longer than {_MAX_PATH} bytes, sockets in it could not be named"
-        )
+        raise ConfigError(f"socket_dir: longer than {_MAX_PATH} bytes, too long for a socket")
     if settings.slab_size % TILE_BYTES:
-        raise ConfigError(f"slab_size: not a multiple of {format_size(TILE_BYTES)}")
+        raise ConfigError(f"slab_size: not a multiple of {units.format_size(TILE_BYTES)}")
     if settings.slab_size > settings.host_memory:
-        raise ConfigError(f"slab_size: over host_memory, {format_size(settings.host_memory)}")
+        raise ConfigError(f"slab_size: over host_memory, {units.format_size(settings.host_memory)}")
     if settings.span_tokens % SUB_TOKENS:
         raise ConfigError(f"span_tokens: not a multiple of {SUB_TOKENS}")
     if settings.session_staging > settings.staging_memory:
-        raise ConfigError(
-            f"session_staging: over staging_memory, {format_size(settings.staging_memory)}"
-        )
+        limit = units.format_size(settings.staging_memory)
+        raise ConfigError(f"session_staging: over staging_memory, {limit}")
 
 
 class Loaded(NamedTuple):
@@ -227,35 +156,6 @@ class Loaded(NamedTuple):
 
     settings: Settings
     origins: dict[str, str]
-
-
-def parser() -> argparse.ArgumentParser:
-    """The command line: a flag for each setting."""
-    made = argparse.ArgumentParser(
-        prog="kmesh-spand",
-        description="Memory server for the KV state of related LLM inference requests on one node.",
-        epilog=f"Each setting can also be {ENV_PREFIX}NAME in the environment or a key of the file. "
-        "Flags come before the environment, that before the file, that before defaults [in brackets].",
-        allow_abbrev=False,
-    )
-    made.add_argument("--config", metavar="FILE", help="read settings from a TOML file")
-    made.add_argument(
-        "--print-config", action="store_true", help="print the effective settings as TOML and exit"
-    )
-    made.add_argument("--version", action="store_true", help="print the version and exit")
-    group = made.add_argument_group("settings")
-    for name, field in Config.model_fields.items():
-        text = field.description or ""
-        if not text.endswith("]") and not field.is_required() and field.default is not None:
-            text += f" [{_value_text(name, field.default)}]"
-        group.add_argument(
-            "--" + name.replace("_", "-"),
-            dest=name,
-            metavar="VALUE",
-            default=argparse.SUPPRESS,
-            help=text.replace("%", "%%"),
-        )
-    return made
 
 
 def load(flags: Mapping[str, Any], environ: Mapping[str, str], file: Path | None = None) -> Loaded:
@@ -289,8 +189,7 @@ def load(flags: Mapping[str, Any], environ: Mapping[str, str], file: Path | None
 
 def _read_file(file: Path) -> dict[str, Any]:
     try:
-        file.stat()
-        return TomlConfigSettingsSource(Config, toml_file=file)()
+        return tomllib.loads(file.read_text(encoding="utf-8"))
     except (OSError, tomllib.TOMLDecodeError, UnicodeDecodeError) as failed:
         text = failed.strerror if isinstance(failed, OSError) else failed
         raise ConfigError(f"config: {file}: {text}") from None
@@ -304,39 +203,3 @@ def _read_environment(environ: Mapping[str, str]) -> dict[str, Any]:
     source = EnvSettingsSource(Config)
     source.env_vars = {name.lower(): value for name, value in ours.items()}
     return source()
-
-
-def _value_text(name: str, value: Any) -> str:
-    if name in _SIZES:
-        return format_size(value)
-    if name == "socket_mode":
-        return f"{value:04o}"
-    return str(value)
-
-
-_SIZES = {"host_memory", "slab_size", "staging_memory", "session_staging", "verify_rate"}
-
-
-def to_toml(loaded: Loaded) -> str:
-    """The effective settings as a file that ``load`` reads back to the same."""
-    lines = []
-    for name in Config.model_fields:
-        value: Any = getattr(loaded.settings, name)
-        if name == "hugepages":
-            text = '"auto"' if value else '"off"'
-        elif name == "allow_uids":
-            text = "[" + ", ".join(map(str, value)) + "]"
-        elif isinstance(value, str) or name in _SIZES or name == "socket_mode":
-            quoted = _value_text(name, value).replace("\\", "\\\\").replace('"', '\\"')
-            text = f'"{quoted}"'
-        else:
-            text = str(value)
-        lines.append(f"{name} = {text}  # {loaded.origins[name]}")
-    return "\n".join(lines) + "\n"
-
-
-def parse(argv: Sequence[str], environ: Mapping[str, str]) -> tuple[argparse.Namespace, Loaded]:
-    """Reads the command line and everything it points to. Exits for ``--help`` and bad flags."""
-    known = vars(parser().parse_args(argv))
-    options = argparse.Namespace(**{k: known.pop(k) for k in ("config", "print_config", "version")})
-    return options, load(known, environ, Path(options.config) if options.config else None)

@@ -19,6 +19,8 @@ _MADV_POPULATE_WRITE = 23
 _CHUNK_BYTES = 32 << 20
 _THP = Path("/sys/kernel/mm/transparent_hugepage/shmem_enabled")
 
+_PMD_MAPPED = ("ShmemPmdMapped:", "FilePmdMapped:")
+
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
 
@@ -72,9 +74,8 @@ def hugepages_granted(address: int) -> bool:
                 if inside:
                     return False
                 inside = head.lstrip("0").startswith(start)
-            elif inside and head in ("ShmemPmdMapped:", "FilePmdMapped:"):
-                if int(line.split()[1]) > 0:
-                    return True
+            elif inside and head in _PMD_MAPPED and int(line.split()[1]) > 0:
+                return True
     return False
 
 

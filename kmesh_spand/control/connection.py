@@ -157,6 +157,7 @@ class Connection:
             return
         number = request.id
         name = request.WhichOneof("body")
+        failed: errors.RequestError
         if name is None:
             failed = errors.InvalidArgument("no known request", field="body")
             self._respond(number, None, -1, failed)

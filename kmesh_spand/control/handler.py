@@ -28,6 +28,21 @@ logger = logging.getLogger(__name__)
 Done = Callable[[Message | None, int, errors.RequestError | None], None]
 
 
+def _refused(code: int) -> str:
+    name = common_pb2.Code.Name(common_pb2.Code.ValueType(code))
+    return "refused_" + name.removeprefix("CODE_").lower()
+
+
+_COUNTERS = (
+    "connections_refused",
+    "protocol_errors",
+    "sessions_opened",
+    "sessions_closed",
+    *(f"requests_{name}" for name in translate.NAMES.values()),
+    *(_refused(code) for code in common_pb2.Code.values() if code),
+)
+
+
 @dataclass(frozen=True, slots=True)
 class Exported:
     """What sessions may attach: read-only fds, owned by the process."""
@@ -42,7 +57,6 @@ class _Pending:
     session: int
     name: str
     done: Done
-    started: float
     timer: asyncio.TimerHandle | None = None
     late: bool = False
 
@@ -70,7 +84,7 @@ class Handler:
         self.core = core
         self.registry = Registry()
         self.staging = staging
-        self.counters: Counter[str] = Counter()
+        self.counters: Counter[str] = Counter(dict.fromkeys(_COUNTERS, 0))
         self.draining = False
         self.applier: Applier
         self._loop = loop
@@ -148,8 +162,8 @@ class Handler:
         """
         self._last += 1
         number = self._last
-        name = translate.NAMES.get(type(body), type(body).__name__)
-        pending = _Pending(session, name, done, time.perf_counter())
+        name = translate.NAMES[type(body)]
+        pending = _Pending(session, name, done)
         self._pending[number] = pending
         self._waiting[session] += 1
         self.counters[f"requests_{name}"] += 1
@@ -258,7 +272,7 @@ class Handler:
         if pending.late:
             body, fd, failed = None, -1, errors.DeadlineExceeded("not done in time")
         if failed is not None:
-            self.counters[f"refused_{type(failed).__name__}"] += 1
+            self.counters[_refused(failed.code)] += 1
         try:
             pending.done(body, fd, failed)
         except Exception:

@@ -9,11 +9,15 @@ from google.protobuf.message import Message
 
 from kmesh import errors
 from kmesh.layout import Shard
-from kmesh.v1 import common_pb2, spans_pb2
+from kmesh.v1 import common_pb2, sessions_pb2, spans_pb2
 from kmesh_spand.core import effects, events
 
-#: Name in ``kmesh.v1.Request`` of each span request.
+#: Name in ``kmesh.v1.Request`` of each request but Hello.
 NAMES: dict[type[Message], str] = {
+    sessions_pb2.AttachIndex: "attach_index",
+    sessions_pb2.AttachSlab: "attach_slab",
+    sessions_pb2.AttachStaging: "attach_staging",
+    sessions_pb2.Ping: "ping",
     spans_pb2.AcquireRequest: "acquire",
     spans_pb2.ReleaseRequest: "release",
     spans_pb2.ReserveRequest: "reserve",
@@ -86,7 +90,7 @@ def to_message(result: effects.Result, name: str) -> Message:
         case effects.AcquireResult():
             return spans_pb2.AcquireResponse(
                 lease=result.lease,
-                reason=result.reason,  # type: ignore[arg-type]
+                reason=result.reason,
                 slab=result.slab,
                 offset=result.offset,
                 length=result.length,
@@ -98,11 +102,11 @@ def to_message(result: effects.Result, name: str) -> Message:
             return spans_pb2.ReleaseResponse(released=result.released, refused=result.refused)
         case effects.ReserveResult():
             return spans_pb2.ReserveResponse(
-                reason=result.reason,  # type: ignore[arg-type]
+                reason=result.reason,
                 reservation=result.reservation,
             )
         case effects.CommitResult():
-            return spans_pb2.CommitResponse(reason=result.reason)  # type: ignore[arg-type]
+            return spans_pb2.CommitResponse(reason=result.reason)
         case effects.AbortResult():
             return spans_pb2.AbortResponse(aborted=result.aborted)
         case effects.ReportCorruptResult():

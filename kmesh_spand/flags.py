@@ -1,0 +1,80 @@
+"""The command line of ``kmesh-spand``, and its settings printed as a file."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from kmesh_spand import units
+from kmesh_spand.config import ENV_PREFIX, Config, Loaded, load
+
+_SIZES = {"host_memory", "slab_size", "staging_memory", "session_staging", "verify_rate"}
+
+
+def parser() -> argparse.ArgumentParser:
+    """A flag for each setting, and a few of its own."""
+    made = argparse.ArgumentParser(
+        prog="kmesh-spand",
+        description="Memory server for the KV state of related LLM inference requests on a node.",
+        epilog=f"Each setting can also be {ENV_PREFIX}NAME in the environment, or a key of the "
+        "file. Flags come before the environment, that before the file, that before defaults "
+        "[in brackets].",
+        allow_abbrev=False,
+    )
+    made.add_argument("--config", metavar="FILE", help="read settings from a TOML file")
+    made.add_argument(
+        "--print-config", action="store_true", help="print the effective settings and exit"
+    )
+    made.add_argument("--version", action="store_true", help="print the version and exit")
+    group = made.add_argument_group("settings")
+    for name, field in Config.model_fields.items():
+        text = field.description or ""
+        if not text.endswith("]"):
+            text += f" [{_value(name, field.default)}]"
+        group.add_argument(
+            "--" + name.replace("_", "-"),
+            dest=name,
+            metavar="VALUE",
+            default=argparse.SUPPRESS,
+            help=text.replace("%", "%%"),
+        )
+    return made
+
+
+def parse(argv: Sequence[str], environ: Mapping[str, str]) -> tuple[argparse.Namespace, Loaded]:
+    """Reads the command line and everything it points to. Exits for ``--help`` and bad flags.
+
+    Raises:
+        ConfigError: a setting is wrong.
+    """
+    known = vars(parser().parse_args(argv))
+    options = argparse.Namespace(**{k: known.pop(k) for k in ("config", "print_config", "version")})
+    return options, load(known, environ, Path(options.config) if options.config else None)
+
+
+def to_toml(loaded: Loaded) -> str:
+    """The effective settings as a file that ``load`` reads back to the same."""
+    lines = []
+    for name in Config.model_fields:
+        value: Any = getattr(loaded.settings, name)
+        if name == "hugepages":
+            text = '"auto"' if value else '"off"'
+        elif name == "allow_uids":
+            text = "[" + ", ".join(map(str, value)) + "]"
+        elif isinstance(value, str) or name in _SIZES or name == "socket_mode":
+            quoted = _value(name, value).replace("\\", "\\\\").replace('"', '\\"')
+            text = f'"{quoted}"'
+        else:
+            text = str(value)
+        lines.append(f"{name} = {text}  # {loaded.origins[name]}")
+    return "\n".join(lines) + "\n"
+
+
+def _value(name: str, value: Any) -> str:
+    if name in _SIZES:
+        return units.format_size(value)
+    if name == "socket_mode":
+        return f"{value:04o}"
+    return str(value)

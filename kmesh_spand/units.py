@@ -1,0 +1,67 @@
+"""Settings as people write them: sizes, modes, lists, addresses."""
+
+from __future__ import annotations
+
+import re
+
+_UNITS = {"": 1, "B": 1, "KIB": 1 << 10, "MIB": 1 << 20, "GIB": 1 << 30, "TIB": 1 << 40}
+_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([A-Za-z]*)\Z")
+_LISTEN = re.compile(r"(\[[0-9a-fA-F:.]+\]|[^\s:\[\]]+):(\d{1,5})\Z")
+
+
+def parse_size(value: object) -> object:
+    """Bytes of ``8GiB``, ``512 MiB``, ``1.5TiB`` or a plain number.
+
+    Raises:
+        ValueError: it is none of these, or not a whole number of bytes.
+    """
+    if not isinstance(value, str):
+        return value
+    found = _SIZE.match(value.strip())
+    unit = _UNITS.get(found[2].upper()) if found else None
+    if found is None or unit is None:
+        raise ValueError(f"{value!r} is no size: write 8GiB, 512MiB or a number of bytes")
+    size = float(found[1]) * unit if "." in found[1] else int(found[1]) * unit
+    if size != int(size):
+        raise ValueError(f"{value!r} is not a whole number of bytes")
+    return int(size)
+
+
+def format_size(size: int) -> str:
+    """Inverse of ``parse_size`` in the largest unit that is exact."""
+    for unit, name in ((1 << 40, "TiB"), (1 << 30, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB")):
+        if size and size % unit == 0:
+            return f"{size // unit}{name}"
+    return str(size)
+
+
+def parse_list(value: object) -> object:
+    """The parts of ``1000,1001``; anything but text is left alone."""
+    if isinstance(value, str):
+        return [part for part in re.split(r"[,\s]+", value) if part]
+    return value
+
+
+def parse_mode(value: object) -> object:
+    """The bits of ``0660``, which is octal with or without its zero.
+
+    Raises:
+        ValueError: it is not three octal digits.
+    """
+    if not isinstance(value, str):
+        return value
+    if not re.fullmatch(r"(0|0o)?[0-7]{3}", value):
+        raise ValueError(f"{value!r} is no file mode: write 0660")
+    return int(value.replace("o", ""), 8)
+
+
+def check_listen(value: str) -> str:
+    """``HOST:PORT`` or nothing.
+
+    Raises:
+        ValueError: it is neither.
+    """
+    found = _LISTEN.match(value)
+    if value and (found is None or not 0 < int(found[2]) < 65536):
+        raise ValueError(f"{value!r} is no address: write 127.0.0.1:9464, or nothing")
+    return value
