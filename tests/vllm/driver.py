@@ -8,7 +8,6 @@ import select
 import signal
 import subprocess
 import sys
-import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -49,9 +48,7 @@ class Result:
         return (
             self.tokens == other.tokens
             and len(self.logprobs) == len(other.logprobs)
-            and all(
-                abs(a - b) < 1e-3 for a, b in zip(self.logprobs, other.logprobs, strict=True)
-            )
+            and all(abs(a - b) < 1e-3 for a, b in zip(self.logprobs, other.logprobs, strict=True))
         )
 
 
@@ -163,8 +160,7 @@ class Engine:
 
     def _receive(self, wait: float) -> Any:
         assert self._process.stdout is not None
-        until = time.monotonic() + wait
-        ready, _, _ = select.select([self._process.stdout], [], [], max(until - time.monotonic(), 0))
+        ready, _, _ = select.select([self._process.stdout], [], [], wait)
         line = self._process.stdout.readline() if ready else ""
         if not line:
             code = self._process.poll()

@@ -9,6 +9,8 @@ from typing import Any
 
 from kmesh.errors import ConfigError
 
+_MAY_BE_ZERO = ("min_restore_tokens", "staging_bytes")
+
 
 @dataclass(frozen=True, slots=True)
 class Settings:
@@ -18,20 +20,21 @@ class Settings:
         socket_dir: directory of the daemon's sockets.
         load: restore from KMesh.
         store: store in KMesh what prefill makes.
-        staging_bytes: bytes of staging memory of each worker that stores.
+        staging_bytes: staging memory of each worker that stores; 0 is a quarter of what the daemon
+            gives a session, at most 256 MiB.
         weights_digest: what the weights are, instead of a digest of their files.
         min_restore_tokens: restores of fewer tokens are left to prefill.
         acquire_timeout_ms: a request waits at most this long for its lease.
         load_timeout_ms: a load that has not begun to copy by then has failed.
         reserve_timeout_ms: a step waits at most this long, after its forward pass, for the
-            reservations of what it wants to store.
+            reservations of what it stores, and as long again for room in its staging.
         retry_after_ms: a span whose load failed is not tried again for this long.
     """
 
     socket_dir: str
     load: bool = True
     store: bool = True
-    staging_bytes: int = 256 << 20
+    staging_bytes: int = 0
     weights_digest: str = ""
     min_restore_tokens: int = 64
     acquire_timeout_ms: int = 1_000
@@ -61,6 +64,6 @@ class Settings:
                     f"kv_connector_extra_config: {name} is {type(value).__name__},"
                     f" not {wanted.__name__}"
                 )
-            if wanted is int and value < (0 if name == "min_restore_tokens" else 1):
+            if type(value) is int and value < (0 if name in _MAY_BE_ZERO else 1):
                 raise ConfigError(f"kv_connector_extra_config: {name} is {value}, too small")
         return cls(**extra)

@@ -9,10 +9,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from kmesh.client import Client
-from kmesh.errors import ConfigError
-from kmesh.keys import Extra, salt_digest
-from kmesh.session import Role
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
     KVConnectorMetadata,
@@ -20,6 +16,10 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorWorkerMetadata,
 )
 
+from kmesh.client import Client
+from kmesh.errors import ConfigError
+from kmesh.keys import Extra, salt_digest
+from kmesh.session import Role
 from kmesh_vllm import compat
 from kmesh_vllm.adapters import Adapters
 from kmesh_vllm.config import Settings

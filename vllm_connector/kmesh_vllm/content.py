@@ -17,6 +17,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from blake3 import blake3
+
 from kmesh.errors import ConfigError
 
 logger = logging.getLogger("kmesh_vllm")

@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from blake3 import blake3
+
 from kmesh.errors import ConfigError, UnsupportedError
 from kmesh.keys import Namespace
 from kmesh.layout import DTYPE_BYTES, SpanGeometry
-
 from kmesh_vllm.config import Settings
 from kmesh_vllm.content import files_digest, model_files
 from kmesh_vllm.sharding import Sharding

@@ -14,7 +14,6 @@ from kmesh.errors import ConnectionClosed, KMeshError, ProtocolError
 from kmesh.kernels.host import SpanPart, Status, scatter
 from kmesh.layout import Shard
 from kmesh.session import Session
-
 from kmesh_vllm.config import Settings
 from kmesh_vllm.counts import Counts
 from kmesh_vllm.identity import Identity

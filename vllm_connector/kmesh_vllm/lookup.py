@@ -8,7 +8,6 @@ from typing import Protocol
 
 from kmesh.index import Probe
 from kmesh.keys import KEY_BYTES, KeyChain
-
 from kmesh_vllm.sharding import Sharding
 
 

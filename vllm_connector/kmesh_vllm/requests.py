@@ -10,7 +10,6 @@ from dataclasses import dataclass, field
 from kmesh.keys import Extra, KeyChain
 from kmesh.lease import Lease
 from kmesh.session import Session
-
 from kmesh_vllm.lookup import Hit
 
 #: Circumstances of a look-up: epoch, index version, tokens of use, quarantine's generation.
@@ -40,6 +39,7 @@ class Restore:
         session: that gives the lease.
         hit: what the index said.
         first: number of the first span asked for.
+        limit: tokens that were of use when the index was asked.
         future: of the lease.
         deadline: when the request waits for it no longer.
         lease: once it is there.
@@ -49,6 +49,7 @@ class Restore:
     session: Session
     hit: Hit
     first: int
+    limit: int
     future: Future[Lease]
     deadline: float
     lease: Lease | None = None
@@ -114,7 +115,6 @@ class RequestState:
     failed: int | None = None
     corrupt: list[int] = field(default_factory=list)
     restored: int = 0
-    finished: bool = False
     _chain: KeyChain | None = None
     _chain_at: tuple[int, int] = (0, 0)
     _memo: tuple[LookedAt, Hit | None] | None = None

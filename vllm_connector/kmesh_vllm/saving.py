@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import logging
+import threading
+import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import TimeoutError as FutureTimeout
 from dataclasses import dataclass
 
-from kmesh.errors import ConnectionClosed, DeadlineExceeded, KMeshError
+from kmesh.errors import ConnectionClosed, DeadlineExceeded, Exhausted, KMeshError, RequestError
 from kmesh.kernels.host import SpanPart, gather
 from kmesh.layout import Shard
 from kmesh.session import ReserveBatch, Session, Staging
-
 from kmesh_vllm.config import Settings
 from kmesh_vllm.counts import Counts
 from kmesh_vllm.identity import Identity
@@ -24,6 +25,7 @@ from kmesh_vllm.staging import StagingRing
 logger = logging.getLogger("kmesh_vllm")
 
 _COMMIT_TIMEOUT = 60.0
+_STAGING = 256 << 20
 #: Names of kmesh.v1.Reason numbers that have a counter of their own.
 _EXISTS, _PENDING = 4, 2
 _FULL = (5, 6, 11)
@@ -78,6 +80,7 @@ class Saver:
         self._counts = counts
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="kmesh-reserve")
         self._pending: tuple[Future[_Step | None], int] | None = None
+        self._freed = threading.Event()
         self._staging: tuple[Session, Staging | None, StagingRing] | None = None
 
     def begin(self, plans: Sequence[StorePlan]) -> None:
@@ -170,25 +173,55 @@ class Saver:
     def _attached(self, session: Session) -> tuple[Staging | None, StagingRing]:
         """The session's staging, asked for once; None if it gave none."""
         if self._staging is None or self._staging[0] is not session:
-            size = min(self._settings.staging_bytes, session.welcome.max_staging_bytes)
-            staging = None
-            try:
-                staging = session.staging(size)
-            except ConnectionClosed:
-                raise
-            except KMeshError as wrong:
-                logger.warning("nothing is stored: no staging memory: %s", wrong)
-            self._staging = session, staging, StagingRing(size)
+            staging = self._attach(session)
+            ring = StagingRing(staging.size if staging is not None else 0)
+            self._staging = session, staging, ring
         return self._staging[1], self._staging[2]
 
+    def _attach(self, session: Session) -> Staging | None:
+        largest = session.welcome.max_staging_bytes
+        size = min(self._settings.staging_bytes or min(largest // 4, _STAGING), largest)
+        while True:
+            try:
+                return session.staging(size)
+            except Exhausted as wrong:
+                # Others have most of it; a little is better than nothing.
+                size //= 2
+                if size < self._geometry.payload_bytes(session.welcome.span_tokens):
+                    logger.warning("nothing is stored: no staging memory: %s", wrong)
+                    return None
+            except RequestError as wrong:
+                logger.warning("nothing is stored: no staging memory: %s", wrong)
+                return None
+
     def _copy(self, step: _Step) -> None:
+        """Copies and commits; waits, for a while, until the daemon has emptied the staging."""
+        until = time.monotonic() + self._settings.reserve_timeout_ms / 1000
+        left = step.held
+        while left:
+            left = self._copy_some(step, left)
+            if left and not self._has_room(step.ring, left[0].length, until):
+                self._counts.add("store_skipped_staging", len(left))
+                _abort(step.session, left)
+                return
+
+    def _has_room(self, ring: StagingRing, length: int, until: float) -> bool:
+        while not ring.fits(length):
+            self._freed.clear()
+            if ring.fits(length):
+                return True
+            if not ring.used or not self._freed.wait(until - time.monotonic()):
+                return False
+        return True
+
+    def _copy_some(self, step: _Step, spans: list[_Held]) -> list[_Held]:
+        """Copies and commits as many spans as there is staging for; returns the others."""
         names = self._identity.namespace
-        parts, placed, crowded = [], [], []
-        for held in step.held:
+        parts, placed = [], []
+        for held in spans:
             offset = step.ring.allocate(held.length)
             if offset is None:
-                crowded.append(held)
-                continue
+                break
             placed.append((held, offset))
             parts.append(
                 SpanPart(
@@ -210,11 +243,8 @@ class Saver:
                     layers=names.layers,
                 )
             )
-        if crowded:
-            self._counts.add("store_skipped_staging", len(crowded))
-            _abort(step.session, crowded)
         if not placed:
-            return
+            return spans
         status = gather(self._cache.layout, parts, self._cache.expand(step.blocks))
         good = [pair for pair, code in zip(placed, status, strict=True) if code == 0]
         bad = [pair for pair, code in zip(placed, status, strict=True) if code != 0]
@@ -226,6 +256,7 @@ class Saver:
                 step.ring.free(offset)
         if good:
             self._commit(step, good)
+        return spans[len(placed) :]
 
     def _commit(self, step: _Step, spans: list[tuple[_Held, int]]) -> None:
         try:
@@ -244,6 +275,7 @@ class Saver:
     ) -> None:
         error = done.exception()
         if error is not None:
+            self._freed.set()
             self._failed(error, len(spans))
             # The daemon may still read what it was told to: these bytes are never written
             # again. A new session has new staging.
@@ -258,6 +290,7 @@ class Saver:
                 self._counts.add("stored_bytes", held.length)
             else:
                 self._counts.add("store_skipped_error")
+        self._freed.set()
 
     def _failed(self, wrong: BaseException, spans: int) -> None:
         if isinstance(wrong, DeadlineExceeded):

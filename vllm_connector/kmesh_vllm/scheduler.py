@@ -13,19 +13,18 @@ from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Protocol
 
-import numpy as np
 from kmesh.errors import KMeshError
 from kmesh.keys import KEY_BYTES, Extra
-from kmesh.lease import Lease
 from kmesh.session import Session
-
 from kmesh_vllm.config import Settings
 from kmesh_vllm.counts import Counts
+from kmesh_vllm.flights import Flights
 from kmesh_vllm.identity import Identity
 from kmesh_vllm.lookup import Hit, longest_hit
-from kmesh_vllm.metadata import SPAN_RECORD, LoadPlan, LoadReport, StepPlan
+from kmesh_vllm.metadata import LoadPlan, LoadReport, StepPlan
 from kmesh_vllm.quarantine import Quarantine
 from kmesh_vllm.requests import LookedAt, Phase, RequestState, Restore
+from kmesh_vllm.restoring import failed_keys, load_plan, report_corrupt
 from kmesh_vllm.storing import key_at, keys_between, plan_store
 
 logger = logging.getLogger("kmesh_vllm")
@@ -66,8 +65,7 @@ class SchedulerHalf:
         self._shardings = identity.sharding.alternatives()
         self._states: dict[str, RequestState] = {}
         self._loading: dict[str, RequestState] = {}
-        # The request whose load, or lease under way, brings a key's span.
-        self._flights: dict[bytes, RequestState] = {}
+        self._flights = Flights()
         self._loads: list[LoadPlan] = []
         self._quarantine = Quarantine(settings.retry_after_ms / 1000, clock=clock)
         self._reports = ThreadPoolExecutor(1, thread_name_prefix="kmesh-report")
@@ -96,10 +94,6 @@ class SchedulerHalf:
             may_load=may_load and self._settings.load,
             may_store=self._settings.store,
         )
-
-    def known(self, request_id: str) -> bool:
-        """Whether a request was added and has not ended."""
-        return request_id in self._states
 
     def match(self, request_id: str, local: int, total: int) -> Match:
         """How many tokens behind the first ``local`` can be restored.
@@ -135,8 +129,10 @@ class SchedulerHalf:
             self._idle(state)
         if state.phase is Phase.IDLE:
             return self._begin(state, session, local, limit)
-        if state.phase is Phase.ACQUIRING and not self._leased(state):
-            return (0, False) if state.phase is Phase.IDLE else (None, False)
+        if state.phase is Phase.ACQUIRING:
+            answer = self._await_lease(state)
+            if answer is not None:
+                return answer
         return self._promise(state, session, local, limit)
 
     def allocated(self, request_id: str, block_ids: Sequence[int], tokens: int) -> None:
@@ -153,24 +149,14 @@ class SchedulerHalf:
         if state.phase is not Phase.LEASED or restore is None or restore.lease is None:
             raise RuntimeError(f"{request_id}: {tokens} tokens to restore without a lease")
         restore.begin, restore.end = state.local, state.local + tokens
-        ids = block_ids[restore.begin // block : -(-restore.end // block)]
-        self._land(state)
+        ids = list(block_ids[restore.begin // block : -(-restore.end // block)])
         if self._sharing:
-            self._take_off(state, keys_between(state, restore.session, restore.begin, restore.end))
+            keys = keys_between(state, restore.session, restore.begin, restore.end)
+            self._flights.take_off(state, keys)
         state.phase = Phase.LOADING
         state.failed, state.corrupt = None, []
         self._loading[request_id] = state
-        self._loads.append(
-            LoadPlan(
-                request=request_id,
-                epoch=restore.session.epoch,
-                tp=restore.hit.sharding.tp,
-                spans=_span_records(restore, restore.lease).tobytes(),
-                begin=restore.begin,
-                end=restore.end,
-                blocks=np.asarray(ids, np.int64).tobytes(),
-            )
-        )
+        self._loads.append(load_plan(state, restore, restore.lease, ids))
 
     def plan(
         self,
@@ -216,8 +202,7 @@ class SchedulerHalf:
         state = self._states.pop(request_id, None)
         if state is None:
             return None
-        state.finished = True
-        self._land(state)
+        self._flights.land(state)
         # A load under way keeps its lease: the workers still read.
         state.forget_restore()
         return {"kmesh": {"restored_tokens": state.restored}}
@@ -237,7 +222,7 @@ class SchedulerHalf:
                 state.restore.drop()
         self._states.clear()
         self._loading.clear()
-        self._flights.clear()
+        self._flights = Flights()
 
     def _begin(self, state: RequestState, session: Session, local: int, limit: int) -> Match:
         hit = self._look_up(state, session, limit)
@@ -256,15 +241,15 @@ class SchedulerHalf:
             future = session.acquire_async(keys, hit.sharding.shards, prefix=True, timeout=wait)
         except KMeshError:
             return 0, False
-        state.restore = Restore(session, hit, first, future, self._clock() + wait)
+        state.restore = Restore(session, hit, first, limit, future, self._clock() + wait)
         state.phase = Phase.ACQUIRING
         if self._sharing:
             key = key_at(state, session, local)
-            self._take_off(state, (key,) if key else ())
+            self._flights.take_off(state, (key,) if key else ())
         return None, False
 
     def _look_up(self, state: RequestState, session: Session, limit: int) -> Hit | None:
-        at: LookedAt = (session.epoch, session.index.version, limit, self._quarantine.generation)
+        at = self._circumstances(session, limit)
         remembered, hit = state.remembered(at)
         if not remembered:
             welcome = session.welcome
@@ -281,26 +266,26 @@ class SchedulerHalf:
             state.remember(at, hit)
         return hit
 
-    def _leased(self, state: RequestState) -> bool:
-        """Whether the lease has come. A request that waits no longer becomes idle."""
+    def _await_lease(self, state: RequestState) -> Match | None:
+        """None when the lease has come; else what to answer."""
         restore = state.restore
         assert restore is not None
         if not restore.future.done():
             if self._clock() < restore.deadline:
-                return False
+                return None, False
             self.counts.add("acquire_late")
             self._give_up(state)
-            return False
-        self._land(state)
+            return 0, False
         if (error := restore.future.exception()) is not None:
             if not isinstance(error, KMeshError):
                 logger.error("acquire failed", exc_info=error)
             self.counts.add("acquire_refused")
             self._give_up(state)
-            return False
+            return 0, False
+        self._flights.land(state)
         restore.lease = restore.future.result()
         state.phase = Phase.LEASED
-        return True
+        return None
 
     def _promise(self, state: RequestState, session: Session, local: int, limit: int) -> Match:
         restore = state.restore
@@ -321,40 +306,24 @@ class SchedulerHalf:
         """The index promised what Acquire refused: not asked again until the index changes."""
         restore = state.restore
         assert restore is not None
-        session = restore.session
         self._idle(state)
-        block = self._identity.block_tokens
-        for limit in {len(state.tokens) // block * block, (len(state.tokens) - 1) // block * block}:
-            state.remember(
-                (session.epoch, session.index.version, limit, self._quarantine.generation), None
-            )
+        state.remember(self._circumstances(restore.session, restore.limit), None)
+
+    def _circumstances(self, session: Session, limit: int) -> LookedAt:
+        return session.epoch, session.index.version, limit, self._quarantine.generation
 
     def _other_brings(self, state: RequestState, session: Session, local: int) -> bool:
         """Whether the span that this request needs next is on its way for another one."""
         if not self._flights:
             return False
         key = key_at(state, session, local)
-        other = self._flights.get(key) if key else None
-        if other is None or other is state:
-            return False
-        if other.phase is Phase.ACQUIRING and other.restore and other.restore.future.done():
+        if key is None or not self._flights.other(state, key):
             return False
         self._idle(state)
         return True
 
-    def _take_off(self, state: RequestState, keys: tuple[bytes, ...]) -> None:
-        state.flight_keys = keys
-        for key in keys:
-            self._flights.setdefault(key, state)
-
-    def _land(self, state: RequestState) -> None:
-        for key in state.flight_keys:
-            if self._flights.get(key) is state:
-                del self._flights[key]
-        state.flight_keys = ()
-
     def _idle(self, state: RequestState) -> None:
-        self._land(state)
+        self._flights.land(state)
         state.forget_restore()
 
     def _admitted(self, state: RequestState, computed: int) -> None:
@@ -382,10 +351,11 @@ class SchedulerHalf:
     def _loaded(self, state: RequestState) -> None:
         """A load has ended: count it, keep away from what failed, give the lease back."""
         restore = state.restore
-        assert restore is not None and restore.lease is not None
+        assert restore is not None
+        assert restore.lease is not None
         lease, session = restore.lease, restore.session
         span = session.welcome.span_tokens
-        self._land(state)
+        self._flights.land(state)
         good = restore.end if state.failed is None else state.failed
         state.restored += good - restore.begin
         state.local = good
@@ -398,38 +368,13 @@ class SchedulerHalf:
             state.may_load = False
             state.stored = min(state.stored, good // span)
             state.tail_stored = state.complete = False
-            bad = {entry // len(lease.shards) for entry in state.corrupt}
-            if self._client.session is session:
-                # With the daemon gone it is not the span's fault.
-                bad.add(max(good // span - restore.first, 0))
-            for number in bad:
-                self._quarantine.add(lease.keys[number * KEY_BYTES : (number + 1) * KEY_BYTES])
+            # With the daemon gone it is not the span's fault.
+            failed = state.failed if self._client.session is session else None
+            for key in failed_keys(restore, lease, state.corrupt, failed):
+                self._quarantine.add(key)
         state.phase = Phase.IDLE
         state.restore = None
         if state.corrupt:
-            self._reports.submit(_report, session, lease, list(state.corrupt))
+            self._reports.submit(report_corrupt, session, lease, list(state.corrupt))
         else:
             lease.release()
-
-
-def _report(session: Session, lease: Lease, entries: Sequence[int]) -> None:
-    try:
-        with lease:
-            session.report_corrupt(lease, entries)
-    except KMeshError as wrong:
-        logger.warning("could not report corrupt spans: %s", wrong)
-
-
-def _span_records(restore: Restore, lease: Lease) -> np.ndarray[Any, np.dtype[np.void]]:
-    """The leased spans that hold tokens before ``restore.end``."""
-    span = restore.session.welcome.span_tokens
-    shards = len(lease.shards)
-    keys = min(lease.hits, -(-restore.end // span) - restore.first)
-    count = keys * shards
-    records = np.zeros(count, SPAN_RECORD)
-    for name in ("slab", "offset", "length", "root", "tokens"):
-        records[name] = getattr(lease, name)[:count]
-    records["entry"] = np.arange(count)
-    records["part"] = records["entry"] % shards
-    records["start"] = (restore.first + records["entry"] // shards) * span
-    return records

@@ -27,13 +27,18 @@ class StagingRing:
 
     def allocate(self, length: int) -> int | None:
         """Offset of ``length`` free bytes, or None if there are not so many in one piece."""
-        length = -(-max(length, 1) // self._align) * self._align
+        length = self._whole(length)
         with self._lock:
             begin = self._fit(length)
             if begin is None:
                 return None
             self._ranges.append([begin, begin + length, 0])
             return begin
+
+    def fits(self, length: int) -> bool:
+        """Whether ``allocate`` would find so many bytes."""
+        with self._lock:
+            return self._fit(self._whole(length)) is not None
 
     def free(self, offset: int) -> None:
         """Gives a range back.
@@ -50,6 +55,9 @@ class StagingRing:
                 raise ValueError(f"no range of this ring begins at {offset}")
             while self._ranges and self._ranges[0][2]:
                 self._ranges.popleft()
+
+    def _whole(self, length: int) -> int:
+        return -(-max(length, 1) // self._align) * self._align
 
     def _fit(self, length: int) -> int | None:
         if not self._ranges:

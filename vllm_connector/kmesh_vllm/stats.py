@@ -19,7 +19,7 @@ class KMeshStats(KVConnectorStats):  # type: ignore[misc]
     """``data``: amounts by name, see ``counts.NAMES``."""
 
     def reset(self) -> None:
-        self.data = {}
+        self.data.clear()
 
     def aggregate(self, other: KVConnectorStats) -> KVConnectorStats:
         for name, amount in other.data.items():

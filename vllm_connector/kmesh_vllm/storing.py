@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import numpy as np
+
 from kmesh.keys import KEY_BYTES
 from kmesh.session import Session
-
 from kmesh_vllm.lookup import covered
 from kmesh_vllm.metadata import StorePlan
 from kmesh_vllm.requests import RequestState

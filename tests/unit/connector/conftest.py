@@ -1,0 +1,31 @@
+"""A fake daemon, and engines that talk to it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+from mini_engine import MiniEngine
+
+from kmesh.testing import FakeDaemon, Limits
+
+
+@pytest.fixture
+def daemon() -> Iterator[FakeDaemon]:
+    with FakeDaemon(Limits()) as daemon:
+        yield daemon
+
+
+@pytest.fixture
+def engine(daemon: FakeDaemon) -> Iterator[Callable[..., MiniEngine]]:
+    """Makes engines that are closed at the end of the test."""
+    engines: list[MiniEngine] = []
+
+    def make(name: str = "engine", **settings: Any) -> MiniEngine:
+        engines.append(MiniEngine(daemon, name, **settings))
+        return engines[-1]
+
+    yield make
+    for made in engines:
+        made.close()
