@@ -1,18 +1,18 @@
 """Every error that KMesh raises, in one tree.
 
-    KMeshError
-    ├── ConfigError            a setting or an argument is wrong
-    ├── UnsupportedError       this model, engine or machine is not served; says why
-    ├── ConnectionClosed       the session ended (daemon gone, or closed by us)
-    │   └── DaemonUnavailable  no daemon answers on the socket
-    ├── ProtocolError          the peer broke the protocol
-    ├── CorruptionError        bytes do not match their checksum
-    └── RequestError           the daemon refused a call; has code and field
-        ├── InvalidArgument    ├── NotFound           ├── PermissionDenied
-        ├── Unauthenticated    ├── VersionMismatch    ├── NamespaceMismatch
-        ├── Exhausted          ├── TooLarge           ├── DeadlineExceeded
-        ├── Draining           ├── Stale              ├── Unavailable
-        └── InternalError
+KMeshError
+├── ConfigError            a setting or an argument is wrong
+├── UnsupportedError       this model, engine or machine is not served; says why
+├── ConnectionClosed       the session ended (daemon gone, or closed by us)
+│   └── DaemonUnavailable  no daemon answers on the socket
+├── ProtocolError          the peer broke the protocol
+├── CorruptionError        bytes do not match their checksum
+└── RequestError           the daemon refused a call; has code and field
+    ├── InvalidArgument    ├── NotFound           ├── PermissionDenied
+    ├── Unauthenticated    ├── VersionMismatch    ├── NamespaceMismatch
+    ├── Exhausted          ├── TooLarge           ├── DeadlineExceeded
+    ├── Draining           ├── Stale              ├── Unavailable
+    └── InternalError
 """
 
 from __future__ import annotations

@@ -217,9 +217,7 @@ class KeyChain:
             if extra.start < end and extra.start + extra.length > begin:
                 # Relative to the span, and signed: content may begin before it.
                 parts.append(
-                    struct.pack(
-                        "<qqI", extra.start - begin, extra.length, len(extra.identity)
-                    )
+                    struct.pack("<qqI", extra.start - begin, extra.length, len(extra.identity))
                     + extra.identity
                 )
         return _EXTRAS_MARK + b"".join(parts) if parts else b""

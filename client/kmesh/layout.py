@@ -52,16 +52,12 @@ class Shard:
 
     def code(self) -> int:
         """The shard as one u64, as catalog and index store it."""
-        return (
-            self.layer_begin | self.layer_end << 16 | self.head_begin << 32 | self.head_end << 48
-        )
+        return self.layer_begin | self.layer_end << 16 | self.head_begin << 32 | self.head_end << 48
 
     @classmethod
     def from_code(cls, code: int) -> Shard:
         """Inverse of ``code``; ValueError if the ranges are empty."""
-        return cls(
-            code & 0xFFFF, code >> 16 & 0xFFFF, code >> 32 & 0xFFFF, code >> 48 & 0xFFFF
-        )
+        return cls(code & 0xFFFF, code >> 16 & 0xFFFF, code >> 32 & 0xFFFF, code >> 48 & 0xFFFF)
 
 
 @dataclass(frozen=True, slots=True)
