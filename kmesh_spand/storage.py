@@ -65,6 +65,11 @@ class Storage:
         # Every key has a catalog record of its own, sub-keys too.
         self.index = _make("index", index_size(capacity_for(self._entries)))
 
+    def close(self) -> None:
+        """Gives all memory back."""
+        for fd in self.fds:
+            os.close(fd)
+
     @property
     def fds(self) -> list[int]:
         """Every fd that is held."""

@@ -156,6 +156,10 @@ class Supervisor:
             if pid:
                 os.kill(pid, signal.SIGKILL)
                 os.waitpid(pid, 0)
+        if self._to_control is not None:
+            self._to_control.close()
+        self._listener.close()
+        self._storage.close()
         self._remove_sockets()
         os.close(self._lock)
         logger.info("stopped")
@@ -164,26 +168,31 @@ class Supervisor:
 
     def _loop(self) -> None:
         wake, waker = socket.socketpair()
-        for end in (wake, waker):
-            end.setblocking(False)
-        signal.set_wakeup_fd(waker.fileno(), warn_on_full_buffer=False)
-        signal.signal(signal.SIGCHLD, lambda *_: None)
-        for number in (signal.SIGTERM, signal.SIGINT):
-            signal.signal(number, self._on_stop)
-        while not self._done():
-            self._start_due()
-            poll = select.poll()
-            poll.register(wake, select.POLLIN)
-            if self._to_control is not None:
-                poll.register(self._to_control, select.POLLIN)
-            for fd, _ in poll.poll(self._timeout_ms()):
-                if fd == wake.fileno():
-                    with contextlib.suppress(BlockingIOError):
-                        wake.recv(4096)
-                else:
-                    self._hear_control()
-            self._reap()
-        signal.set_wakeup_fd(-1)
+        with wake, waker:
+            for end in (wake, waker):
+                end.setblocking(False)
+            signal.set_wakeup_fd(waker.fileno(), warn_on_full_buffer=False)
+            signal.signal(signal.SIGCHLD, lambda *_: None)
+            for number in (signal.SIGTERM, signal.SIGINT):
+                signal.signal(number, self._on_stop)
+            while not self._done():
+                self._start_due()
+                self._wait(wake)
+                self._reap()
+            signal.set_wakeup_fd(-1)
+
+    def _wait(self, wake: socket.socket) -> None:
+        """Until a signal, a message from control, or the next moment at which something is due."""
+        poll = select.poll()
+        poll.register(wake, select.POLLIN)
+        if self._to_control is not None:
+            poll.register(self._to_control, select.POLLIN)
+        for fd, _ in poll.poll(self._timeout_ms()):
+            if fd == wake.fileno():
+                with contextlib.suppress(BlockingIOError):
+                    wake.recv(4096)
+            else:
+                self._hear_control()
 
     def _done(self) -> bool:
         if self._failed:
@@ -313,12 +322,9 @@ class Supervisor:
             notify("READY=1")
 
     def _reap(self) -> None:
-        for pid in (self._control_pid, self._worker_pid):
-            if not pid:
-                continue
-            found, status = os.waitpid(pid, os.WNOHANG)
-            if found:
-                self._on_death(pid, os.waitstatus_to_exitcode(status))
+        for pid in (self._worker_pid, self._control_pid):
+            if pid and os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT):
+                self._on_death(pid, os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
 
     def _on_death(self, pid: int, status: int) -> None:
         now = time.monotonic()

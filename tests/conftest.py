@@ -1,0 +1,54 @@
+"""Fixtures for all tests."""
+
+from __future__ import annotations
+
+import shutil
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent / "ipc"))
+
+from daemon_process import Daemon
+from leaks import no_leaks
+
+__all__ = ["no_leaks"]
+
+
+@pytest.fixture
+def socket_dir() -> Iterator[Path]:
+    """A directory for sockets that does not exist yet; its path is short, as it must be."""
+    parent = Path(tempfile.mkdtemp(prefix="kmesh-"))
+    yield parent / "s"
+    shutil.rmtree(parent)
+
+
+@pytest.fixture
+def start_spand(socket_dir: Path) -> Iterator[Callable[..., Daemon]]:
+    """Starts daemons (settings as arguments, see ``Daemon``); ends them and reads their logs."""
+    started: list[Daemon] = []
+
+    def start(**settings: object) -> Daemon:
+        daemon = Daemon(socket_dir, **settings)  # type: ignore[arg-type]
+        started.append(daemon)
+        return daemon
+
+    yield start
+    for daemon in started:
+        try:
+            daemon.stop()
+        finally:
+            daemon.kill()
+    for daemon in started:
+        daemon.check_log()
+
+
+@pytest.fixture
+def spand(start_spand: Callable[..., Daemon]) -> Daemon:
+    """A running daemon with 32 MiB."""
+    daemon = start_spand()
+    daemon.wait_populated()
+    return daemon

@@ -1,0 +1,106 @@
+"""Fails a test that leaves something behind: an fd, a child process, a thread, a memfd.
+
+``no_leaks`` is used by every test. What fixtures of a wider scope hold is not counted.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+import threading
+import time
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+#: What ends by itself has this long: a killed child's pipes, gRPC's threads.
+GRACE_SECONDS = 3.0
+
+
+def process_tree(root: int | None = None) -> set[int]:
+    """All descendants of a process (default: this one)."""
+    found: set[int] = set()
+    waiting = [root or os.getpid()]
+    while waiting:
+        for task in Path(f"/proc/{waiting.pop()}/task").glob("*/children"):
+            try:
+                children = {int(pid) for pid in task.read_text().split()}
+            except OSError:
+                continue
+            waiting += children - found
+            found |= children
+    return found
+
+
+def open_fds(pid: int | str = "self") -> Counter[str]:
+    """What a process has open, by the names of its links."""
+    found: Counter[str] = Counter()
+    directory = f"/proc/{pid}/fd"
+    for name in os.listdir(directory):
+        try:
+            link = os.readlink(f"{directory}/{name}")
+        except OSError:
+            continue
+        if not link.startswith(("/proc/", f"/proc/{os.getpid()}/")):
+            found[_kind(link)] += 1
+    return found
+
+
+def _kind(link: str) -> str:
+    """Sockets and pipes by what they are: their numbers say nothing."""
+    return link.partition(":[")[0] if link.startswith(("socket:", "pipe:")) else link
+
+
+def mapped_memfds() -> Counter[str]:
+    """Memfds that this process has mapped."""
+    with open("/proc/self/maps") as maps:
+        return Counter(line.split(maxsplit=5)[5].strip() for line in maps if "/memfd:" in line)
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    fds: Counter[str]
+    children: frozenset[int]
+    threads: frozenset[threading.Thread]
+    memfds: Counter[str]
+
+    @classmethod
+    def take(cls) -> Snapshot:
+        return cls(
+            open_fds(),
+            frozenset(process_tree()),
+            frozenset(threading.enumerate()),
+            mapped_memfds(),
+        )
+
+    def grown(self, now: Snapshot) -> list[str]:
+        """What ``now`` has more than this."""
+        found = [f"fd {link} ×{count}" for link, count in (now.fds - self.fds).items()]
+        found += [f"process {pid} ({_command(pid)})" for pid in now.children - self.children]
+        found += [f"thread {thread.name}" for thread in now.threads - self.threads]
+        found += [f"mapped {link} ×{n}" for link, n in (now.memfds - self.memfds).items()]
+        return found
+
+
+def _command(pid: int) -> str:
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode().strip()
+    except OSError:
+        return "gone"
+
+
+@pytest.fixture(autouse=True)
+def no_leaks() -> Iterator[None]:
+    """Compares before and after; waits a moment for what is on its way out."""
+    gc.collect()
+    before = Snapshot.take()
+    yield
+    deadline = time.monotonic() + GRACE_SECONDS
+    while grown := before.grown(Snapshot.take()):
+        if time.monotonic() > deadline:
+            pytest.fail("the test left behind: " + "; ".join(sorted(grown)))
+        gc.collect()
+        time.sleep(0.02)
