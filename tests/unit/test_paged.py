@@ -255,6 +255,14 @@ def test_a_block_that_is_not_there_moves_nothing(call, blocks: list[int]) -> Non
     assert (engine.image(), span.array.tobytes()) == before
 
 
+@pytest.mark.parametrize("blocks", [[6, 0, 5, 2], [4, 6, 5, 2]])
+@pytest.mark.parametrize("call", [scatter, gather])
+def test_the_first_and_last_wanted_tokens_need_their_blocks(call, blocks: list[int]) -> None:
+    engine, span, _ = engine_and_span()
+    part = span.part(token_begin=15, token_end=17)
+    assert call(engine.layout, [part], blocks) == bytes([Status.BAD_BLOCK])
+
+
 def test_a_bad_block_outside_the_wanted_tokens_does_not_matter() -> None:
     engine, span, _ = engine_and_span()
     part = span.part(token_begin=16, token_end=48)
