@@ -61,6 +61,11 @@ class AsyncChannel:
     def closed(self) -> bool:
         return self._error is not None
 
+    @property
+    def error(self) -> BaseException | None:
+        """Why the connection is over; None while it is not."""
+        return self._error
+
     def guard(self) -> None:
         """RuntimeError unless the caller runs in this channel's event loop."""
         if asyncio.get_running_loop() is not self._loop:
@@ -124,7 +129,7 @@ class AsyncChannel:
             return
         self._error = error or errors.ConnectionClosed("closed")
         if isinstance(error, errors.ProtocolError):
-            logger.error("closing the session: %s", error)
+            logger.error("closing the session: %s", str(error))
         self._loop.remove_reader(self._sock)
         self._loop.remove_writer(self._sock)
         if self._timer is not None:
@@ -220,6 +225,7 @@ class AsyncSession:
         self._channel = AsyncChannel(sock)
         self._slabs: dict[int, SlabMapping] = {}
         self._attaching = asyncio.Lock()
+        self._channel.on_close(self._slabs.clear)
 
     async def open(self, hello: sessions_pb2.Hello, timeout: float) -> AsyncSession:
         """Says Hello and maps the index; errors as ``Session.connect``."""
@@ -232,6 +238,8 @@ class AsyncSession:
             self.index = await self._run(attach, until - time.monotonic())
         except errors.ConnectionClosed as closed:
             self._channel.close()
+            if isinstance(self._channel.error, errors.RequestError):
+                raise self._channel.error from None
             raise errors.DaemonUnavailable(f"hung up while we connected: {closed}") from None
         except errors.DeadlineExceeded:
             self._channel.close()

@@ -50,6 +50,11 @@ class Channel:
         return self._error is not None
 
     @property
+    def error(self) -> BaseException | None:
+        """Why the connection is over; None while it is not."""
+        return self._error
+
+    @property
     def in_callback(self) -> bool:
         """Whether the caller runs in the channel's own thread, which must not wait for itself."""
         return threading.current_thread() is self._thread
@@ -129,7 +134,7 @@ class Channel:
             self._loop()
         except errors.KMeshError as error:
             if isinstance(error, errors.ProtocolError):
-                logger.error("closing the session: %s", error)
+                logger.error("closing the session: %s", str(error))
             self._fail(error)
         except BaseException as error:
             self._fail(errors.ConnectionClosed(f"the session's thread failed: {error!r}"))

@@ -55,11 +55,11 @@ class Reconnect:
         if isinstance(error, _PERMANENT):
             if str(error) not in self._refusals:
                 self._refusals.add(str(error))
-                logger.error("KMesh at %s refuses this client: %s", self._where, error)
+                logger.error("KMesh at %s refuses this client: %s", self._where, str(error))
             return REFUSED_DELAY
         if not self._silent:
             self._silent = True
-            logger.warning("no KMesh at %s (%s); going on without it", self._where, error)
+            logger.warning("no KMesh at %s (%s); going on without it", self._where, str(error))
         return self._next()
 
     def connected(self, epoch: int) -> None:

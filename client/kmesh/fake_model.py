@@ -16,6 +16,7 @@ from kmesh import _host, errors, keys, layout
 from kmesh.fake_state import Limits, Peer, Slab, Span, create_memfd, reopen_read_only
 from kmesh.index import IndexWriter, capacity_for, index_size, tag
 from kmesh.mapping import Mapping
+from kmesh.memory import STAGING_ALIGN
 from kmesh.v1 import common_pb2, sessions_pb2, spans_pb2
 
 OK, MISS, PENDING, CORRUPT, EXISTS = 0, 1, 2, 3, 4
@@ -35,8 +36,9 @@ class Model:
         size = index_size(capacity_for(limits.max_spans * 4))
         self._index_size = size
         self._index_fd = create_memfd("kmesh-index", size)
-        self._index = IndexWriter(Mapping(self._index_fd, size, writable=True), self.epoch)
-        self.slabs = []
+        self._index_memory = Mapping(self._index_fd, size, writable=True)
+        self._index = IndexWriter(self._index_memory, self.epoch)
+        self.slabs: list[Slab] = []
         for number in range(limits.slabs):
             fd = create_memfd(f"kmesh-slab-{number}", limits.slab_bytes)
             memory = Mapping(fd, limits.slab_bytes, writable=True)
@@ -46,11 +48,14 @@ class Model:
 
     def close(self) -> None:
         """The end of this boot: its index holds nothing any more."""
-        self._index.poison()
         for peer in list(self.peers):
             self.end(peer)
-        for fd in (self._index_fd, *(slab.fd for slab in self.slabs)):
-            os.close(fd)
+        self._index.poison()
+        self._index_memory.close()
+        os.close(self._index_fd)
+        for slab in self.slabs:
+            slab.memory.close()
+            os.close(slab.fd)
 
     def hello(self, body: sessions_pb2.Hello) -> tuple[Peer, sessions_pb2.Welcome]:
         for name, mine in (
@@ -59,18 +64,18 @@ class Model:
         ):
             theirs = getattr(body, name)
             if theirs != mine:
-                raise errors.VersionMismatch(f"{theirs} is not {mine}", field=name)
+                raise errors.VersionMismatch(f"{theirs} is not {mine}", field=f"hello.{name}")
         if body.role not in (SCHEDULER, WORKER, TOOL):
-            raise errors.InvalidArgument("not a role", field="role")
+            raise errors.InvalidArgument("not a role", field="hello.role")
         if body.role != TOOL and not body.engine_id:
-            raise errors.InvalidArgument("an engine has an id", field="engine_id")
+            raise errors.InvalidArgument("an engine has an id", field="hello.engine_id")
         namespace = dict(body.namespace)
         for other in self.peers.values():
             if body.engine_id and other.engine == body.engine_id:
                 for name in sorted(namespace.keys() | other.namespace.keys()):
                     if namespace.get(name) != other.namespace.get(name):
                         raise errors.NamespaceMismatch(
-                            "sessions of one engine disagree", field=f"namespace.{name}"
+                            "sessions of one engine disagree", field=f"hello.namespace.{name}"
                         )
         peer = Peer(self._next(), body.role, body.engine_id, namespace)
         self.peers[peer.id] = peer
@@ -97,7 +102,8 @@ class Model:
             self._drop(span)
         for lease in list(peer.leases):
             self._release(peer, lease)
-        peer.reservations.clear()
+        if peer.staging is not None:
+            peer.staging.close()
 
     def handle(self, peer: Peer, body: Message) -> tuple[Message, int]:
         """The answer and the descriptor to go with it (-1: none; the caller closes it)."""
@@ -152,10 +158,9 @@ class Model:
     def _attach_staging(self, peer: Peer, size: int) -> tuple[Message, int]:
         if peer.staging is not None:
             raise errors.InvalidArgument("this session has staging", field="attach_staging")
-        if size < 1:
-            raise errors.InvalidArgument("no size", field="attach_staging.size")
+        if size < 1 or size % layout.PAGE_BYTES:
+            raise errors.InvalidArgument("not whole pages", field="attach_staging.size")
         used = sum(p.staging.size for p in self.peers.values() if p.staging)
-        size = -(-size // layout.PAGE_BYTES) * layout.PAGE_BYTES
         if used + size > self.limits.max_staging_bytes:
             raise errors.Exhausted("staging is used up", field="attach_staging.size")
         fd = create_memfd("kmesh-staging", size, mode=0o600)
@@ -251,6 +256,8 @@ class Model:
             raise errors.InvalidArgument("not parallel", field="commit.staging_offset")
         size = peer.staging.size if peer.staging else 0
         for reservation, offset in zip(body.reservation, body.staging_offset, strict=True):
+            if offset % STAGING_ALIGN:
+                raise errors.InvalidArgument("not aligned", field="commit.staging_offset")
             span = peer.reservations.get(reservation)
             if span and offset + span.length > size:
                 raise errors.InvalidArgument(

@@ -8,10 +8,13 @@ from kmesh import errors
 from kmesh.calls import Procedure
 from kmesh.handles import Handle, HandleKind
 from kmesh.index import IndexReader
-from kmesh.layout import TILE_BYTES, slab_capacity, sums_bytes
+from kmesh.layout import PAGE_BYTES, TILE_BYTES, slab_capacity, sums_bytes
 from kmesh.mapping import Mapping
 from kmesh.v1 import sessions_pb2
 from kmesh.wire import Answer
+
+#: Payloads begin at multiples of this in the staging.
+STAGING_ALIGN = 64
 
 
 class SlabMapping:
@@ -58,6 +61,8 @@ class SlabMapping:
 
 class Staging:
     """Memory of this session's own, mapped writable: what is committed is read from here.
+
+    Payloads begin at multiples of ``STAGING_ALIGN`` bytes.
 
     Attributes:
         address: of the first byte.
@@ -128,7 +133,8 @@ def attach_slab(slab: int) -> Procedure[SlabMapping]:
 
 
 def attach_staging(size: int) -> Procedure[Staging]:
-    """Staging of at least ``size`` bytes."""
+    """Staging of ``size`` bytes, rounded up to whole pages."""
+    size = -(-size // PAGE_BYTES) * PAGE_BYTES
     answer = yield sessions_pb2.AttachStaging(size=size)
     handle = _handle(answer)
     try:

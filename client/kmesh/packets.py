@@ -86,7 +86,11 @@ def receive(sock: socket.socket, size: int) -> tuple[bytes, list[int]]:
         BlockingIOError: none is there.
         ProtocolError: the packet or its descriptors were cut short; the connection must end.
     """
-    data, ancillary, flags, _ = sock.recvmsg(size, _ANCILLARY_BYTES, socket.MSG_CMSG_CLOEXEC)
+    try:
+        data, ancillary, flags, _ = sock.recvmsg(size, _ANCILLARY_BYTES, socket.MSG_CMSG_CLOEXEC)
+    except ConnectionResetError:
+        # The peer closed without reading all of ours; its last words are behind this error.
+        data, ancillary, flags, _ = sock.recvmsg(size, _ANCILLARY_BYTES, socket.MSG_CMSG_CLOEXEC)
     fds: list[int] = []
     for level, kind, content in ancillary:
         if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:

@@ -91,16 +91,18 @@ class Session:
         self._channel = Channel(sock)
         self._slabs: dict[int, SlabMapping] = {}
         self._attaching = threading.Lock()
+        # Memory of a daemon that is gone is not kept from the machine by a cache.
+        self._channel.on_close(self._slabs.clear)
         try:
             until = time.monotonic() + timeout
             self.welcome = self._run(calls.hello(hello), timeout)
             self.epoch = self._channel.exchange.epoch or 0
             self._channel.exchange.max_message_bytes = self.welcome.max_message_bytes
             self.index = self._run(memory.attach_index(self.epoch), until - time.monotonic())
-        except errors.DaemonUnavailable:
-            raise
         except errors.ConnectionClosed as closed:
             self._channel.close()
+            if isinstance(self._channel.error, errors.RequestError):
+                raise self._channel.error from None
             raise errors.DaemonUnavailable(f"hung up while we connected: {closed}") from None
         except errors.DeadlineExceeded:
             self._channel.close()
@@ -159,7 +161,10 @@ class Session:
         return self._channel.exchange.pending + self._channel.exchange.unanswered
 
     def close(self) -> None:
-        """Ends the session: leases, reservations and staging with it. Mappings stay."""
+        """Ends the session: leases, reservations and staging with it.
+
+        Memory stays mapped as long as its ``SlabMapping`` or ``Staging`` is held.
+        """
         self._channel.close()
 
     def on_close(self, callback: Callable[[], None]) -> None:
@@ -217,7 +222,10 @@ class Session:
     def commit(
         self, reservations: Sequence[int], offsets: Sequence[int], timeout: float | None = None
     ) -> list[int]:
-        """Makes spans visible whose payloads lie in the staging at ``offsets`` (bytes).
+        """Makes spans visible whose payloads lie in the staging at ``offsets``.
+
+        Args:
+            offsets: bytes from the staging's start, multiples of 64 (``memory.STAGING_ALIGN``).
 
         Returns a ``kmesh.v1.Reason`` for each, when they are visible: 0 is OK. The staging may be
         written again from then on.
@@ -243,6 +251,8 @@ class Session:
     def slab(self, slab_id: int, timeout: float | None = None) -> SlabMapping:
         """A slab, mapped at the first call; later calls cost a dictionary look-up.
 
+        Hold it as long as its addresses are used.
+
         Raises:
             NotFound: no such slab.
             UnsupportedError: it is not host memory.
@@ -261,7 +271,7 @@ class Session:
         return self._run(memory.export_slab(slab_id), timeout)[0]
 
     def staging(self, size: int, timeout: float | None = None) -> Staging:
-        """Memory of ``size`` bytes to write spans in; a session gets it once.
+        """Memory of ``size`` bytes, in whole pages, to write spans in; a session gets it once.
 
         Raises:
             Exhausted: the daemon's limit for staging is reached.

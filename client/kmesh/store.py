@@ -11,7 +11,7 @@ from kmesh import _host, errors
 from kmesh.calls import ReserveBatch
 from kmesh.keys import KEY_BYTES
 from kmesh.lease import REASON_OK, Lease
-from kmesh.memory import SlabMapping, Staging
+from kmesh.memory import STAGING_ALIGN, SlabMapping, Staging
 from kmesh.session import Session
 
 
@@ -54,7 +54,7 @@ def put_spans(
                 with memoryview(payloads[i]) as view:
                     staging.view()[used : used + view.nbytes] = view.cast("B")
                 offsets.append(used)
-                used += batch.length[i]
+                used += -(-batch.length[i] // STAGING_ALIGN) * STAGING_ALIGN
             ids = [reserved.reservation[i] for i in wanted[: len(offsets)]]
             for i, reason in zip(wanted, session.commit(ids, offsets), strict=False):
                 reasons[i] = reason

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -40,12 +40,6 @@ def daemon(tmp_path: Path) -> Iterator[FakeDaemon]:
 
 
 @pytest.fixture
-async def session(daemon: FakeDaemon, tmp_path: Path) -> AsyncIterator[AsyncSession]:
-    async with await AsyncSession.connect(tmp_path, role=Role.TOOL) as opened:
-        yield opened
-
-
-@pytest.fixture
 def key(daemon: FakeDaemon) -> bytes:
     """Of a span that is stored."""
     name = os.urandom(32)
@@ -55,97 +49,103 @@ def key(daemon: FakeDaemon) -> bytes:
     return name
 
 
-async def test_store_and_read(session: AsyncSession) -> None:
-    payload = os.urandom(100_000)
-    key = os.urandom(32)
-    staging = await session.staging(len(payload))
-    staging.view()[: len(payload)] = payload
-    reserved = await session.reserve(ReserveBatch(b"n" * 32, SHARD, key, [64], [0], [len(payload)]))
-    assert reserved.reason == [0]
-    assert await session.commit(reserved.reservation, [0]) == [0]
-    assert session.index.probe(key, [SHARD.code()]).hits == 1
-    with await session.acquire(key, [SHARD]) as lease:
-        slab = await session.slab(lease.slab[0])
-        assert read_mapped(slab, lease, 0) == payload
-        assert await session.report_corrupt(lease, [0]) == 1
-    handle = await session.export_slab(0)
-    os.close(handle.fd)
-    assert await session.abort([12345]) == 0
-    await session.ping()
+async def test_store_and_read(daemon: FakeDaemon, tmp_path: Path) -> None:
+    async with await AsyncSession.connect(tmp_path, role=Role.TOOL) as session:
+        payload = os.urandom(100_000)
+        key = os.urandom(32)
+        staging = await session.staging(len(payload))
+        staging.view()[: len(payload)] = payload
+        reserved = await session.reserve(
+            ReserveBatch(b"n" * 32, SHARD, key, [64], [0], [len(payload)])
+        )
+        assert reserved.reason == [0]
+        assert await session.commit(reserved.reservation, [0]) == [0]
+        assert session.index.probe(key, [SHARD.code()]).hits == 1
+        with await session.acquire(key, [SHARD]) as lease:
+            slab = await session.slab(lease.slab[0])
+            assert read_mapped(slab, lease, 0) == payload
+            assert await session.report_corrupt(lease, [0]) == 1
+        handle = await session.export_slab(0)
+        os.close(handle.fd)
+        assert await session.abort([12345]) == 0
+        await session.ping()
 
 
 async def test_a_cancelled_acquire_holds_nothing(
-    daemon: FakeDaemon, session: AsyncSession, key: bytes
+    daemon: FakeDaemon, tmp_path: Path, key: bytes
 ) -> None:
-    daemon.delay("acquire", 0.2)
-    task = asyncio.create_task(session.acquire(key, [SHARD]))
-    await until(lambda: daemon.leases == 1)
-    task.cancel()
-    with pytest.raises(asyncio.CancelledError):
-        await task
-    assert session.pending == 1
-    await until(lambda: daemon.leases == 0 and session.pending == 0)
-
-
-async def test_an_acquire_cancelled_just_as_it_is_answered_holds_nothing(
-    daemon: FakeDaemon, session: AsyncSession, key: bytes
-) -> None:
-    for _ in range(5):
+    async with await AsyncSession.connect(tmp_path, role=Role.TOOL) as session:
+        daemon.delay("acquire", 0.2)
         task = asyncio.create_task(session.acquire(key, [SHARD]))
-        await asyncio.sleep(0)
-        # The answer is read while the task can't run; then the task is cancelled.
-        while daemon.leases == 0:
-            await asyncio.sleep(0)
-        session._channel._readable()
+        await until(lambda: daemon.leases == 1)
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
             await task
+        assert session.pending == 1
         await until(lambda: daemon.leases == 0 and session.pending == 0)
 
 
-async def test_deadlines(daemon: FakeDaemon, session: AsyncSession, key: bytes) -> None:
-    daemon.delay("acquire", 0.3)
-    with pytest.raises(errors.DeadlineExceeded):
-        await session.acquire(key, [SHARD], timeout=0.05)
-    await until(lambda: daemon.leases == 0 and session.pending == 0)
-    daemon.delay("acquire", 0.3)
-    with pytest.raises(TimeoutError):
-        async with asyncio.timeout(0.05):
-            await session.acquire(key, [SHARD])
-    await until(lambda: daemon.leases == 0 and session.pending == 0)
-
-
-async def test_many_calls_at_once(daemon: FakeDaemon, session: AsyncSession, key: bytes) -> None:
-    for i in range(10):
-        daemon.delay("acquire", 0.01 * (10 - i))
-    leases = await asyncio.gather(*(session.acquire(key, [SHARD]) for _ in range(50)))
-    assert [lease.hits for lease in leases] == [1] * 50
-    slabs = await asyncio.gather(*(session.slab(0) for _ in range(10)))
-    assert len({id(slab) for slab in slabs}) == 1
-    # A lease may be given back from any thread.
-    with ThreadPoolExecutor(1) as pool:
-        for lease in leases:
-            await asyncio.wrap_future(pool.submit(lease.release))
-    await until(lambda: daemon.leases == 0)
-
-
-async def test_the_end_of_the_connection(
-    daemon: FakeDaemon, session: AsyncSession, key: bytes
+async def test_an_acquire_cancelled_just_as_it_is_answered_holds_nothing(
+    daemon: FakeDaemon, tmp_path: Path, key: bytes
 ) -> None:
-    lease = await session.acquire(key, [SHARD])
-    ended = asyncio.Event()
-    session.on_close(ended.set)
-    daemon.delay("ping", 60)
-    waiting = asyncio.create_task(session.ping())
-    await asyncio.sleep(0.05)
-    daemon.disconnect()
-    with pytest.raises(errors.ConnectionClosed):
-        await waiting
-    await asyncio.wait_for(ended.wait(), 5)
-    assert session.closed
-    lease.release()
-    with pytest.raises(errors.ConnectionClosed):
-        await session.ping()
+    async with await AsyncSession.connect(tmp_path, role=Role.TOOL) as session:
+        for _ in range(5):
+            task = asyncio.create_task(session.acquire(key, [SHARD]))
+            await asyncio.sleep(0)
+            # The answer is read while the task can't run; then the task is cancelled.
+            while daemon.leases == 0:
+                await asyncio.sleep(0)
+            session._channel._readable()
+            task.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await task
+            await until(lambda: daemon.leases == 0 and session.pending == 0)
+
+
+async def test_deadlines(daemon: FakeDaemon, tmp_path: Path, key: bytes) -> None:
+    async with await AsyncSession.connect(tmp_path, role=Role.TOOL) as session:
+        daemon.delay("acquire", 0.3)
+        with pytest.raises(errors.DeadlineExceeded):
+            await session.acquire(key, [SHARD], timeout=0.05)
+        await until(lambda: daemon.leases == 0 and session.pending == 0)
+        daemon.delay("acquire", 0.3)
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(0.05):
+                await session.acquire(key, [SHARD])
+        await until(lambda: daemon.leases == 0 and session.pending == 0)
+
+
+async def test_many_calls_at_once(daemon: FakeDaemon, tmp_path: Path, key: bytes) -> None:
+    async with await AsyncSession.connect(tmp_path, role=Role.TOOL) as session:
+        for i in range(10):
+            daemon.delay("acquire", 0.01 * (10 - i))
+        leases = await asyncio.gather(*(session.acquire(key, [SHARD]) for _ in range(50)))
+        assert [lease.hits for lease in leases] == [1] * 50
+        slabs = await asyncio.gather(*(session.slab(0) for _ in range(10)))
+        assert len({id(slab) for slab in slabs}) == 1
+        # A lease may be given back from any thread.
+        with ThreadPoolExecutor(1) as pool:
+            for lease in leases:
+                await asyncio.wrap_future(pool.submit(lease.release))
+        await until(lambda: daemon.leases == 0)
+
+
+async def test_the_end_of_the_connection(daemon: FakeDaemon, tmp_path: Path, key: bytes) -> None:
+    async with await AsyncSession.connect(tmp_path, role=Role.TOOL) as session:
+        lease = await session.acquire(key, [SHARD])
+        ended = asyncio.Event()
+        session.on_close(ended.set)
+        daemon.delay("ping", 60)
+        waiting = asyncio.create_task(session.ping())
+        await asyncio.sleep(0.05)
+        daemon.disconnect()
+        with pytest.raises(errors.ConnectionClosed):
+            await waiting
+        await asyncio.wait_for(ended.wait(), 5)
+        assert session.closed
+        lease.release()
+        with pytest.raises(errors.ConnectionClosed):
+            await session.ping()
 
 
 async def test_refusals(daemon: FakeDaemon, tmp_path: Path) -> None:
@@ -162,12 +162,14 @@ async def test_refusals(daemon: FakeDaemon, tmp_path: Path) -> None:
     await until(lambda: open_fds() == before)
 
 
-async def test_another_loop_is_refused(session: AsyncSession) -> None:
-    def elsewhere() -> None:
-        with pytest.raises(RuntimeError, match="event loop"):
-            asyncio.run(session.ping())
+async def test_another_loop_is_refused(daemon: FakeDaemon, tmp_path: Path) -> None:
+    async with await AsyncSession.connect(tmp_path, role=Role.TOOL) as session:
 
-    await asyncio.to_thread(elsewhere)
+        def elsewhere() -> None:
+            with pytest.raises(RuntimeError, match="event loop"):
+                asyncio.run(session.ping())
+
+        await asyncio.to_thread(elsewhere)
 
 
 async def test_the_descriptor_count_stays_flat(daemon: FakeDaemon, tmp_path: Path) -> None:

@@ -311,7 +311,7 @@ def test_what_a_hello_says(daemon: FakeDaemon) -> None:
         other = Namespace("m", "w", "float16", 2, 2, 4)
         with pytest.raises(errors.NamespaceMismatch) as refused:
             daemon.connect(role=Role.WORKER, engine_id="e", namespace=other)
-        assert refused.value.field == "namespace.dtype"
+        assert refused.value.field == "hello.namespace.dtype"
         with daemon.connect(role=Role.WORKER, engine_id="e", namespace=space) as second:
             assert second.welcome.session_id != first.welcome.session_id
 
@@ -353,6 +353,7 @@ def raw() -> Iterator[Raw]:
     peer = Raw()
     yield peer
     peer.session.close()
+    del peer.session
     peer.ours.close()
 
 
@@ -387,6 +388,19 @@ def test_a_descriptor_that_nobody_asked_for_ends_the_session(
         future.result(5)
     broken(raw, caplog)
     until(lambda: open_fds() == before - 2)
+
+
+def test_the_last_words_of_a_daemon_that_hangs_up_are_heard() -> None:
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    theirs.setblocking(False)
+    theirs.send(b"never read")
+    response = frames.Response(id=0)
+    response.status.code = 7
+    response.status.message = "file descriptors: none is left"
+    ours.send(response.SerializeToString())
+    ours.close()
+    with pytest.raises(errors.Exhausted, match="none is left"):
+        Session(theirs, sessions_pb2.Hello(), 5.0)
 
 
 def test_a_packet_that_is_too_long_ends_the_session(
