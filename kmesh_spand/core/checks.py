@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from kmesh.layout import Shard
-
 from kmesh_spand.core.codes import Code
 from kmesh_spand.core.config import STAGING_ALIGN, CoreConfig
 from kmesh_spand.core.effects import Refused

@@ -6,7 +6,6 @@ import itertools
 from collections.abc import Callable
 
 from kmesh.layout import TILE_BYTES
-
 from kmesh_spand.core import events as ev
 from kmesh_spand.core.codes import Code
 from kmesh_spand.core.config import CoreConfig
@@ -67,7 +66,7 @@ class Core:
     def __init__(self, config: CoreConfig, policy: Policy | None = None) -> None:
         self.config = config
         self.counters: dict[str, int] = dict.fromkeys(COUNTERS, 0)
-        self._store = SpanStore(config.max_spans, policy or LRU(), self.counters)
+        self._store = SpanStore(config.max_spans, policy or LRU(config.max_spans), self.counters)
         self._book = SessionBook()
         jobs = itertools.count(1)
         self._verifier = Verifier(self._store, config.max_verify, jobs)
@@ -216,6 +215,7 @@ class Core:
         table = self._store.table
         tick = now_ms >> TICK_SHIFT
         stored = table.state[row] in STORED
+        idle = stored and not table.pins[row]
         return SpanRow(
             slot=row - 1,
             key=table.key_of(row),
@@ -230,7 +230,7 @@ class Core:
             state=State(table.state[row]).name.lower(),
             leases=table.pins[row],
             age_ms=max(0, tick - table.born[row] << TICK_SHIFT) if stored else 0,
-            idle_ms=max(0, tick - table.used[row] << TICK_SHIFT) if stored else 0,
+            idle_ms=max(0, tick - table.used[row] << TICK_SHIFT) if idle else 0,
         )
 
     def namespaces(self) -> list[NamespaceRow]:

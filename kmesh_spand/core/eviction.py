@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from kmesh.layout import tiles
-
 from kmesh_spand.core.codes import Reason
 from kmesh_spand.core.states import EVICTABLE
 from kmesh_spand.core.store import SpanStore

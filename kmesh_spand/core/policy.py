@@ -30,15 +30,17 @@ class LRU(Policy):
     """Least recently used first. A span counts as used until its last lease has ended.
 
     A doubly linked list over two columns; row 0 is its head and tail.
+
+    Args:
+        max_rows: highest row.
     """
 
-    def __init__(self) -> None:
-        self._next = array("I", [0])
-        self._before = array("I", [0])
+    def __init__(self, max_rows: int) -> None:
+        self._next = array("I", bytes(4 * (max_rows + 1)))
+        self._before = array("I", bytes(4 * (max_rows + 1)))
 
     def add(self, rows: Sequence[int]) -> None:
         """O(len(rows)); a row must not be in the list."""
-        self._grow(max(rows, default=0))
         after, before = self._next, self._before
         last = before[0]
         for row in rows:
@@ -62,10 +64,3 @@ class LRU(Policy):
         while row:
             yield row
             row = self._next[row]
-
-    def _grow(self, row: int) -> None:
-        missing = row + 1 - len(self._next)
-        if missing > 0:
-            step = max(missing, 4096, len(self._next) // 8)
-            self._next.frombytes(bytes(4 * step))
-            self._before.frombytes(bytes(4 * step))

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import struct
 from collections.abc import Sequence
 
 from kmesh.layout import TILE_BYTES
-
 from kmesh_spand.core.checks import check_acquire, too_many
 from kmesh_spand.core.codes import Code, Reason
 from kmesh_spand.core.config import CoreConfig
@@ -46,22 +44,7 @@ class Reading:
             return Refused(Code.EXHAUSTED, "too many open leases", "keys")
         counters, table = self._store.counters, self._store.table
         rows = self._find(event)
-        states = gather(rows, table.state)[0]
-        reasons: Sequence[int]
-        if states.count(_COMMITTED) == len(rows):
-            reasons, held, missing = [0] * len(rows), rows, 0
-        else:
-            reasons = self._sort_out(rows, len(event.shards), event.prefix)
-            held = [row for row in rows if row]
-            missing = reasons.count(Reason.MISS)
-        entries = len(event.keys) // KEY_BYTES * len(event.shards)
-        counters["hits"] += len(held)
-        counters["pending"] += len(rows) - len(held) - missing
-        counters["misses"] += missing + entries - len(rows)
-        if not rows:
-            return AcquireResult(0, [Reason.MISS] * entries, *([[0] * entries] * 6))
-        slab, tile, length, tokens, generation, root = gather(
-            rows,
+        columns = (
             table.slab,
             table.tile,
             table.length,
@@ -69,6 +52,21 @@ class Reading:
             table.generation,
             table.root,
         )
+        states, *values = gather(rows, table.state, *columns)
+        reasons: Sequence[int]
+        if states.count(_COMMITTED) == len(rows):
+            reasons, held, missing = [0] * len(rows), rows, 0
+        else:
+            reasons = self._sort_out(rows, len(event.shards), event.prefix)
+            held = [row for row in rows if row]
+            missing = reasons.count(Reason.MISS)
+            values = gather(rows, *columns)
+        entries = len(event.keys) // KEY_BYTES * len(event.shards)
+        counters["acquires"] += 1
+        counters["hits"] += len(held)
+        counters["pending"] += len(rows) - len(held) - missing
+        counters["misses"] += missing + entries - len(rows)
+        slab, tile, length, tokens, generation, root = values
         lease = 0
         if held:
             self._store.pin(held)
@@ -88,12 +86,14 @@ class Reading:
 
     def _find(self, event: Acquire) -> list[int]:
         """Rows of all entries, key-major; for a prefix, up to the first key not found."""
-        words = struct.unpack(f"<{len(event.keys) // 8}Q", event.keys)[::4]
-        find = self._store.table.find_run
-        if len(event.shards) == 1:
-            return find(event.keys, words, event.shards[0], prefix=event.prefix)
-        runs = [find(event.keys, words, code, prefix=event.prefix) for code in event.shards]
-        return [row for key in zip(*runs, strict=False) for row in key]
+        find = self._store.table.find_all
+        runs = [find(event.keys, code) for code in event.shards]
+        if event.prefix:
+            known = min(run.index(0) + 1 if 0 in run else len(run) for run in runs)
+            runs = [run[:known] for run in runs]
+        return (
+            runs[0] if len(runs) == 1 else [row for key in zip(*runs, strict=True) for row in key]
+        )
 
     def _sort_out(self, rows: list[int], shards: int, prefix: bool) -> list[int]:
         """Reasons of all rows; what can't be leased becomes 0 in ``rows``."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from kmesh.layout import TILE_BYTES, Shard, tiles
-
 from kmesh_spand.core.allocator import QUARANTINE
 from kmesh_spand.core.config import CoreConfig
 from kmesh_spand.core.effects import PutRecord
@@ -42,7 +41,6 @@ class Recovery:
                 store.counters["recovered_dropped"] += 1
                 continue
             seen.add(slot)
-            table.resize(slot + 2)
             table.generation[slot + 1] = record.generation
             if record.state is not State.FREE:
                 held.append(slot + 1)

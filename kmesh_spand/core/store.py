@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from kmesh.layout import TILE_BYTES, tiles
-
 from kmesh_spand.core.allocator import QUARANTINE, Slab
 from kmesh_spand.core.effects import Effect, Publish, PutRecord, Unpublish
 from kmesh_spand.core.policy import Policy
@@ -65,7 +64,9 @@ class SpanStore:
         self.tick = now_ms >> TICK_SHIFT & _TICKS
 
     def add_slab(self, number: int, capacity: int) -> None:
-        """A slab of ``capacity`` bytes, none of them populated."""
+        """A slab of ``capacity`` bytes, none of them populated; ValueError if it can't be."""
+        if number in self.slabs or not 0 <= number <= 0xFFFF or capacity < TILE_BYTES:
+            raise ValueError(f"slab {number} of {capacity} bytes is known already, or none")
         self.slabs[number] = Slab(capacity // TILE_BYTES)
         self.grew_ms[number] = self.now_ms
 
@@ -223,14 +224,13 @@ class SpanStore:
 
     def pin(self, rows: Sequence[int]) -> None:
         """One lease more on each row (all COMMITTED); a row may occur more than once."""
-        pins, used, tick = self.table.pins, self.table.used, self.tick
+        pins = self.table.pins
         fresh: list[int] = []
         for row in rows:
             count = pins[row]
             if not count:
                 fresh.append(row)
             pins[row] = count + 1
-            used[row] = tick
         if fresh:
             self.pinned += len(fresh)
             self.leased_bytes += sum(gather(fresh, self.table.length)[0])

@@ -7,6 +7,7 @@ with linear probing; removal shifts entries back, so there are no tombstones.
 
 from __future__ import annotations
 
+import struct
 from array import array
 from collections.abc import Iterator, Sequence
 from operator import itemgetter
@@ -18,7 +19,7 @@ from kmesh_spand.core.tags import splitmix64
 KEY_BYTES = 32
 #: An entry lies at most this many places after its own; a key that finds none is not stored.
 PROBE_LIMIT = 256
-_GROW_ROWS = 4096
+_KEY = struct.Struct("<4Q")
 _MAX_SHARDS = 0xFFFF
 _MAX_NAMESPACES = 0xFFFF_FFFE
 
@@ -27,34 +28,36 @@ class SpanTable:
     """Columns of all slots, and the hash from (key, shard) to row.
 
     Attributes (each indexed by row):
-        key: 32 bytes a row. shard, space: numbers of ``shards`` and ``spaces``.
+        words: the key as four u64, a column each.
+        shard, space: numbers of ``shards`` and ``spaces``.
         state: ``State``. tokens, start: in tokens. slab, tile: where the span begins.
         length: bytes. root: fold of the tile sums. generation: of the slot.
-        pins: leases. born, used: ticks of the commit and of the last lease.
+        pins: leases. born, used: ticks of the commit and of the end of the last lease.
     An alias holds its span's row in ``tile`` and the span's next alias in ``start``.
     """
 
     def __init__(self, max_spans: int) -> None:
         self.max_rows = max_spans
         self.rows = 0
-        self.key = bytearray()
-        self.state = bytearray()
-        self.shard = array("H")
-        self.tokens = array("H")
-        self.slab = array("H")
-        self.space = array("I")
-        self.tile = array("I")
-        self.length = array("I")
-        self.start = array("I")
-        self.generation = array("I")
-        self.pins = array("I")
-        self.born = array("I")
-        self.used = array("I")
-        self.root = array("Q")
+        rows = max_spans + 1
+        self.words = tuple(array("Q", bytes(8 * rows)) for _ in range(4))
+        self.state = bytearray(rows)
+        self.shard = array("H", bytes(2 * rows))
+        self.tokens = array("H", bytes(2 * rows))
+        self.slab = array("H", bytes(2 * rows))
+        self.space = array("I", bytes(4 * rows))
+        self.tile = array("I", bytes(4 * rows))
+        self.length = array("I", bytes(4 * rows))
+        self.start = array("I", bytes(4 * rows))
+        self.generation = array("I", bytes(4 * rows))
+        self.pins = array("I", bytes(4 * rows))
+        self.born = array("I", bytes(4 * rows))
+        self.used = array("I", bytes(4 * rows))
+        self.root = array("Q", bytes(8 * rows))
         self.shards: Interner[int] = Interner(_MAX_SHARDS)
         self.spaces: Interner[bytes] = Interner(_MAX_NAMESPACES)
         self.keyed = 0
-        self._words = (
+        self._cleared = (
             self.shard,
             self.tokens,
             self.slab,
@@ -62,7 +65,6 @@ class SpanTable:
             self.tile,
             self.length,
             self.start,
-            self.generation,
             self.pins,
             self.born,
             self.used,
@@ -72,20 +74,8 @@ class SpanTable:
         places = 1 << (max_spans + max_spans // 2).bit_length()
         self._index = array("I", bytes(4 * places))
         self._mask = places - 1
-        self.resize(1)
 
     # Rows
-
-    def resize(self, rows: int) -> None:
-        """Give every row below ``rows`` its columns."""
-        missing = rows - len(self.state)
-        if missing <= 0:
-            return
-        step = min(max(missing, _GROW_ROWS, len(self.state) // 8), self.max_rows + 1)
-        self.key += bytes(KEY_BYTES * step)
-        self.state += bytes(step)
-        for column in self._words:
-            column.frombytes(bytes(column.itemsize * step))
 
     @property
     def vacant(self) -> int:
@@ -99,22 +89,19 @@ class SpanTable:
         if self.rows == self.max_rows:
             raise IndexError("no free row")
         self.rows += 1
-        self.resize(self.rows + 1)
         return self.rows
 
     def claim_rows(self, taken: Sequence[int]) -> None:
         """Take given rows, of a table that has none yet (recovery)."""
         self.rows = max(taken, default=0)
-        self.resize(self.rows + 1)
         held = set(taken)
         self._free = array("I", (row for row in range(self.rows, 0, -1) if row not in held))
 
     def give_row(self, row: int) -> None:
         """Clear a row (its generation stays) and make it free."""
         self.state[row] = State.FREE
-        for column in self._words:
-            if column is not self.generation:
-                column[row] = 0
+        for column in self._cleared:
+            column[row] = 0
         self._free.append(row)
 
     def free_rows(self) -> Sequence[int]:
@@ -125,55 +112,67 @@ class SpanTable:
 
     def key_of(self, row: int) -> bytes:
         """The 32 bytes of a row's key."""
-        return bytes(self.key[row * KEY_BYTES : (row + 1) * KEY_BYTES])
+        return _KEY.pack(*(column[row] for column in self.words))
 
     def _home(self, row: int) -> int:
-        word = int.from_bytes(self.key[row * KEY_BYTES : row * KEY_BYTES + 8], "little")
-        return (word ^ splitmix64(self.shards.value(self.shard[row]))) & self._mask
+        shard = self.shards.value(self.shard[row])
+        return (self.words[0][row] ^ splitmix64(shard)) & self._mask
 
     def find(self, key: bytes, shard: int) -> int:
         """The row of (key, shard code), or 0."""
-        return self.find_run(key, [int.from_bytes(key[:8], "little")], shard, prefix=True)[0]
-
-    def find_run(self, keys: bytes, words: Sequence[int], shard: int, *, prefix: bool) -> list[int]:
-        """Rows of many keys in one shard (a code); 0 where there is none.
-
-        Args:
-            keys: 32 bytes each.
-            words: the first u64 of each key.
-            prefix: stop after the first key that is missing.
-        """
         number = self.shards.find(shard)
-        if not number:
-            return [0] if prefix and words else [0] * len(words)
-        index, mask, column, shards = self._index, self._mask, self.key, self.shard
-        mix = splitmix64(shard)
-        rows: list[int] = []
-        append = rows.append
-        begin = 0
-        for word in words:
-            place = (word ^ mix) & mask
-            end = begin + KEY_BYTES
-            row = index[place]
-            if row:
-                at = row * KEY_BYTES
-                key = keys[begin:end]
-                if column[at : at + KEY_BYTES] != key or shards[row] != number:
-                    row = self._probe(place, key, number)
-            append(row)
-            if prefix and not row:
-                break
-            begin = end
-        return rows
+        return self._probe(_KEY.unpack(key), number, splitmix64(shard)) if number else 0
 
-    def _probe(self, place: int, key: bytes, number: int) -> int:
-        index, mask, column = self._index, self._mask, self.key
-        for step in range(1, PROBE_LIMIT):
-            row = index[place + step & mask]
+    def find_all(self, keys: bytes, shard: int) -> list[int]:
+        """Rows of many keys (32 bytes each) in one shard (a code); 0 where there is none."""
+        count = len(keys) // KEY_BYTES
+        number = self.shards.find(shard)
+        if not number or not count:
+            return [0] * count
+        words = struct.unpack(f"<{4 * count}Q", keys)
+        index, mask, column, mix = self._index, self._mask, self.words[0], splitmix64(shard)
+        first = words[::4]
+        rows = [index[(word ^ mix) & mask] for word in first]
+        for entry, row in enumerate(rows):
+            word = first[entry]
+            if row and column[row] != word:
+                home = word ^ mix
+                for place in range(home + 1, home + PROBE_LIMIT):
+                    row = index[place & mask]
+                    if not row or column[row] == word:
+                        break
+                else:
+                    row = 0
+                rows[entry] = row
+        if self._are(rows, words, number):
+            return rows
+        return [self._probe(words[at : at + 4], number, mix) for at in range(0, 4 * count, 4)]
+
+    def _are(self, rows: Sequence[int], words: Sequence[int], number: int) -> bool:
+        """Whether all rows other than 0, found by the first word, have these keys and shard."""
+        wanted = [words[word::4] for word in (1, 2, 3)]
+        if 0 in rows:
+            hits = [entry for entry, row in enumerate(rows) if row]
+            if not hits:
+                return True
+            rows = [rows[entry] for entry in hits]
+            wanted = [*gather(hits, *wanted)]
+        *stored, shards = gather(rows, *self.words[1:], self.shard)
+        return stored == wanted and shards.count(number) == len(rows)
+
+    def _probe(self, key: Sequence[int], number: int, mix: int) -> int:
+        index, mask, column = self._index, self._mask, self.words[0]
+        word = key[0]
+        home = word ^ mix
+        for place in range(home, home + PROBE_LIMIT):
+            row = index[place & mask]
             if not row:
                 return 0
-            at = row * KEY_BYTES
-            if column[at : at + KEY_BYTES] == key and self.shard[row] == number:
+            if (
+                column[row] == word
+                and self.shard[row] == number
+                and all(column[row] == part for column, part in zip(self.words, key, strict=True))
+            ):
                 return row
         return 0
 
@@ -188,7 +187,8 @@ class SpanTable:
 
     def insert(self, row: int, key: bytes, shard: int, place: int) -> None:
         """Name a row; ``place`` as ``place_for`` said, with no change of the table since."""
-        self.key[row * KEY_BYTES : (row + 1) * KEY_BYTES] = key
+        for column, word in zip(self.words, _KEY.unpack(key), strict=True):
+            column[row] = word
         self.shard[row] = self.shards.take(shard)
         self._index[place] = row
         self.keyed += 1

@@ -6,7 +6,6 @@ from collections import OrderedDict
 from collections.abc import Iterator
 
 from kmesh.layout import TILE_BYTES
-
 from kmesh_spand.core.effects import Verify
 from kmesh_spand.core.states import State, Trigger
 from kmesh_spand.core.store import SpanStore

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from kmesh.layout import TILE_BYTES, tiles
-
 from kmesh_spand.core.checks import check_commit, check_reserve, invalid, sub_key_count, too_many
 from kmesh_spand.core.codes import Code, Reason
 from kmesh_spand.core.config import CoreConfig
