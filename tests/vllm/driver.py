@@ -12,6 +12,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from daemon_process import Daemon
+
+from kmesh.layout import Shard
+from kmesh.session import Role, Session
+
 HERE = Path(__file__).parent
 ROOT = HERE.parent.parent
 
@@ -180,3 +185,19 @@ def transfer(socket_dir: Path, **settings: Any) -> dict[str, Any]:
         "kv_load_failure_policy": "recompute",
         "kv_connector_extra_config": {"socket_dir": str(socket_dir), **settings},
     }
+
+
+def settled(daemon: Daemon, spans: int = 0) -> None:
+    """Waits until that many spans are stored, and nothing is leased or reserved."""
+    daemon.wait_status(
+        lambda s: s.spans >= spans and not s.leases and not s.reservations, seconds=30
+    )
+
+
+def flip(daemon: Daemon, keys: list[bytes], shard: Shard) -> None:
+    """Flips one bit in the payload of each of these spans, behind the daemon's back."""
+    with Session.connect(daemon.socket_dir, role=Role.TOOL) as session:
+        for key in keys:
+            with session.acquire(key, [shard]) as lease:
+                span = lease.entry(0)
+                daemon.flip(span.offset + span.length // 2, span.slab)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+import threading
 import time
 from typing import Any
 
@@ -33,6 +34,7 @@ class EngineProcess:
         self.adapters: dict[str, int] = {}
         self.peak = 0
         self.outputs: dict[str, Any] = {}
+        self.open: threading.Event | None = None
 
     def generate(self, prompts: list[list[int]], **options: Any) -> list[dict[str, Any]]:
         """All prompts at once."""
@@ -73,6 +75,32 @@ class EngineProcess:
             "known": len(half) if half is not None else 0,
             "peak": self.peak,
         }
+
+    def keys(self, prompt: list[int]) -> list[str]:
+        """Keys of a prompt's full spans, in hexadecimal."""
+        from kmesh.keys import KeyChain
+
+        chain = KeyChain(self._scheduler().connector._identity.namespace.digest())
+        chain.extend(prompt)
+        return [chain.key(i).hex() for i in range(chain.spans)]
+
+    def gate(self, closed: bool) -> None:
+        """Holds loads just before they copy, or lets them go on."""
+        import kmesh_vllm.loading as loading
+
+        if self.open is None:
+            self.open = opened = threading.Event()
+            inner = loading.scatter
+
+            def scatter(*arguments: Any) -> bytes:
+                opened.wait()
+                return inner(*arguments)
+
+            loading.scatter = scatter
+        if closed:
+            self.open.clear()
+        else:
+            self.open.set()
 
     def watch_peak(self) -> None:
         """From now on, ``state`` says the most blocks that were in use."""

@@ -35,11 +35,12 @@ class Adapters:
                 raise FileNotFoundError(f"{path} is no local directory")
             signature: object = directory_signature(directory)
             known = self._known.get(adapter_id)
-            if known is None or (reloaded and known[:2] != (path, signature)):
+            changed = known is not None and known[:2] != (path, signature)
+            if known is None or (reloaded and (changed or known[2] is None)):
                 known = (path, signature, directory_digest(directory))
                 if directory_signature(directory) != signature:
                     known = (path, signature, None)
-            elif known[2] is not None and known[:2] != (path, signature):
+            elif changed and known[2] is not None:
                 logger.warning("adapter %d changed after it was loaded: not cached", adapter_id)
                 known = (path, signature, None)
         except OSError as wrong:

@@ -1,0 +1,106 @@
+"""Engines are dear (15 to 25 seconds each): they are started once and shared.
+
+A fixture that starts an engine returns before it is up, so that several start side by side.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from daemon_process import Daemon
+from driver import Engine, transfer
+
+HERE = Path(__file__).parent
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Every test here starts real engines; they need vLLM, and more time than others."""
+    missing = importlib.util.find_spec("vllm") is None
+    for item in items:
+        if HERE in item.path.parents:
+            item.add_marker(pytest.mark.vllm)
+            item.add_marker(pytest.mark.slow)
+            item.add_marker(pytest.mark.timeout(300))
+            if missing:
+                item.add_marker(pytest.mark.skip(reason="vLLM is not installed"))
+
+
+@pytest.fixture(scope="session")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny model with real weights."""
+    import subprocess
+    import sys
+
+    path = tmp_path_factory.mktemp("tiny-model")
+    # In a process of its own: its imports warn, and warnings are errors here.
+    subprocess.run([sys.executable, str(HERE / "tiny_model.py"), str(path)], check=True)
+    return path
+
+
+@pytest.fixture(scope="session")
+def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where digests of weights are kept during the tests."""
+    return tmp_path_factory.mktemp("cache")
+
+
+@pytest.fixture(scope="session")
+def shared_spand() -> Iterator[Daemon]:
+    """One daemon for all engines that do not need one of their own."""
+    # A socket's path must be short.
+    with tempfile.TemporaryDirectory(prefix="kmesh-") as base:
+        daemon = Daemon(Path(base) / "s", host_memory="512MiB", staging_memory="512MiB")
+        daemon.wait_populated()
+        yield daemon
+        try:
+            daemon.stop()
+        finally:
+            daemon.kill()
+        daemon.check_log()
+
+
+@pytest.fixture(scope="session")
+def start(model: Path, cache: Path) -> Iterator[Callable[..., Engine]]:
+    """Starts engines that end with the tests, unless they are closed before."""
+    engines: list[Engine] = []
+
+    def start(**arguments: Any) -> Engine:
+        engines.append(Engine(arguments.pop("model", model), cache=cache, **arguments))
+        return engines[-1]
+
+    yield start
+    for engine in engines:
+        engine.close()
+
+
+@pytest.fixture(scope="session")
+def control(start: Callable[..., Engine]) -> Engine:
+    """An engine without a connector and without a prefix cache of its own."""
+    return start(
+        enable_prefix_caching=False,
+        max_model_len=6144,
+        max_num_batched_tokens=6144,
+        num_gpu_blocks_override=1200,
+    )
+
+
+@pytest.fixture(scope="session")
+def storing(start: Callable[..., Engine], shared_spand: Daemon) -> Engine:
+    """An engine with the connector; its scheduler and worker are in one process."""
+    return start(
+        transfer=transfer(shared_spand.socket_dir),
+        hash_seed=1,
+        max_model_len=6144,
+        max_num_batched_tokens=6144,
+        num_gpu_blocks_override=1200,
+    )
+
+
+@pytest.fixture(scope="session")
+def restoring(start: Callable[..., Engine], shared_spand: Daemon) -> Engine:
+    """Another one, with another hash seed; its worker is a process of its own."""
+    return start(transfer=transfer(shared_spand.socket_dir), hash_seed=2, separate=True)
