@@ -49,7 +49,7 @@ $(DEPS_STAMP): $(LOCKS)
 
 $(PROJECT_STAMP): $(DEPS_STAMP) pyproject.toml
 	@echo "== KMesh itself"
-	@$(PIP_INSTALL) --no-deps --no-build-isolation -e .
+	@$(PIP_INSTALL) -q --no-deps --no-build-isolation -e .
 	@rm -f $(VENV)/.project-*
 	@touch $@
 

@@ -9,6 +9,9 @@ from pathlib import Path
 
 import pytest
 
+from demo import daemon
+from demo.engine import connector_config
+
 ROOT = Path(__file__).resolve().parents[2]
 DOCUMENTS = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("evidence/*.md")])
 README = (ROOT / "README.md").read_text()
@@ -76,8 +79,6 @@ def test_decisions_are_listed_in_order() -> None:
 
 
 def test_readme_shows_the_connector_line_that_the_demo_uses() -> None:
-    from demo.engine import connector_config
-
     shown = re.search(r"--kv-transfer-config '([^']+)'", README)
     assert shown
     used = connector_config(Path("/run/kmesh"))
@@ -88,3 +89,18 @@ def test_readme_shows_settings_defaults() -> None:
     said = " ".join(_help("kmesh-spand").split())
     assert "memory for spans, such as 8GiB [1GiB]" in said
     assert "tokens of a span [64]" in said
+
+
+def test_readme_example_runs(tmp_path: Path) -> None:
+    example = re.search(r"```python\n(.*?)```", README, re.DOTALL)
+    assert example
+    assert '"/run/kmesh"' in example[1]
+    sockets = tmp_path / "s"
+    with daemon.run(tmp_path, sockets) as (spand, process):
+        process.wait_ready(spand.is_ready, 30)
+        code = example[1].replace('"/run/kmesh"', repr(str(sockets)))
+        done = subprocess.run(
+            [sys.executable, "-W", "error", "-c", code], capture_output=True, text=True, timeout=60
+        )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == "32768 verified bytes\n"
