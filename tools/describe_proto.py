@@ -16,6 +16,7 @@ from google.protobuf.descriptor import Descriptor, FieldDescriptor, FileDescript
 from google.protobuf.descriptor_pb2 import FieldDescriptorProto
 
 PROTO = Path(__file__).resolve().parent.parent / "proto" / "kmesh" / "v1"
+_KINDS = FieldDescriptorProto.DESCRIPTOR.enum_types_by_name["Type"]
 
 
 def describe() -> str:
@@ -51,7 +52,7 @@ def _message(message: Descriptor) -> Iterator[str]:
 
 
 def _type(field: FieldDescriptor) -> str:
-    kind = FieldDescriptorProto.Type.Name(field.type).removeprefix("TYPE_").lower()
+    kind = _KINDS.values_by_number[field.type].name.removeprefix("TYPE_").lower()
     named = field.message_type or field.enum_type
     words = [named.full_name if named else kind]
     if field.is_repeated:
