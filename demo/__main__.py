@@ -35,8 +35,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     LOGS.mkdir(exist_ok=True)
     try:
         report = run(prepared_model())
-    except ProcessFailed as failed:
-        console.print(f"[red]✗[/red] {failed}", markup=True)
+    except (ProcessFailed, OSError) as failed:
+        console.print(f"✗ {failed}\nlogs are in {LOGS}", markup=False, style="red")
         return 1
     except KeyboardInterrupt:
         console.print("interrupted; everything that was started has ended")

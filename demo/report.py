@@ -99,6 +99,12 @@ class Report:
                     f"{name}: {row.restored} of {self.shared_tokens} shared tokens restored, "
                     f"less than {MIN_RESTORED:.0%}"
                 )
+        counters, restored = self.daemon["counters"], sum(row.restored for row in self.rows)
+        leased = int(counters["spans_hits"]) * int(self.daemon["span_tokens"])
+        if leased < restored:
+            found.append(f"{restored} tokens restored, but the daemon gave leases on {leased}")
+        if int(counters["spans_corrupt"]):
+            found.append(f"the daemon found {counters['spans_corrupt']} spans corrupt")
         for row in self.control:
             if row.restored or row.cached_tokens:
                 found.append(f"control, request {row.request}: it restored something")

@@ -16,6 +16,12 @@ from demo.prompts import QUESTIONS, messages, shared_tokens
 from demo.report import Report, Row
 from demo.show import show
 
+DAEMON = {
+    "span_bytes": 1300,
+    "span_tokens": 64,
+    "counters": {"spans_hits": 5, "spans_corrupt": 0},
+}
+
 
 def _row(request: int, engine: str, restored: int) -> Row:
     return Row(
@@ -35,7 +41,7 @@ def report() -> Report:
     """Two engines, two requests; the second engine restored 90 and 96 of 100 shared tokens."""
     rows = [_row(1, "A", 0), _row(2, "A", 96), _row(1, "B", 90), _row(2, "B", 96)]
     control = [_row(1, "control", 0), _row(2, "control", 0)]
-    return Report("model", 100, 10, rows, control, {"span_bytes": "1300"})
+    return Report("model", 100, 10, rows, control, DAEMON)
 
 
 def test_a_good_run_has_no_problems(report: Report) -> None:
@@ -59,6 +65,13 @@ def test_what_falls_short_is_named(
     [problem] = report.problems()
     assert complaint in problem
     assert f"{report.rows[row].engine}, request {report.rows[row].request}" in problem
+
+
+@pytest.mark.parametrize("counters", [{"spans_hits": 4}, {"spans_corrupt": 1}])
+def test_the_daemon_has_a_say(report: Report, counters: dict[str, int]) -> None:
+    """Two engines restored 282 tokens; four spans of 64 can't have been enough."""
+    report.daemon = {**DAEMON, "counters": {"spans_hits": 5, "spans_corrupt": 0, **counters}}
+    assert len(report.problems()) == 1
 
 
 def test_empty_answers_prove_nothing(report: Report) -> None:
