@@ -86,7 +86,8 @@ static size_t km_index_probe(const km_index *index, const unsigned char *keys, s
         int whole = 1;
         for (size_t m = 0; m < mix_count; m++, at++) {
             uint64_t mix;
-            while (fetched_key < key_count && fetched_key * mix_count + fetched_mix < at + KM_AHEAD) {
+            while (fetched_key < key_count &&
+                   fetched_key * mix_count + fetched_mix < at + KM_AHEAD) {
                 memcpy(&mix, mixes + fetched_mix * 8, 8);
                 uint64_t ahead = km_index_tag(km_key_word(keys, fetched_key), mix);
                 __builtin_prefetch(&index->entries[ahead & index->mask]);

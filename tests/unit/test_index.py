@@ -51,8 +51,13 @@ class Pair:
         fd = memfd(self.size)
         self.memory = Mapping(fd, self.size, writable=True)
         self.writer = IndexWriter(self.memory, epoch)
-        self.reader = IndexReader(Mapping(fd, self.size))
+        self.shown = Mapping(fd, self.size)
+        self.reader = IndexReader(self.shown)
         os.close(fd)
+
+    def close(self) -> None:
+        self.memory.close()
+        self.shown.close()
 
     def put(self, offset: int, form: str, *values: int) -> None:
         """Writes behind the writer's back."""
@@ -64,7 +69,7 @@ class Pair:
 def pair() -> Iterator[Pair]:
     pair = Pair()
     yield pair
-    pair.memory.close()
+    pair.close()
 
 
 def keys_of(count: int, seed: int = 1) -> bytes:
@@ -129,13 +134,14 @@ def test_prefix_stops_at_the_first_key_with_a_missing_shard(pair: Pair) -> None:
     assert pair.reader.probe(b"", [SHARD]).hits == 0
 
 
-def test_a_lookup_of_2048_keys_finds_all(pair: Pair) -> None:
+def test_a_lookup_of_2048_keys_finds_all() -> None:
     pair = Pair(capacity_for(2048))
     keys = keys_of(2048)
     assert all(pair.writer.insert(t, i) for i, t in enumerate(tags(keys, [SHARD])))
     probe = pair.reader.probe(keys, [SHARD])
     assert probe.hits == 2048
     assert list(probe.slots) == list(range(1, 2049))
+    pair.close()
 
 
 def test_insert_moves_a_tag_and_remove_wants_its_slot(pair: Pair) -> None:
@@ -178,7 +184,7 @@ def test_the_index_is_a_dict(operations: list[tuple[bool, int, int]]) -> None:
         assert pair.writer.remove(names[n], slot)
     # Every chain ended at an empty entry, so nothing is left of them.
     assert bytes(pair.memory.view(HEADER_BYTES)[::ENTRY_BYTES]) == bytes(64)
-    pair.memory.close()
+    pair.close()
 
 
 def test_inserts_stop_at_the_probe_limit_and_go_on_after_a_removal() -> None:
@@ -191,7 +197,7 @@ def test_inserts_stop_at_the_probe_limit_and_go_on_after_a_removal() -> None:
     assert pair.writer.live == PROBE_LIMIT
     assert pair.writer.remove(crowd[3], 3)
     assert pair.writer.insert(crowd[-1], 64)
-    pair.memory.close()
+    pair.close()
 
 
 def test_a_full_table_ends_its_probes() -> None:
@@ -201,7 +207,7 @@ def test_a_full_table_ends_its_probes() -> None:
     assert not pair.writer.insert(200, 4)
     assert not pair.writer.remove(200, 4)
     assert pair.reader.probe(keys_of(50), [SHARD], prefix=False).hits == 0
-    pair.memory.close()
+    pair.close()
 
 
 def test_a_poisoned_index_has_nothing(pair: Pair) -> None:
@@ -268,7 +274,7 @@ def test_garbage_in_the_table_is_never_followed_outside(garbage: bytes, power: i
     pair.memory.view(HEADER_BYTES, min(len(garbage), 512))[:] = garbage[:512]
     pair.put(24, "Q", 1 << power)
     pair.reader.probe(keys_of(40), [SHARD, OTHER], prefix=False)
-    pair.memory.close()
+    pair.close()
 
 
 def test_arguments_are_checked(pair: Pair) -> None:
@@ -292,7 +298,7 @@ def test_arguments_are_checked(pair: Pair) -> None:
     with pytest.raises(ValueError, match="power of two"):
         index_size(1000)
     with pytest.raises(ValueError, match="writable"):
-        IndexWriter(pair.reader._mapping, 1)
+        IndexWriter(pair.shown, 1)
     assert pair.writer.insert(7, MAX_SLOT - 1)
 
 
