@@ -35,8 +35,9 @@ help: ## list the targets
 
 .PHONY: env
 env: $(PROJECT_STAMP) ## make .venv from the lock and install KMesh into it, editable
+	@:
 
-$(DEPS_STAMP): $(LOCKS)
+$(DEPS_STAMP):
 	@$(PYTHON) tools/preflight.py
 	@echo "== 1/3 new Python environment in $(VENV)"
 	@rm -rf $(VENV)
@@ -47,18 +48,19 @@ $(DEPS_STAMP): $(LOCKS)
 	@$(PIP_INSTALL) --no-deps -r requirements/lock-nodeps.txt
 	@touch $@
 
-$(PROJECT_STAMP): $(DEPS_STAMP) pyproject.toml
+$(PROJECT_STAMP): | $(DEPS_STAMP)
 	@echo "== KMesh itself"
-	@$(PIP_INSTALL) -q --no-deps --no-build-isolation -e .
+	@PYTHONWARNINGS=ignore $(PIP_INSTALL) -q --no-deps --no-build-isolation -e .
 	@rm -f $(VENV)/.project-*
 	@touch $@
 
 .PHONY: native
 native: $(NATIVE) ## build the native module in place
+	@:
 
-$(NATIVE): $(wildcard client/kmesh/_host*.[ch]) pyproject.toml | $(PROJECT_STAMP)
+$(NATIVE): $(wildcard client/kmesh/_host*.[ch]) | $(PROJECT_STAMP)
 	@echo "== native module"
-	@$(PY) -c 'from setuptools import setup; setup()' -q build_ext --inplace
+	@PYTHONWARNINGS=ignore $(PY) -c 'from setuptools import setup; setup()' -q build_ext --inplace --force
 	@touch $@
 
 .PHONY: proto
