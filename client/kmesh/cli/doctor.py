@@ -70,7 +70,7 @@ def examine(socket_dir: str, timeout: float) -> Report:
         attempt("gpu", checks.gpu),
     ]
     try:
-        tool = Tool(socket_dir, timeout)
+        tool = Tool(socket_dir, timeout, DOCTOR)
     except errors.KMeshError as refused:
         found.append(_no_session(socket_dir, refused))
         found += [Check(name, "skip", "no session") for name in ("slabs", "pattern", "cgroup")]

@@ -10,6 +10,7 @@ import grpc
 from google.protobuf.message import Message
 
 from kmesh import errors
+from kmesh.keys import Namespace
 from kmesh.session import Role, Session
 from kmesh.v1 import admin_pb2, admin_pb2_grpc
 
@@ -34,15 +35,22 @@ _REFUSALS: dict[grpc.StatusCode, type[errors.RequestError]] = {
 class Tool:
     """A session of role TOOL and a gRPC channel; a context manager.
 
+    Args:
+        namespace: of what the session is going to store, so that the daemon can name it.
+
     Raises:
         DaemonUnavailable: nobody answers.
         RequestError: the daemon refuses us.
     """
 
-    def __init__(self, socket_dir: str, timeout: float) -> None:
+    def __init__(self, socket_dir: str, timeout: float, namespace: Namespace | None = None) -> None:
         self.timeout = timeout
         self.session = Session.connect(
-            socket_dir, role=Role.TOOL, client_name="kmesh CLI", timeout=timeout
+            socket_dir,
+            role=Role.TOOL,
+            namespace=namespace,
+            client_name="kmesh CLI",
+            timeout=timeout,
         )
         self._channel = _channel(socket_dir)
         self._admin = admin_pb2_grpc.AdminStub(self._channel)

@@ -1,0 +1,219 @@
+"""The ``kmesh`` command against real daemons, and without one."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from daemon_process import Daemon, environment
+
+from kmesh import errors
+from kmesh.cli import rpc
+from kmesh.keys import Namespace
+from kmesh.layout import Shard
+from kmesh.session import ReserveBatch, Role, Session
+from kmesh.store import put_spans
+from kmesh.testing import FakeDaemon
+
+DOCS = (Path(__file__).parents[2] / "docs" / "cli.md").read_text()
+SPACE = Namespace("a model", "w", "float32", 4, 2, 8)
+SHARD = Shard(0, 4, 0, 2)
+
+
+def kmesh(
+    *arguments: str, socket_dir: Path | str = "", code: str = ""
+) -> subprocess.CompletedProcess[str]:
+    where = {"KMESH_SOCKET_DIR": str(socket_dir)} if socket_dir else {}
+    program = ["-c", code] if code else ["-m", "kmesh.cli"]
+    return subprocess.run(
+        [sys.executable, *program, *arguments],
+        env=environment(**where),
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+
+
+def as_json(*arguments: str, socket_dir: Path, returns: int = 0) -> Any:
+    done = kmesh(*arguments, "--json", socket_dir=socket_dir)
+    assert done.returncode == returns, done.stderr
+    assert done.stderr == ""
+    return json.loads(done.stdout)
+
+
+def store(session: Session, count: int, space: Namespace = SPACE) -> bytes:
+    keys = os.urandom(32 * count)
+    batch = ReserveBatch(
+        space.digest(), SHARD, keys, [64] * count, range(0, 64 * count, 64), [1000] * count
+    )
+    staging = session.staging(count * 1024)
+    assert put_spans(session, staging, batch, [bytes(1000)] * count) == [0] * count
+    return keys
+
+
+def test_status(spand: Daemon) -> None:
+    with Session.connect(spand.socket_dir, role=Role.TOOL, namespace=SPACE) as session:
+        keys = store(session, 3)
+        with session.acquire(keys, [SHARD]) as lease:
+            assert lease.hits == 3
+            status = as_json("status", socket_dir=spand.socket_dir)
+            human = kmesh("status", socket_dir=spand.socket_dir)
+    assert status["spans"] == 3
+    assert status["span_bytes"] == 3000
+    assert status["leases"] == 1
+    assert status["sessions"] == 2
+    assert status["epoch"] == f"{session.epoch:016x}"
+    assert status["socket_dir"] == str(spand.socket_dir)
+    (slab,) = status["slabs"]
+    assert slab["kind"] == "MEMFD"
+    assert slab["used"] == 3 * 65536
+    assert human.returncode == 0
+    assert "3 of at most" in human.stdout
+    assert "1 on 2.9 KiB" in human.stdout
+    for key in (*status, *slab):
+        assert f"`{key}`" in DOCS, f"docs/cli.md does not explain {key}"
+
+
+def test_ls(spand: Daemon) -> None:
+    other = Namespace("another model", "w", "float16", 4, 2, 8)
+    with Session.connect(spand.socket_dir, role=Role.TOOL, namespace=SPACE) as session:
+        keys = store(session, 4)
+        with Session.connect(spand.socket_dir, role=Role.TOOL, namespace=other) as second:
+            store(second, 2, other)
+            spans = as_json("ls", socket_dir=spand.socket_dir)["spans"]
+            few = as_json("ls", "--limit", "3", socket_dir=spand.socket_dir)["spans"]
+            digest = SPACE.digest().hex()
+            part = ("ls", "--namespace", digest[:10])
+            mine = as_json(*part, socket_dir=spand.socket_dir)["spans"]
+            spaces = as_json("ls", "--namespaces", socket_dir=spand.socket_dir)["namespaces"]
+            human = kmesh("ls", socket_dir=spand.socket_dir).stdout
+            spaces_human = kmesh("ls", "--namespaces", socket_dir=spand.socket_dir).stdout
+            nobody = kmesh("ls", "--namespace", "zz", socket_dir=spand.socket_dir)
+    assert len(spans) == 6
+    assert len(few) == 3
+    expected = {keys[i : i + 32].hex() for i in range(0, len(keys), 32)}
+    assert {span["key"] for span in mine} == expected
+    span = mine[0]
+    assert span["namespace"] == digest
+    assert span["state"] == "committed"
+    assert (span["layers"], span["heads"]) == ([0, 4], [0, 2])
+    assert (span["length"], span["tokens"], span["leases"]) == (1000, 64, 0)
+    by_digest = {space["digest"]: space for space in spaces}
+    assert by_digest[digest]["spans"] == 4
+    assert by_digest[digest]["bytes"] == 4000
+    assert by_digest[digest]["fields"]["model"] == "a model"
+    assert len(human.strip().splitlines()) == 7
+    assert "model=another model" in spaces_human
+    assert nobody.returncode == 2
+    assert "no namespace begins with" in nobody.stderr
+    for key in (*span, *by_digest[digest]):
+        assert f"`{key}`" in DOCS, f"docs/cli.md does not explain {key}"
+
+
+def test_long_lists_are_asked_for_page_by_page(
+    spand: Daemon, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(rpc, "_PAGE", 3)
+    with rpc.Tool(str(spand.socket_dir), 10) as tool:
+        keys = store(tool.session, 10)
+        listed = [span.key for span in tool.spans(b"", 100)]
+        assert sorted(listed) == sorted(keys[i : i + 32] for i in range(0, 320, 32))
+        assert len(list(tool.spans(SPACE.digest(), 7))) == 7
+        assert list(tool.spans(bytes(32), 7)) == []
+
+
+def test_doctor_finds_a_daemon_well(spand: Daemon) -> None:
+    report = as_json("doctor", socket_dir=spand.socket_dir)
+    assert report["ok"] is True
+    levels = {check["name"]: check["level"] for check in report["checks"]}
+    for name in ("native", "proc", "memfd", "socket", "health", "slabs", "pattern"):
+        assert levels[name] == "ok", report
+    assert "fail" not in levels.values()
+    assert "skip" not in levels.values()
+    by_name = {check["name"]: check["seen"] for check in report["checks"]}
+    assert "host memory only" in by_name["gpu"]
+    assert "two processes" in by_name["pattern"]
+    for name in levels:
+        assert f"`{name}`" in DOCS, f"docs/cli.md does not explain {name}"
+    # What it stored went into a namespace of its own, which says so.
+    (space,) = as_json("ls", "--namespaces", socket_dir=spand.socket_dir)["namespaces"]
+    assert space["fields"]["model"] == "kmesh doctor"
+    human = kmesh("doctor", socket_dir=spand.socket_dir)
+    assert human.returncode == 0
+    assert "pattern" in human.stdout
+
+
+def test_doctor_finds_a_stuck_daemon(spand: Daemon) -> None:
+    worker = spand.child("worker")
+    os.kill(worker, signal.SIGSTOP)
+    try:
+        done = kmesh("--timeout", "1", "doctor", "--json", socket_dir=spand.socket_dir)
+    finally:
+        os.kill(worker, signal.SIGCONT)
+    assert done.returncode == 1, done.stderr
+    report = json.loads(done.stdout)
+    levels = {check["name"]: check["level"] for check in report["checks"]}
+    assert report["ok"] is False
+    assert levels["socket"] == "ok"
+    assert levels["pattern"] == "fail"
+
+
+def test_without_a_daemon(tmp_path: Path) -> None:
+    for command in ("status", "ls"):
+        done = kmesh(command, "--json", socket_dir=tmp_path)
+        assert done.returncode == 3
+        assert done.stdout == ""
+        assert done.stderr.count("\n") == 1
+        assert str(tmp_path) in done.stderr
+    report = as_json("doctor", socket_dir=tmp_path, returns=3)
+    checks = {check["name"]: check for check in report["checks"]}
+    assert checks["socket"]["level"] == "fail"
+    assert str(tmp_path) in checks["socket"]["fix"]
+    assert checks["pattern"]["level"] == "skip"
+    # What needs no daemon was done.
+    assert checks["memfd"]["level"] == checks["native"]["level"] == "ok"
+
+
+def test_a_daemon_that_refuses(tmp_path: Path) -> None:
+    with FakeDaemon(socket_dir=tmp_path) as daemon:
+        refusal = errors.PermissionDenied("uid 7 may not connect", field="uid")
+        daemon.refuse("hello", refusal, times=2)
+        done = kmesh("status", socket_dir=tmp_path)
+        assert done.returncode == 4
+        assert done.stderr == "kmesh: uid: uid 7 may not connect\n"
+        report = as_json("doctor", socket_dir=tmp_path, returns=4)
+        (check,) = (c for c in report["checks"] if c["name"] == "socket")
+        assert "allow_uids" in check["fix"]
+        # It lets us in, but there is no gRPC.
+        assert kmesh("status", socket_dir=tmp_path).returncode == 3
+
+
+@pytest.mark.parametrize(
+    "arguments", [["nothing"], ["ls", "--limit", "0"], ["--timeout", "x", "status"], []]
+)
+def test_wrong_usage(arguments: list[str]) -> None:
+    assert kmesh(*arguments).returncode == 2
+
+
+def test_version_and_help() -> None:
+    version = kmesh("--version")
+    assert version.returncode == 0
+    assert version.stdout.startswith("kmesh ")
+    text = kmesh("--help").stdout
+    for word in ("status", "doctor", "ls", "--socket-dir", "Exit codes"):
+        assert word in text
+
+
+def test_the_packages_of_the_command_are_named_when_they_lack() -> None:
+    code = "import sys; sys.modules['typer'] = None; from kmesh.cli import main; main()"
+    done = kmesh("--help", code=code)
+    assert done.returncode == 2
+    assert done.stderr == ("kmesh: the command needs the package typer: pip install 'kmesh[cli]'\n")
