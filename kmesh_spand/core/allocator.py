@@ -24,7 +24,7 @@ class Slab:
         self.tiles = tiles
         self.populated = 0
         self.used = 0
-        self.owner = array("I", bytes(4 * tiles))
+        self.owner = array("I", [0]) * tiles
         self._size_at: dict[int, int] = {}
         self._start_before: dict[int, int] = {}
         self._starts: dict[int, dict[int, None]] = {}
@@ -57,7 +57,7 @@ class Slab:
         held = self.owner[start : start + tiles]
         if not owner or tiles < 1 or held.count(owner) != tiles:
             raise AssertionError(f"tiles {start}:{start + tiles} are not of owner {owner}")
-        self.owner[start : start + tiles] = array("I", bytes(4 * tiles))
+        self.owner[start : start + tiles] = array("I", [0]) * tiles
         self.used -= tiles
         self._coalesce(start, min(start + tiles, self.populated))
 

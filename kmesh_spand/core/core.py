@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 from kmesh.layout import TILE_BYTES
 from kmesh_spand.core import events as ev
+from kmesh_spand.core.check import check
 from kmesh_spand.core.codes import Code
 from kmesh_spand.core.config import CoreConfig
 from kmesh_spand.core.effects import Effect, Refused, Reply, Result
@@ -145,6 +146,10 @@ class Core:
         for reservation in list(session.reservations.values()):
             self._writing.end_reservation(reservation)
         self._writing.drop_staging(session)
+
+    def check(self) -> None:
+        """Raise AssertionError unless every ledger is exact. O(everything), for tests."""
+        check(self._store, self._book, self._writing, self._verifier, self._recovery.waiting)
 
     # Views
 

@@ -36,8 +36,8 @@ class LRU(Policy):
     """
 
     def __init__(self, max_rows: int) -> None:
-        self._next = array("I", bytes(4 * (max_rows + 1)))
-        self._before = array("I", bytes(4 * (max_rows + 1)))
+        self._next = array("I", [0]) * (max_rows + 1)
+        self._before = array("I", [0]) * (max_rows + 1)
 
     def add(self, rows: Sequence[int]) -> None:
         """O(len(rows)); a row must not be in the list."""

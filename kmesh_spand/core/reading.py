@@ -100,15 +100,18 @@ class Reading:
         store, states = self._store, self._store.table.state
         reasons: list[int] = []
         for entry, found in enumerate(rows):
+            if not found:
+                reasons.append(Reason.MISS)
+                continue
             row = store.resolve(found)
-            rows[entry] = row
             state = states[row]
             if state == State.COMMITTED:
+                rows[entry] = row
                 reasons.append(Reason.OK)
                 continue
             if state == State.RECOVERED:
                 self._verifier.want(row)
-            reasons.append(Reason.PENDING if row else Reason.MISS)
+            reasons.append(Reason.PENDING)
             rows[entry] = 0
         if prefix:
             bad = next((i for i, reason in enumerate(reasons) if reason), len(rows))

@@ -40,20 +40,20 @@ class SpanTable:
         self.max_rows = max_spans
         self.rows = 0
         rows = max_spans + 1
-        self.words = tuple(array("Q", bytes(8 * rows)) for _ in range(4))
+        self.words = tuple(_zeros("Q", rows) for _ in range(4))
         self.state = bytearray(rows)
-        self.shard = array("H", bytes(2 * rows))
-        self.tokens = array("H", bytes(2 * rows))
-        self.slab = array("H", bytes(2 * rows))
-        self.space = array("I", bytes(4 * rows))
-        self.tile = array("I", bytes(4 * rows))
-        self.length = array("I", bytes(4 * rows))
-        self.start = array("I", bytes(4 * rows))
-        self.generation = array("I", bytes(4 * rows))
-        self.pins = array("I", bytes(4 * rows))
-        self.born = array("I", bytes(4 * rows))
-        self.used = array("I", bytes(4 * rows))
-        self.root = array("Q", bytes(8 * rows))
+        self.shard = _zeros("H", rows)
+        self.tokens = _zeros("H", rows)
+        self.slab = _zeros("H", rows)
+        self.space = _zeros("I", rows)
+        self.tile = _zeros("I", rows)
+        self.length = _zeros("I", rows)
+        self.start = _zeros("I", rows)
+        self.generation = _zeros("I", rows)
+        self.pins = _zeros("I", rows)
+        self.born = _zeros("I", rows)
+        self.used = _zeros("I", rows)
+        self.root = _zeros("Q", rows)
         self.shards: Interner[int] = Interner(_MAX_SHARDS)
         self.spaces: Interner[bytes] = Interner(_MAX_NAMESPACES)
         self.keyed = 0
@@ -72,7 +72,7 @@ class SpanTable:
         )
         self._free = array("I")
         places = 1 << (max_spans + max_spans // 2).bit_length()
-        self._index = array("I", bytes(4 * places))
+        self._index = _zeros("I", places)
         self._mask = places - 1
 
     # Rows
@@ -216,6 +216,11 @@ class SpanTable:
     def entries(self) -> Iterator[int]:
         """All rows in the hash."""
         return (row for row in self._index if row)
+
+
+def _zeros(kind: str, count: int) -> array[int]:
+    # Repeating allocates exactly; filling from bytes leaves room to grow.
+    return array(kind, [0]) * count
 
 
 def gather(rows: Sequence[int], *columns: Sequence[int]) -> list[tuple[int, ...]]:

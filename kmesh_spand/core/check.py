@@ -1,0 +1,155 @@
+"""What must always hold inside a core; for tests, and too slow for anything else."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from kmesh.layout import tiles
+from kmesh_spand.core.allocator import QUARANTINE, Slab
+from kmesh_spand.core.policy import LRU
+from kmesh_spand.core.sessions import SessionBook
+from kmesh_spand.core.states import EVICTABLE, KEYED, STORED, State
+from kmesh_spand.core.store import SpanStore
+from kmesh_spand.core.verify import Verifier
+from kmesh_spand.core.writing import Writing
+
+
+def check(
+    store: SpanStore, book: SessionBook, writing: Writing, verifier: Verifier, waiting: int
+) -> None:
+    """Raise AssertionError unless every ledger is exact.
+
+    Args:
+        waiting: recovered records that are not placed yet; they hold rows.
+    """
+    _check_rows(store, waiting)
+    _check_ranges(store)
+    _check_leases(store, book)
+    _check_jobs(store, book, writing, verifier)
+
+
+def _check_rows(store: SpanStore, waiting: int) -> None:
+    table = store.table
+    rows = range(1, table.rows + 1)
+    states = Counter(State(table.state[row]) for row in rows)
+    for state in State:
+        if state not in (State.FREE, State.ALIAS):
+            assert store.by_state[state] == states[state], state
+    free = set(table.free_rows())
+    assert len(free) == len(table.free_rows())
+    assert all(table.state[row] == State.FREE for row in free)
+    assert states[State.FREE] == len(free) + waiting
+    keyed = [row for row in rows if table.state[row] in {*KEYED, State.ALIAS}]
+    assert sorted(table.entries()) == keyed
+    assert table.keyed == len(keyed)
+    for row in keyed:
+        assert table.find(table.key_of(row), table.shards.value(table.shard[row])) == row
+    aliases = [(row, alias) for row in rows for alias in store.aliases(row)]
+    assert len(aliases) == states[State.ALIAS]
+    for row, alias in aliases:
+        assert table.state[row] in KEYED
+        assert table.state[alias] == State.ALIAS
+        assert store.resolve(alias) == row
+        assert table.tokens[alias] < table.tokens[row]
+    stored = [row for row in rows if table.state[row] in STORED]
+    assert store.stored_bytes == sum(table.length[row] for row in stored)
+    spans = Counter(table.space[row] for row in stored)
+    assert store.space_spans == spans
+    for space in spans:
+        size = sum(table.length[row] for row in stored if table.space[row] == space)
+        assert store.space_bytes[space] == size
+    used = [row for row in rows if table.state[row] != State.FREE]
+    for interner, column in ((table.shards, table.shard), (table.spaces, table.space)):
+        holders = Counter(column[row] for row in used)
+        assert {number: interner.holders(number) for number, _ in interner} == holders
+    published = [row for row in rows if table.state[row] == State.COMMITTED]
+    assert store.published == len(published) + sum(
+        1 for row in published for _ in store.aliases(row)
+    )
+
+
+def _check_ranges(store: SpanStore) -> None:
+    table = store.table
+    owned: dict[int, list[tuple[int, int, int]]] = {number: [] for number in store.slabs}
+    for row in range(1, table.rows + 1):
+        if table.state[row] not in (State.FREE, State.ALIAS):
+            owned[table.slab[row]].append((table.tile[row], tiles(table.length[row]), row))
+    for number, start, count in store.quarantine:
+        owned[number].append((start, count, QUARANTINE))
+    for number, slab in store.slabs.items():
+        _check_slab(slab, owned[number])
+
+
+def _check_slab(slab: Slab, owned: list[tuple[int, int, int]]) -> None:
+    expected = [0] * slab.tiles
+    for start, count, owner in owned:
+        assert not any(expected[start : start + count]), "ranges overlap"
+        assert start + count <= slab.tiles
+        expected[start : start + count] = [owner] * count
+    assert slab.owner.tolist() == expected
+    assert slab.used == slab.tiles - expected.count(0)
+    free = [False] * slab.tiles
+    for start, count in slab.free_ranges():
+        assert not any(free[start : start + count])
+        free[start : start + count] = [True] * count
+        assert start == 0 or expected[start - 1], "free neighbours did not coalesce"
+        end = start + count
+        assert end == slab.populated or expected[end], "free neighbours did not coalesce"
+    for tile in range(slab.tiles):
+        assert free[tile] == (not expected[tile] and tile < slab.populated)
+    assert slab.largest == max((count for _, count in slab.free_ranges()), default=0)
+
+
+def _check_leases(store: SpanStore, book: SessionBook) -> None:
+    table = store.table
+    pins: Counter[int] = Counter()
+    for lease in book.leases.values():
+        held = [row for row in lease.rows if row]
+        pins.update(held)
+        assert lease.spans == len(held) > 0
+        assert lease.size == sum(table.length[row] for row in held)
+        assert book.sessions[lease.session.id].leases[lease.id] is lease
+    for row in range(1, table.rows + 1):
+        assert table.pins[row] == pins[row]
+        if pins[row]:
+            assert table.state[row] in (State.COMMITTED, State.SUSPECT, State.DOOMED)
+        elif table.state[row] == State.DOOMED:
+            raise AssertionError("a doomed span outlived its leases")
+    assert store.pinned == len(pins)
+    assert store.leased_bytes == sum(table.length[row] for row in pins)
+    evictable = [
+        row
+        for row in range(1, table.rows + 1)
+        if table.state[row] in EVICTABLE and not table.pins[row]
+    ]
+    assert store.evictable == len(evictable)
+    if type(store.policy) is LRU:
+        assert sorted(store.policy.victims()) == evictable
+    for session in book.sessions.values():
+        leases, reservations = session.leases.values(), session.reservations.values()
+        assert session.leased_spans == sum(lease.spans for lease in leases)
+        assert session.leased_bytes == sum(lease.size for lease in leases)
+        assert session.reserved_bytes == sum(item.length for item in reservations)
+    assert sum(len(s.leases) for s in book.sessions.values()) == len(book.leases)
+    assert sum(len(s.reservations) for s in book.sessions.values()) == len(book.reservations)
+
+
+def _check_jobs(store: SpanStore, book: SessionBook, writing: Writing, verifier: Verifier) -> None:
+    states = store.table.state
+    expected = {State.RESERVED: set[int](), State.COPYING: set[int](), State.ORPHANED: set[int]()}
+    for item in book.reservations.values():
+        expected[State.RESERVED if item.commit is None else State.COPYING].add(item.row)
+    flying = {item.row for item in writing.copies.values()}
+    assert len(flying) == len(writing.copies)
+    assert expected[State.COPYING] <= flying
+    expected[State.ORPHANED] = flying - expected[State.COPYING]
+    expected[State.VERIFYING] = {
+        row for row in verifier.jobs.values() if states[row] != State.SUSPECT
+    }
+    for state, rows in expected.items():
+        found = {row for row in range(1, store.table.rows + 1) if states[row] == state}
+        assert found == rows, state
+    copies = Counter(item.session.id for item in writing.copies.values())
+    for session in book.sessions.values():
+        assert session.copies == copies[session.id]
+        assert not session.closed

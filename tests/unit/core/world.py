@@ -1,0 +1,368 @@
+"""Everything around a core, simulated: slabs, staging, catalog, index, replies.
+
+``World.send`` carries effects out as the shell would and asserts what the shell relies on.
+Bytes are one word a tile: the number of the content that was copied there.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+
+from kmesh.layout import TILE_BYTES, Shard, tiles
+from kmesh_spand.core import effects as fx
+from kmesh_spand.core import events as ev
+from kmesh_spand.core.config import CoreConfig
+from kmesh_spand.core.core import Core
+from kmesh_spand.core.policy import Policy
+from kmesh_spand.core.record import Record, decode
+from kmesh_spand.core.states import State
+from kmesh_spand.core.tags import tag
+
+SHARD = Shard(0, 4, 0, 2).code()
+OTHER_SHARD = Shard(4, 8, 0, 2).code()
+NAMESPACE = hashlib.blake2b(b"namespace", digest_size=32).digest()
+STAGING = 1 << 20
+SCHEDULER, WORKER, TOOL = 1, 2, 3
+
+
+def key(name: object) -> bytes:
+    """A key of 32 bytes that only ``name`` has."""
+    return hashlib.blake2b(repr(name).encode(), digest_size=32).digest()
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """What a reservation is for."""
+
+    session: int
+    key: bytes
+    sub_keys: tuple[bytes, ...]
+    shard: int
+    length: int
+    tokens: int
+
+
+@dataclass(frozen=True)
+class Held:
+    """One leased entry, as its client knows it."""
+
+    slab: int
+    tile: int
+    count: int
+    root: int
+
+
+class World:
+    """A core and its surroundings, over several epochs."""
+
+    def __init__(
+        self,
+        slabs: dict[int, int],
+        *,
+        policy: Policy | None = None,
+        populated: bool = True,
+        **limits: int,
+    ) -> None:
+        self.config = CoreConfig(**{"max_spans": 64, **limits})
+        self.sizes = slabs
+        self.now = 1_000_000
+        self.memory: dict[tuple[int, int], int] = {}
+        self.catalog: dict[int, bytes] = {}
+        self.contents: dict[int, Wanted] = {}
+        self.session = self.request = self.content = 0
+        self._reset(policy)
+        for slab, size in slabs.items():
+            self.send(ev.SlabAdded(slab, size * TILE_BYTES))
+            if populated:
+                self.send(ev.Populated(slab, size * TILE_BYTES))
+
+    def _reset(self, policy: Policy | None) -> None:
+        self.core = Core(self.config, policy)
+        self.index: dict[int, int] = {}
+        self.open: set[int] = set()
+        self.closed: set[int] = set()
+        self.waiting: dict[tuple[int, int], fx.Result | None] = {}
+        self.wanted: dict[int, Wanted] = {}
+        self.copies: dict[int, tuple[fx.Copy, int]] = {}
+        self.verifies: dict[int, fx.Verify] = {}
+        self.leases: dict[int, tuple[int, list[Held | None]]] = {}
+        self.flipped: set[tuple[int, int]] = set()
+
+    # Events
+
+    def send(self, event: ev.Event) -> list[fx.Effect]:
+        """Handle an event and carry its effects out."""
+        effects = self.core.handle(event, self.now)
+        for effect in effects:
+            self._do(effect)
+        return effects
+
+    def ask(self, kind: type, session: int, *args: object) -> fx.Result | None:
+        """Send a request; its answer, or None when that comes later."""
+        self.request += 1
+        self.waiting[session, self.request] = None
+        self.send(kind(session, self.request, *args))
+        if (session, self.request) in self.waiting:
+            return None
+        return self.answer
+
+    def connect(self, engine: str = "", role: int = TOOL, uid: int = 1000) -> int:
+        """A new session's number."""
+        self.session += 1
+        self.open.add(self.session)
+        self.send(ev.SessionOpened(self.session, uid, engine, role))
+        return self.session
+
+    def close(self, session: int) -> None:
+        """End a session: its requests get no answer, its holds are gone."""
+        self.open.discard(session)
+        self.closed.add(session)
+        self.waiting = {k: v for k, v in self.waiting.items() if k[0] != session}
+        self.leases = {n: held for n, held in self.leases.items() if held[0] != session}
+        self.wanted = {n: want for n, want in self.wanted.items() if want.session != session}
+        self.send(ev.SessionClosed(session))
+
+    def acquire(
+        self, session: int, keys: list[bytes], shards: list[int] | None = None, prefix: bool = False
+    ) -> fx.AcquireResult:
+        """Acquire, and check that what was leased are the bytes stored under those keys."""
+        shards = shards or [SHARD]
+        answer = self.ask(ev.Acquire, session, b"".join(keys), shards, prefix)
+        assert isinstance(answer, fx.AcquireResult), answer
+        held: list[Held | None] = []
+        for entry, reason in enumerate(answer.reason):
+            row = [column[entry] for column in (
+                answer.slab, answer.offset, answer.length, answer.tokens, answer.generation,
+                answer.root,
+            )]
+            if reason:
+                assert not any(row)
+                held.append(None)
+                continue
+            slab, offset, length, tokens, generation, root = row
+            assert generation
+            found = self.contents[root]
+            name, shard = keys[entry // len(shards)], shards[entry % len(shards)]
+            assert name in (found.key, *found.sub_keys)
+            assert (found.shard, found.length, found.tokens) == (shard, length, tokens)
+            held.append(Held(slab, offset // TILE_BYTES, tiles(length), root))
+        assert bool(answer.lease) == any(held)
+        if answer.lease:
+            assert answer.lease not in self.leases
+            self.leases[answer.lease] = session, held
+        self.check_bytes()
+        return answer
+
+    def release(self, session: int, leases: list[int]) -> fx.ReleaseResult:
+        """Release."""
+        answer = self.ask(ev.Release, session, leases)
+        assert isinstance(answer, fx.ReleaseResult), answer
+        for lease in leases:
+            if lease not in answer.refused:
+                del self.leases[lease]
+        return answer
+
+    def reserve(
+        self,
+        session: int,
+        keys: list[bytes],
+        *,
+        length: int = TILE_BYTES,
+        tokens: int = 64,
+        sub_keys: tuple[bytes, ...] = (),
+        shard: int = SHARD,
+    ) -> fx.ReserveResult:
+        """Reserve spans of one size; ``sub_keys`` of each."""
+        count = len(keys)
+        answer = self.ask(
+            ev.Reserve, session, NAMESPACE, shard, b"".join(keys), [tokens] * count,
+            list(range(count)), [length] * count, b"".join(sub_keys) * count,
+        )
+        assert isinstance(answer, fx.ReserveResult), answer
+        for name, reason, number in zip(keys, answer.reason, answer.reservation, strict=True):
+            assert bool(number) == (not reason)
+            if number:
+                self.wanted[number] = Wanted(session, name, sub_keys, shard, length, tokens)
+        return answer
+
+    def commit(self, session: int, numbers: list[int]) -> fx.Result | None:
+        """Commit from offset 0, 64, …"""
+        offsets = [64 * entry for entry in range(len(numbers))]
+        return self.ask(ev.Commit, session, numbers, offsets, STAGING)
+
+    def abort(self, session: int, numbers: list[int]) -> fx.AbortResult:
+        """Abort."""
+        answer = self.ask(ev.Abort, session, numbers)
+        assert isinstance(answer, fx.AbortResult)
+        for number in numbers:
+            if number in self.wanted and self.wanted[number].session == session:
+                del self.wanted[number]
+        return answer
+
+    def store(self, session: int, keys: list[bytes], **how: object) -> None:
+        """Reserve, commit and copy."""
+        answer = self.reserve(session, keys, **how)  # type: ignore[arg-type]
+        assert not any(answer.reason), answer
+        self.commit(session, list(answer.reservation))
+        for job in list(self.copies):
+            self.copy_ends(job)
+
+    def copy_ends(self, job: int, ok: bool = True) -> None:
+        """A copy is done, or failed."""
+        copy, content = self.copies.pop(job)
+        if ok:
+            self._write(copy, content)
+            self.send(ev.CopyDone(job, content))
+        else:
+            self.send(ev.CopyFailed(job))
+
+    def verify_ends(self, job: int, answered: bool = True) -> None:
+        """A verification has read what is there, or its worker died."""
+        verify = self.verifies.pop(job)
+        first = verify.offset // TILE_BYTES
+        read = range(first, first + tiles(verify.length))
+        good = all(self.memory.get((verify.slab, tile)) == verify.root for tile in read)
+        if good and answered:
+            self.flipped -= {(verify.slab, tile) for tile in read}
+        self.send(ev.VerifyDone(job, good if answered else None))
+
+    def settle(self) -> None:
+        """Let every job end well."""
+        while self.copies or self.verifies:
+            for job in list(self.copies):
+                self.copy_ends(job)
+            for job in list(self.verifies):
+                self.verify_ends(job)
+
+    def flip(self, slab: int, tile: int) -> None:
+        """Damage a tile."""
+        self.memory[slab, tile] = -1
+        self.flipped.add((slab, tile))
+
+    def restart(self, catalog: dict[int, bytes] | None = None) -> None:
+        """A new epoch over the same memory, with the catalog as given."""
+        self.catalog = dict(self.catalog if catalog is None else catalog)
+        self._reset(None)
+        records = [(slot, decode(data)) for slot, data in sorted(self.catalog.items())]
+        self.catalog = {
+            slot: self.catalog[slot] for slot, record in records if record is not None
+        }
+        self.send(ev.Recovered([(slot, item) for slot, item in records if item is not None]))
+        for slab, size in self.sizes.items():
+            self.send(ev.SlabAdded(slab, size * TILE_BYTES))
+            self.send(ev.Populated(slab, size * TILE_BYTES))
+
+    # Effects
+
+    def _do(self, effect: fx.Effect) -> None:
+        match effect:
+            case fx.Reply(session, request, result):
+                if session in self.open:
+                    del self.waiting[session, request]
+                self.answer = result
+            case fx.Copy():
+                assert effect.session in self.open
+                self.content += 1
+                want = next(
+                    want
+                    for want in self.wanted.values()
+                    if self._place_of(want) == (effect.slab, effect.offset)
+                )
+                assert want.session == effect.session
+                self.contents[self.content] = want
+                self.copies[effect.job] = effect, self.content
+                self._write(effect, -2)
+            case fx.Verify():
+                self.verifies[effect.job] = effect
+            case fx.PutRecord(slot, data):
+                record = decode(data)
+                assert record is not None
+                self.catalog[slot] = data
+                if record.state is State.FREE:
+                    assert slot not in self.index.values()
+            case fx.Publish(slot, tags):
+                assert self.record(slot).state is State.COMMITTED
+                assert tags[0] == tag(self.record(slot).key, self.record(slot).shard)
+                for name in tags:
+                    assert name not in self.index
+                    self.index[name] = slot
+                self.wanted = {
+                    n: want
+                    for n, want in self.wanted.items()
+                    if tag(want.key, want.shard) not in tags
+                }
+            case fx.Unpublish(slot, tags):
+                for name in tags:
+                    assert self.index.pop(name) == slot
+            case fx.DropStaging(session):
+                self.closed.remove(session)
+                assert all(copy.session != session for copy, _ in self.copies.values())
+
+    def _place_of(self, want: Wanted) -> tuple[int, int] | None:
+        for row in self.core.spans(now_ms=self.now):
+            if row.key == want.key and row.shard == want.shard and row.state == "copying":
+                return row.slab, row.offset
+        return None
+
+    def _write(self, copy: fx.Copy, content: int) -> None:
+        first = copy.offset // TILE_BYTES
+        for tile in range(first, first + tiles(copy.length)):
+            assert tile < self.sizes[copy.slab]
+            self.memory[copy.slab, tile] = content
+            self.flipped.discard((copy.slab, tile))
+
+    # What must hold
+
+    def record(self, slot: int) -> Record:
+        """What the catalog has at a slot."""
+        record = decode(self.catalog[slot])
+        assert record is not None
+        return record
+
+    def records(self) -> dict[tuple[bytes, int], Record]:
+        """All stored spans and their further names, by key and shard."""
+        found = {}
+        for slot in self.catalog:
+            record = self.record(slot)
+            if record.state is not State.FREE:
+                assert (record.key, record.shard) not in found
+                found[record.key, record.shard] = record
+        return found
+
+    def check_bytes(self) -> None:
+        """Every leased tile still holds what was stored, unless a test damaged it."""
+        for _, held in self.leases.values():
+            for item in held:
+                if item:
+                    self.check_held(item)
+
+    def check_held(self, held: Held) -> None:
+        """One leased span's bytes."""
+        for tile in range(held.tile, held.tile + held.count):
+            at = held.slab, tile
+            assert self.memory[at] == held.root or at in self.flipped, at
+
+    def check(self) -> None:
+        """All of the above, and the core's own ledgers, against each other."""
+        self.core.check()
+        self.check_bytes()
+        status = self.core.status()
+        assert status.index_entries == len(self.index)
+        assert status.sessions == len(self.open)
+        assert status.leases == len(self.leases)
+        assert status.idle == (not self.copies)
+        records = self.records()
+        names = {tag(*name) for name in records}
+        assert set(self.index) <= names
+        rows = {row.slot: row for row in self.core.spans(limit=10_000, now_ms=self.now)}
+        stored = {"recovered", "verifying", "committed", "suspect"}
+        listed = {slot for slot, row in rows.items() if row.state in stored}
+        committed = {s for s in self.catalog if self.record(s).state is State.COMMITTED}
+        assert listed == committed
+        for slot in committed:
+            row, record = rows[slot], self.record(slot)
+            for name in ("key", "namespace", "slab", "offset", "length", "start", "tokens",
+                         "shard", "generation"):
+                assert getattr(row, name) == getattr(record, name), name
+            assert (row.state == "committed") == (tag(record.key, record.shard) in self.index)
