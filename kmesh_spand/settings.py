@@ -8,6 +8,13 @@ from __future__ import annotations
 
 import msgspec
 
+LOCK_NAME = "daemon.lock"
+SESSION_SOCKET = "session.sock"
+GRPC_SOCKET = "grpc.sock"
+
+#: Below this a slab isn't worth its file descriptor.
+MIN_SLAB_BYTES = 1 << 20
+
 
 class Settings(msgspec.Struct, frozen=True, kw_only=True):
     """Sizes are bytes, ``*_ms`` milliseconds. See ``docs/configuration.md``."""
@@ -38,7 +45,3 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
         """Bytes of each slab; the last one takes what is left, unless that is too little."""
         full, rest = divmod(self.host_memory, self.slab_size)
         return [self.slab_size] * full + ([rest] if rest >= MIN_SLAB_BYTES else [])
-
-
-#: Below this a slab isn't worth its file descriptor.
-MIN_SLAB_BYTES = 1 << 20

@@ -53,12 +53,16 @@ class Storage:
         self.epoch: int
         self._begin()
 
-    def new_epoch(self) -> None:
-        """Tells every reader of the old index that it is over, and makes an empty one."""
+    def poison(self) -> None:
+        """Tells every reader of the index that it is over."""
         with Mapping(self.index.fd, self.index.size, writable=True) as mapping:
             poison(mapping)
-        os.close(self.index.fd)
+
+    def new_epoch(self) -> None:
+        """An empty index and another epoch; the old index must be poisoned."""
+        old = self.index.fd
         self._begin()
+        os.close(old)
 
     def _begin(self) -> None:
         self.epoch = int.from_bytes(os.urandom(8), "little") or 1
@@ -66,7 +70,8 @@ class Storage:
         self.index = _make("index", index_size(capacity_for(self._entries)))
 
     def close(self) -> None:
-        """Gives all memory back."""
+        """Gives all memory back; readers see that the index is over."""
+        self.poison()
         for fd in self.fds:
             os.close(fd)
 

@@ -18,14 +18,10 @@ import time
 from kmesh.errors import ConfigError
 from kmesh_spand import child, ipc, logs, memory
 from kmesh_spand.notify import notify
-from kmesh_spand.settings import Settings
+from kmesh_spand.settings import GRPC_SOCKET, LOCK_NAME, SESSION_SOCKET, Settings
 from kmesh_spand.storage import Storage
 
 logger = logging.getLogger(__name__)
-
-LOCK_NAME = "daemon.lock"
-SESSION_SOCKET = "session.sock"
-GRPC_SOCKET = "grpc.sock"
 
 #: What a process of the daemon needs beside one fd for each slab, with a few sessions.
 _SPARE_FDS = 40
@@ -236,16 +232,24 @@ class Supervisor:
         now = time.monotonic()
         if self._control_at is not None and now >= self._control_at:
             self._control_at = None
-            self._start_control(now)
-            self._worker_at = now
+            try:
+                self._start_control(now)
+                self._worker_at = now
+            except OSError as failed:
+                logger.error("control could not be started: %s", failed)
+                self._control_at = self._control_backoff.died(now)
         if self._worker_at is not None and now >= self._worker_at and self._control_pid:
             self._worker_at = None
-            self._start_worker(now)
+            try:
+                self._start_worker(now)
+            except OSError as failed:
+                logger.error("the store worker could not be started: %s", failed)
+                self._worker_at = self._worker_backoff.died(now)
 
     def _start_control(self, now: float) -> None:
-        self._control_restarts += 1
-        if self._control_restarts:
+        if self._control_restarts >= 0:
             self._storage.new_epoch()
+        self._control_restarts += 1
         ours, theirs = ipc.pair()
         settings, storage = self._settings, self._storage
         listener, restarts = self._listener, self._control_restarts
@@ -337,6 +341,7 @@ class Supervisor:
             self._worker_at = self._worker_backoff.died(now)
             return
         self._control_pid = 0
+        self._storage.poison()
         if self._to_control is not None:
             self._to_control.close()
             self._to_control = None

@@ -99,16 +99,22 @@ class Worker:
                 case ipc.Verify():
                     checks.submit(self._job, message)
                 case ipc.Staging() if fd is not None:
-                    try:
-                        self._staging[message.session] = Mapping(fd, message.size)
-                    finally:
-                        os.close(fd)
+                    self._map_staging(message, fd)
                 case ipc.DropStaging():
                     dropped = self._staging.pop(message.session, None)
                     if dropped is not None:
                         dropped.close()
                 case _:
                     logger.error("unexpected message %s", type(message).__name__)
+
+    def _map_staging(self, message: ipc.Staging, fd: int) -> None:
+        try:
+            self._staging[message.session] = Mapping(fd, message.size)
+        except OSError as failed:
+            # Its copies will say that there is no staging.
+            logger.error("staging: %s", failed, extra={"session": message.session})
+        finally:
+            os.close(fd)
 
     def _job(self, job: ipc.Copy | ipc.Verify) -> None:
         answer: ipc.AnyMessage

@@ -46,6 +46,21 @@ def start_spand(socket_dir: Path) -> Iterator[Callable[..., Daemon]]:
         daemon.check_log()
 
 
+@pytest.fixture(scope="module")
+def shared_spand() -> Iterator[Daemon]:
+    """One daemon for a module's tests that leave it as it was."""
+    parent = Path(tempfile.mkdtemp(prefix="kmesh-"))
+    daemon = Daemon(parent / "s")
+    try:
+        daemon.wait_populated()
+        yield daemon
+        daemon.stop()
+        daemon.check_log()
+    finally:
+        daemon.kill()
+        shutil.rmtree(parent)
+
+
 @pytest.fixture
 def spand(start_spand: Callable[..., Daemon]) -> Daemon:
     """A running daemon with 32 MiB."""

@@ -14,10 +14,10 @@ from pathlib import Path
 from typing import Any
 
 import grpc
-
-from kmesh.v1 import admin_pb2, admin_pb2_grpc
 from leaks import process_tree
 from rawclient import RawClient
+
+from kmesh.v1 import admin_pb2, admin_pb2_grpc
 
 ROOT = Path(__file__).parents[1]
 COMMAND = (sys.executable, "-m", "kmesh_spand")

@@ -44,7 +44,8 @@ def open_fds(pid: int | str = "self") -> Counter[str]:
             link = os.readlink(f"{directory}/{name}")
         except OSError:
             continue
-        if not link.startswith(("/proc/", f"/proc/{os.getpid()}/")):
+        # The directories that this very look has open.
+        if not link.startswith("/proc/"):
             found[_kind(link)] += 1
     return found
 
@@ -78,10 +79,10 @@ class Snapshot:
 
     def grown(self, now: Snapshot) -> list[str]:
         """What ``now`` has more than this."""
-        found = [f"fd {link} ×{count}" for link, count in (now.fds - self.fds).items()]
+        found = [f"fd {link} x{count}" for link, count in (now.fds - self.fds).items()]
         found += [f"process {pid} ({_command(pid)})" for pid in now.children - self.children]
         found += [f"thread {thread.name}" for thread in now.threads - self.threads]
-        found += [f"mapped {link} ×{n}" for link, n in (now.memfds - self.memfds).items()]
+        found += [f"mapped {link} x{n}" for link, n in (now.memfds - self.memfds).items()]
         return found
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import array
 import asyncio
+import contextlib
 import logging
 import os
 import socket
@@ -146,14 +147,22 @@ class Connection:
     def _fatal(self, failed: errors.RequestError) -> bool:
         """Says why, under no request's id, and ends the connection."""
         self._handler.counters["protocol_errors"] += 1
-        self._respond(0, None, -1, failed)
-        self.close(failed.message)
+        self._last_words(0, failed)
         return False
+
+    def _last_words(self, number: int, failed: errors.RequestError) -> None:
+        """Answers a request and ends the connection."""
+        self._respond(number, None, -1, failed)
+        # What lies unread when a socket is closed makes the peer lose what it was told.
+        with contextlib.suppress(OSError):
+            for _ in range(_TURN):
+                if not self._sock.recv_into(_BUFFER):
+                    break
+        self.close(failed.message)
 
     def _on_request(self, request: session_socket_pb2.Request) -> None:
         if self._refusal is not None:
-            self._respond(request.id, None, -1, self._refusal)
-            self.close(self._refusal.message)
+            self._last_words(request.id, self._refusal)
             return
         number = request.id
         name = request.WhichOneof("body")
@@ -165,8 +174,7 @@ class Connection:
             self._hello(request)
         elif self._member is None:
             failed = errors.Unauthenticated("Hello comes first", field=name)
-            self._respond(number, None, -1, failed)
-            self.close(failed.message)
+            self._last_words(number, failed)
         else:
             self._handler.call(
                 self._member.id,
@@ -181,9 +189,10 @@ class Connection:
                 raise errors.InvalidArgument("this connection has its session", field="hello")
             member = self._handler.open(request.hello, self.peer)
         except errors.RequestError as refused:
-            self._respond(request.id, None, -1, refused)
             if self._member is None:
-                self.close(f"refused: {refused}")
+                self._last_words(request.id, refused)
+            else:
+                self._respond(request.id, None, -1, refused)
             return
         self._member = member
         if self._timer is not None:

@@ -7,6 +7,7 @@ import logging
 import os
 import socket
 from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 import uvloop
 
@@ -27,8 +28,11 @@ from kmesh_spand.core.config import CoreConfig
 from kmesh_spand.core.core import Core
 from kmesh_spand.core.record import RECORD_BYTES, Record, decode
 from kmesh_spand.memory import reopen_read_only
-from kmesh_spand.settings import Settings
+from kmesh_spand.settings import GRPC_SOCKET, Settings
 from kmesh_spand.storage import Storage
+
+if TYPE_CHECKING:
+    from kmesh_spand.control.rpc import RpcServer
 
 logger = logging.getLogger(__name__)
 
@@ -88,7 +92,6 @@ class Control:
         """Serves until told to drain."""
         # Sessions are served already; these are large to load.
         from kmesh_spand.control.rpc import RpcServer
-        from kmesh_spand.supervisor import GRPC_SOCKET
 
         rpc = RpcServer(
             self._handler, self._report, os.path.join(self._settings.socket_dir, GRPC_SOCKET)
@@ -119,10 +122,7 @@ class Control:
     def _tick(self) -> float:
         return 0.01 if self._handler.draining else _TICK_SECONDS
 
-    async def _tell_health(self, rpc: object) -> None:
-        from kmesh_spand.control.rpc import RpcServer
-
-        assert isinstance(rpc, RpcServer)
+    async def _tell_health(self, rpc: RpcServer) -> None:
         healthy = self._worker.up and not self._handler.draining
         if healthy != self._healthy:
             self._healthy = healthy

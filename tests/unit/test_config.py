@@ -1,0 +1,217 @@
+"""Settings: where they come from, which wins, and what is wrong with them."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from daemon_process import COMMAND, environment
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kmesh.errors import ConfigError
+from kmesh_spand import units
+from kmesh_spand.config import Config, load
+from kmesh_spand.flags import parser, to_toml
+
+
+def file_with(tmp_path: Path, text: str) -> Path:
+    file = tmp_path / "spand.toml"
+    file.write_text(text)
+    return file
+
+
+@pytest.mark.parametrize(
+    ("flag", "variable", "key", "wins", "origin"),
+    [
+        (None, None, None, 4 << 30, "default"),
+        (None, None, "1GiB", 1 << 30, "FILE"),
+        (None, "2GiB", "1GiB", 2 << 30, "environment"),
+        ("3GiB", "2GiB", "1GiB", 3 << 30, "flag"),
+        ("3GiB", None, "1GiB", 3 << 30, "flag"),
+        ("3GiB", "2GiB", None, 3 << 30, "flag"),
+        (None, "2GiB", None, 2 << 30, "environment"),
+    ],
+)
+def test_precedence(
+    tmp_path: Path,
+    flag: str | None,
+    variable: str | None,
+    key: str | None,
+    wins: int,
+    origin: str,
+) -> None:
+    file = file_with(tmp_path, f'verify_rate = "{key}"' if key else "")
+    loaded = load(
+        {"verify_rate": flag} if flag else {},
+        {"KMESH_SPAND_VERIFY_RATE": variable} if variable else {},
+        file,
+    )
+    assert loaded.settings.verify_rate == wins
+    assert loaded.origins["verify_rate"] == (str(file) if origin == "FILE" else origin)
+    assert loaded.origins["log_level"] == "default"
+
+
+def test_every_setting_has_all_three_forms(tmp_path: Path) -> None:
+    """Each can be a flag, a variable and a key, and means the same everywhere."""
+    values = {
+        "socket_dir": "/tmp/kmesh-x",
+        "socket_mode": "0600",
+        "host_memory": "3GiB",
+        "slab_size": "512MiB",
+        "hugepages": "off",
+        "populate_threads": "3",
+        "copy_threads": "5",
+        "span_tokens": "128",
+        "max_spans": "77",
+        "allow_uids": "1,2 3",
+        "max_sessions": "9",
+        "staging_memory": "100MiB",
+        "session_staging": "10MiB",
+        "deadline_ms": "11",
+        "copy_timeout_ms": "1200",
+        "verify_rate": "0",
+        "grace_ms": "13",
+        "shutdown_timeout_ms": "14",
+        "metrics_listen": "[::1]:9464",
+        "log_level": "debug",
+        "log_format": "json",
+    }
+    assert set(values) == set(Config.model_fields)
+    known = vars(parser().parse_args([f"--{n.replace('_', '-')}={v}" for n, v in values.items()]))
+    flags = {name: known[name] for name in values}
+    variables = {f"KMESH_SPAND_{name.upper()}": value for name, value in values.items()}
+    keys = "\n".join(f'{name} = "{value}"' for name, value in values.items())
+    by_flag = load(flags, {}).settings
+    assert by_flag == load({}, variables).settings
+    assert by_flag == load({}, {}, file_with(tmp_path, keys)).settings
+    default = load({}, {}).settings
+    for name in values:
+        assert getattr(by_flag, name) != getattr(default, name), name
+    assert by_flag.allow_uids == (1, 2, 3)
+    assert by_flag.socket_mode == 0o600
+
+
+def test_printed_settings_read_back(tmp_path: Path) -> None:
+    loaded = load({"host_memory": "8GiB", "allow_uids": "5,6"}, {"KMESH_SPAND_MAX_SESSIONS": "7"})
+    text = to_toml(loaded)
+    assert 'host_memory = "8GiB"  # flag\n' in text
+    assert "max_sessions = 7  # environment\n" in text
+    assert 'socket_mode = "0660"  # default\n' in text
+    again = load({}, {}, file_with(tmp_path, text))
+    assert again.settings == loaded.settings
+
+
+def test_defaults_follow_the_machine_and_each_other() -> None:
+    settings = load({"host_memory": "8GiB"}, {"XDG_RUNTIME_DIR": "/run/user/7"}).settings
+    assert settings.socket_dir == "/run/user/7/kmesh"
+    assert load({}, {}).settings.socket_dir == "/run/kmesh"
+    assert settings.slab_sizes() == [1 << 30] * 8
+    assert settings.staging_memory == 2 << 30
+    assert settings.session_staging == 512 << 20
+    assert settings.allow_uids == (os.getuid(),)
+    assert settings.max_spans == 32768
+    uneven = load({"host_memory": "10MiB", "slab_size": "4MiB"}, {}).settings
+    assert uneven.slab_sizes() == [4 << 20, 4 << 20, 2 << 20]
+
+
+@pytest.mark.parametrize(
+    ("flags", "env", "text", "message"),
+    [
+        ({}, {"KMESH_SPAND_HOST_MEMROY": "1"}, "", "KMESH_SPAND_HOST_MEMROY: unknown"),
+        ({}, {"KMESH_SPAND_host_memory": "1"}, "", "KMESH_SPAND_host_memory: unknown"),
+        ({}, {}, "host_memroy = 1", "host_memroy: unknown setting (FILE)"),
+        ({}, {}, "[daemon]\nhost_memory = 1", "daemon: unknown setting (FILE)"),
+        ({}, {}, "host_memory = ", "config: FILE: "),
+        ({"host_memory": "lots"}, {}, "", "host_memory: 'lots' is no size"),
+        ({"host_memory": "1KiB"}, {}, "", "host_memory: Input should be greater"),
+        ({}, {"KMESH_SPAND_LOG_LEVEL": "loud"}, "", "log_level: Input should be"),
+        ({}, {}, 'allow_uids = ["root"]', "allow_uids: Input should be"),
+        ({"socket_mode": "0999"}, {}, "", "socket_mode: '0999' is no file mode"),
+        ({"socket_dir": "/" + "x" * 100}, {}, "", "socket_dir: longer than"),
+        ({"slab_size": "1000001"}, {}, "", "slab_size: Input should be greater"),
+        ({"slab_size": "2000001"}, {}, "", "slab_size: not a multiple of 64KiB"),
+        ({"slab_size": "2GiB", "host_memory": "1GiB"}, {}, "", "slab_size: over host_memory"),
+        ({"span_tokens": "65"}, {}, "", "span_tokens: not a multiple of 16"),
+        ({"staging_memory": "1MiB", "session_staging": "2MiB"}, {}, "", "session_staging: over"),
+        ({"metrics_listen": "9464"}, {}, "", "metrics_listen: '9464' is no address"),
+        ({"metrics_listen": "h:99999"}, {}, "", "metrics_listen: "),
+    ],
+)
+def test_errors_name_the_setting(
+    tmp_path: Path, flags: dict[str, str], env: dict[str, str], text: str, message: str
+) -> None:
+    file = file_with(tmp_path, text)
+    with pytest.raises(ConfigError) as failed:
+        load(flags, env, file)
+    said = str(failed.value)
+    assert said.startswith(message.replace("FILE", str(file)))
+    assert "\n" not in said.strip()
+
+
+def test_a_missing_file_is_an_error(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"config: .*No such file"):
+        load({}, {}, tmp_path / "none.toml")
+    with pytest.raises(ConfigError, match=r"config: .*directory"):
+        load({}, {}, tmp_path)
+
+
+@given(st.integers(0, 1 << 50))
+def test_sizes_read_back(size: int) -> None:
+    assert units.parse_size(units.format_size(size)) == size
+
+
+@pytest.mark.parametrize(
+    ("text", "size"),
+    [("1", 1), ("8GiB", 8 << 30), ("512 MiB", 512 << 20), ("1.5gib", 3 << 29), ("64KiB", 65536)],
+)
+def test_sizes(text: str, size: int) -> None:
+    assert units.parse_size(text) == size
+
+
+@pytest.mark.parametrize("text", ["", "GiB", "-1", "1GB", "1.3B", "0x10", "1e9", "8 G i B"])
+def test_no_sizes(text: str) -> None:
+    with pytest.raises(ValueError, match=r"size|whole"):
+        units.parse_size(text)
+
+
+def command(*flags: str, **env: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [*COMMAND, *flags], env=environment(**env), capture_output=True, text=True, timeout=60
+    )
+
+
+def test_command_line() -> None:
+    wrong = command("--host-memory=lots")
+    assert wrong.returncode == 2
+    assert wrong.stderr.startswith("kmesh-spand: host_memory: 'lots' is no size")
+    assert len(wrong.stderr.splitlines()) == 1
+    unknown = command(KMESH_SPAND_COLOUR="red")
+    assert (unknown.returncode, unknown.stdout) == (2, "")
+    assert unknown.stderr == "kmesh-spand: KMESH_SPAND_COLOUR: unknown setting (environment)\n"
+    printed = command("--print-config", "--max-sessions=3", KMESH_SPAND_LOG_LEVEL="error")
+    assert printed.returncode == 0
+    assert "max_sessions = 3  # flag" in printed.stdout
+    assert 'log_level = "error"  # environment' in printed.stdout
+    assert command("--colour=red").returncode == 2
+    said = command("--help").stdout
+    for name in Config.model_fields:
+        assert f"--{name.replace('_', '-')}" in said
+
+
+def test_settings_documentation_is_complete() -> None:
+    text = (Path(__file__).parents[2] / "docs" / "configuration.md").read_text()
+    for name in Config.model_fields:
+        assert f"`{name}`" in text, name
+
+
+def test_reading_settings_leaves_the_supervisor_light() -> None:
+    script = "import kmesh_spand.__main__, kmesh_spand.supervisor, sys; print(*sys.modules)"
+    done = subprocess.run(
+        [sys.executable, "-c", script], env=environment(), capture_output=True, text=True
+    )
+    loaded = set(done.stdout.split())
+    assert not loaded & {"pydantic", "grpc", "numpy", "torch", "asyncio", "google.protobuf"}

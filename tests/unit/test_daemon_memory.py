@@ -1,0 +1,141 @@
+"""Memfds, filling them, and the limits that the machine sets."""
+
+from __future__ import annotations
+
+import fcntl
+import mmap
+import os
+from pathlib import Path
+
+import pytest
+
+from kmesh.errors import ConfigError
+from kmesh.mapping import Mapping
+from kmesh_spand import memory
+from kmesh_spand.memory import MemoryLimit
+
+
+def test_a_memfd_keeps_its_size_and_is_zero() -> None:
+    fd = memory.make_memfd("test", 8192)
+    try:
+        assert fcntl.fcntl(fd, fcntl.F_GET_SEALS) == memory.SEALS
+        assert not os.get_inheritable(fd)
+        assert os.fstat(fd).st_mode & 0o777 == 0o400
+        for size in (0, 4096, 16384):
+            with pytest.raises(PermissionError):
+                os.ftruncate(fd, size)
+        with pytest.raises(PermissionError):
+            fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_WRITE)
+        assert os.pread(fd, 8192, 0) == bytes(8192)
+    finally:
+        os.close(fd)
+
+
+def test_a_read_only_reopen_shares_the_memory() -> None:
+    fd = memory.make_memfd("test", 4096)
+    reader = memory.reopen_read_only(fd)
+    try:
+        os.pwrite(fd, b"shared", 0)
+        assert os.pread(reader, 6, 0) == b"shared"
+        with pytest.raises(PermissionError):
+            mmap.mmap(reader, 4096)
+    finally:
+        os.close(reader)
+        os.close(fd)
+
+
+def test_populating_tells_how_far_it_is() -> None:
+    size = 100 << 20
+    fd = memory.make_memfd("test", size)
+    told: list[int] = []
+    try:
+        with Mapping(fd, size, writable=True) as mapping:
+            ranges = [(96 << 20, 4 << 20), (0, 96 << 20)]
+            filler = memory.Populator(fd, mapping.address, ranges, huge=False, done=told.append)
+            assert os.fstat(fd).st_blocks == 0
+            filler.run(3)
+        assert os.fstat(fd).st_blocks * 512 >= size
+        assert told == sorted(told)
+        assert told[-1] == size
+        assert len(told) >= 2
+    finally:
+        os.close(fd)
+
+
+def test_populating_by_touch_also_works() -> None:
+    size = 4 << 20
+    fd = memory.make_memfd("test", size)
+    try:
+        with Mapping(fd, size, writable=True) as mapping:
+            memory.populate_range(fd, mapping.address, 0, size, huge=True)
+            assert os.fstat(fd).st_blocks * 512 >= size
+            assert memory.hugepages_granted(mapping.address) in (True, False)
+    finally:
+        os.close(fd)
+
+
+def test_no_memory_is_an_error_not_a_signal() -> None:
+    fd = memory.make_memfd("test", 4096)
+    try:
+        filler = memory.Populator(fd, 0, [(0, 4096), (1 << 62, 4096)], huge=False, done=print)
+        with pytest.raises(OSError, match=r"too large|not permitted"):
+            filler.run(2)
+    finally:
+        os.close(fd)
+
+
+def tree(root: Path, files: dict[str, str]) -> Path:
+    for name, text in files.items():
+        path = root / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    return root
+
+
+def test_limits_of_control_groups_v2(tmp_path: Path) -> None:
+    root = tree(
+        tmp_path,
+        {
+            "proc/self/cgroup": "0::/a/b\n",
+            "proc/meminfo": "MemTotal: 9 kB\nMemAvailable: 2048 kB\n",
+            "sys/fs/cgroup/a/b/memory.max": "max\n",
+            "sys/fs/cgroup/a/memory.max": "1048576\n",
+        },
+    )
+    assert memory.memory_limits(root) == [
+        MemoryLimit(1 << 20, str(root / "sys/fs/cgroup/a/memory.max")),
+        MemoryLimit(2 << 20, "/proc/meminfo, MemAvailable"),
+    ]
+
+
+def test_limits_of_control_groups_v1(tmp_path: Path) -> None:
+    root = tree(
+        tmp_path,
+        {
+            "proc/self/cgroup": "4:memory:/x\n3:cpu,cpuacct:/\n0::/\n",
+            "sys/fs/cgroup/memory/x/memory.limit_in_bytes": "4096\n",
+            "sys/fs/cgroup/memory/memory.limit_in_bytes": "9223372036854771712\n",
+        },
+    )
+    source = root / "sys/fs/cgroup/memory/x/memory.limit_in_bytes"
+    assert memory.memory_limits(root) == [MemoryLimit(4096, str(source))]
+
+
+def test_limits_of_a_container_that_sees_only_its_own_group(tmp_path: Path) -> None:
+    root = tree(
+        tmp_path,
+        {
+            "proc/self/cgroup": "0::/system.slice/elsewhere\n",
+            "sys/fs/cgroup/memory.max": "4096\n",
+        },
+    )
+    assert memory.memory_limits(root) == [MemoryLimit(4096, str(root / "sys/fs/cgroup/memory.max"))]
+
+
+def test_promises_beyond_a_limit_are_refused() -> None:
+    limits = [MemoryLimit(10 << 20, "/limit")]
+    memory.check_memory(8 << 20, 2 << 20, limits)
+    with pytest.raises(ConfigError, match=r"^host_memory: 11 MiB .* 10 MiB that /limit allows$"):
+        memory.check_memory(11 << 20, 0, limits)
+    with pytest.raises(ConfigError, match=r"^staging_memory: with host_memory 12 MiB"):
+        memory.check_memory(8 << 20, 4 << 20, limits)
