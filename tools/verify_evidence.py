@@ -40,7 +40,9 @@ def derive_demo(raw: Mapping[str, Any]) -> dict[str, float]:
         "requests": len(rows),
         "same_text": sum(row["text"] == control[row["request"]]["text"] for row in rows),
         "shared_tokens": shared,
-        "restored_share_min_percent": 100 * min(row["restored"] for row in second) / shared,
+        "restored_share_min_percent": 100
+        * min(shared, *(row["restored"] for row in second))
+        / shared,
         "computed_max": max(row["computed"] for row in second),
         "ttft_second_engine_median_s": _median([row["ttft"] for row in second]),
         "ttft_control_median_s": _median([row["ttft"] for row in raw["control"]]),
