@@ -47,7 +47,7 @@ def gather(layout: Buffer, spans: Buffer, blocks: Buffer, status: Buffer, /) -> 
 def index_probe(
     index: int, size: int, epoch: int, keys: Buffer, mixes: Buffer, slots: Buffer, prefix: bool, /
 ) -> int:
-    """Looks up keys (32 bytes each) × shard mixes (u64 each) in an index; see kmesh.index.
+    """Looks up keys (32 bytes each) x shard mixes (u64 each) in an index; see kmesh.index.
 
     Writes slot + 1, or 0 for a miss, as u32 for each pair. With ``prefix``, stops at the first
     key of which a shard is missing and returns the number of leading keys found; without, the

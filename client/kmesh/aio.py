@@ -33,7 +33,7 @@ from kmesh.lease import Lease
 from kmesh.memory import SlabMapping, Staging
 from kmesh.session import Role, hello
 from kmesh.v1 import sessions_pb2
-from kmesh.wire import DEFAULT_TIMEOUT, MAX_UNANSWERED, Answer, Exchange
+from kmesh.wire import DEFAULT_TIMEOUT, MAX_MESSAGE_BYTES, MAX_UNANSWERED, Answer, Exchange
 
 logger = logging.getLogger("kmesh")
 
@@ -49,6 +49,7 @@ class AsyncChannel:
     def __init__(self, sock: socket.socket) -> None:
         self.exchange = Exchange()
         self._sock = sock
+        self._buffer = bytearray(MAX_MESSAGE_BYTES)
         self._loop = asyncio.get_running_loop()
         self._unsent: collections.deque[bytes] = collections.deque()
         self._on_close: list[Callable[[], None]] = []
@@ -70,6 +71,11 @@ class AsyncChannel:
         """RuntimeError unless the caller runs in this channel's event loop."""
         if asyncio.get_running_loop() is not self._loop:
             raise RuntimeError("a session belongs to the event loop that opened it")
+
+    def limit(self, max_message_bytes: int) -> None:
+        """Sets how long a packet may be, in both directions."""
+        self.exchange.max_message_bytes = max_message_bytes
+        self._buffer = bytearray(max_message_bytes)
 
     async def call(self, body: Message, deadline: float) -> Answer:
         """The answer to a request. When the caller is cancelled, what comes is given back."""
@@ -181,7 +187,7 @@ class AsyncChannel:
     def _readable(self) -> None:
         try:
             while self._error is None:
-                packet, fds = packets.receive(self._sock, self.exchange.max_message_bytes)
+                packet, fds = packets.receive(self._sock, self._buffer)
                 if not packet and not fds:
                     raise errors.ConnectionClosed("the daemon closed the connection")
                 for undo in self.exchange.receive(packet, fds):
@@ -233,7 +239,7 @@ class AsyncSession:
         try:
             self.welcome = await self._run(calls.hello(hello), timeout)
             self.epoch = self._channel.exchange.epoch or 0
-            self._channel.exchange.max_message_bytes = self.welcome.max_message_bytes
+            self._channel.limit(self.welcome.max_message_bytes)
             attach = memory.attach_index(self.epoch)
             self.index = await self._run(attach, until - time.monotonic())
         except errors.ConnectionClosed as closed:

@@ -25,6 +25,8 @@ Procedure = Generator[Message, Answer, T]
 #: Sends a message whose answer nobody waits for; does nothing when the session is over.
 Forget = Callable[[Message], None]
 
+#: No kernel sends a larger packet unless it was tuned for it.
+_MAX_MESSAGE_BYTES = 16 << 20
 #: Bytes of a packet left to the frame around a batch.
 _FRAME_BYTES = 256
 
@@ -103,6 +105,8 @@ def hello(message: sessions_pb2.Hello) -> Procedure[Welcome]:
             continue  # A kind that this client is too old for: never chosen.
     if not (body.max_batch and body.span_tokens and body.sub_tokens and body.max_message_bytes):
         raise errors.ProtocolError("Welcome: a limit is zero")
+    if body.max_message_bytes > _MAX_MESSAGE_BYTES:
+        raise errors.ProtocolError(f"Welcome: packets of {body.max_message_bytes} bytes")
     return Welcome(
         session_id=body.session_id,
         token=body.token,

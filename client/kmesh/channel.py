@@ -15,7 +15,7 @@ from collections.abc import Callable
 from google.protobuf.message import Message
 
 from kmesh import errors, packets
-from kmesh.wire import MAX_UNANSWERED, Done, Exchange
+from kmesh.wire import MAX_MESSAGE_BYTES, MAX_UNANSWERED, Done, Exchange
 
 logger = logging.getLogger("kmesh")
 
@@ -35,6 +35,7 @@ class Channel:
         self.exchange = Exchange()
         self.peer_pid = packets.peer_pid(sock)
         self._sock = sock
+        self._buffer = bytearray(MAX_MESSAGE_BYTES)
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._lock = threading.Lock()
         self._unsent: collections.deque[bytes] = collections.deque()
@@ -58,6 +59,11 @@ class Channel:
     def in_callback(self) -> bool:
         """Whether the caller runs in the channel's own thread, which must not wait for itself."""
         return threading.current_thread() is self._thread
+
+    def limit(self, max_message_bytes: int) -> None:
+        """Sets how long a packet may be, in both directions."""
+        self.exchange.max_message_bytes = max_message_bytes
+        self._buffer = bytearray(max_message_bytes)
 
     def call(self, body: Message, deadline: float, done: Done) -> None:
         """Sends a request; ``done`` hears of its end, by ``deadline`` (monotonic) at the latest.
@@ -166,7 +172,7 @@ class Channel:
     def _read(self) -> None:
         while self._error is None:
             try:
-                packet, fds = packets.receive(self._sock, self.exchange.max_message_bytes)
+                packet, fds = packets.receive(self._sock, self._buffer)
             except BlockingIOError:
                 return
             except OSError as gone:

@@ -73,7 +73,7 @@ class Lease:
         self.root = array("Q")
         self.hits = 0
         self.parts: list[LeasePart] = []
-        self._discard: Callable[[Sequence[int]], None] | None = discard
+        self._discard = [discard]
 
     def __len__(self) -> int:
         """Entries."""
@@ -89,7 +89,7 @@ class Lease:
 
     @property
     def released(self) -> bool:
-        return self._discard is None
+        return not self._discard
 
     def index(self, key: int, shard: int = 0) -> int:
         """Number of the entry of key number ``key`` and shard number ``shard``."""
@@ -111,8 +111,11 @@ class Lease:
 
     def release(self) -> None:
         """Gives every span back, without waiting for the daemon's answer."""
-        discard, self._discard = self._discard, None
-        if discard is not None and self.ids:
+        try:
+            discard = self._discard.pop()  # One of several threads gets it.
+        except IndexError:
+            return
+        if self.ids:
             discard(self.ids)
 
     def __enter__(self) -> Lease:

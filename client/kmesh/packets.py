@@ -14,6 +14,7 @@ from kmesh import errors
 
 SOCKET_NAME = "session.sock"
 REDIAL_SECONDS = 0.01
+_FLAGS = socket.MSG_CMSG_CLOEXEC
 # pid, uid, gid
 _CREDENTIALS = struct.Struct("=iII")
 _FD_BYTES = array.array("i").itemsize
@@ -79,18 +80,22 @@ def peer_pid(sock: socket.socket) -> int:
     return pid
 
 
-def receive(sock: socket.socket, size: int) -> tuple[bytes, list[int]]:
+def receive(sock: socket.socket, buffer: bytearray) -> tuple[bytes, list[int]]:
     """One packet and its descriptors, which the caller owns; an empty packet is the end.
+
+    Args:
+        buffer: scratch, as long as a packet may be. Allocating that much for each packet would
+            cost ten times what receiving does.
 
     Raises:
         BlockingIOError: none is there.
         ProtocolError: the packet or its descriptors were cut short; the connection must end.
     """
     try:
-        data, ancillary, flags, _ = sock.recvmsg(size, _ANCILLARY_BYTES, socket.MSG_CMSG_CLOEXEC)
+        size, ancillary, flags, _ = sock.recvmsg_into([buffer], _ANCILLARY_BYTES, _FLAGS)
     except ConnectionResetError:
         # The peer closed without reading all of ours; its last words are behind this error.
-        data, ancillary, flags, _ = sock.recvmsg(size, _ANCILLARY_BYTES, socket.MSG_CMSG_CLOEXEC)
+        size, ancillary, flags, _ = sock.recvmsg_into([buffer], _ANCILLARY_BYTES, _FLAGS)
     fds: list[int] = []
     for level, kind, content in ancillary:
         if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
@@ -102,7 +107,7 @@ def receive(sock: socket.socket, size: int) -> tuple[bytes, list[int]]:
             os.close(fd)
         what = "file descriptors" if flags & socket.MSG_CTRUNC else "bytes"
         raise errors.ProtocolError(f"a packet with more {what} than allowed")
-    return data, fds
+    return bytes(memoryview(buffer)[:size]), fds
 
 
 class Forked(Protocol):

@@ -97,7 +97,7 @@ class Session:
             until = time.monotonic() + timeout
             self.welcome = self._run(calls.hello(hello), timeout)
             self.epoch = self._channel.exchange.epoch or 0
-            self._channel.exchange.max_message_bytes = self.welcome.max_message_bytes
+            self._channel.limit(self.welcome.max_message_bytes)
             self.index = self._run(memory.attach_index(self.epoch), until - time.monotonic())
         except errors.ConnectionClosed as closed:
             self._channel.close()

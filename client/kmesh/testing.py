@@ -70,6 +70,7 @@ class FakeDaemon:
         self._lock = threading.RLock()
         self._selector = selectors.DefaultSelector()
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._buffer = bytearray(self.limits.max_message_bytes)
         self._connections: set[_Connection] = set()
         self._late: list[_Late] = []
         self._count = 0
@@ -219,7 +220,7 @@ class FakeDaemon:
 
     def _read(self, connection: _Connection) -> None:
         try:
-            packet, fds = packets.receive(connection.sock, self.limits.max_message_bytes)
+            packet, fds = packets.receive(connection.sock, self._buffer)
         except BlockingIOError:
             return
         except (OSError, errors.ProtocolError):

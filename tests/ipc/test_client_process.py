@@ -75,6 +75,8 @@ batch = ReserveBatch(b"n" * 32, shard, key, [64], [0], [1000])
 assert put_spans(session, staging, batch, [bytes(1000)]) == [0]
 lease = session.acquire(key, [shard])
 session.reserve(ReserveBatch(b"n" * 32, shard, os.urandom(320), [64] * 10, [0] * 10, [9] * 10))
+import warnings
+warnings.simplefilter("ignore")  # of threads and fork, from Python 3.12 on
 child = os.fork()
 if child == 0:
     time.sleep(60)

@@ -280,3 +280,6 @@ def test_welcome_hides_its_token_and_needs_its_limits() -> None:
     body.max_batch = 0
     with pytest.raises(errors.ProtocolError):
         drive(calls.hello(sessions_pb2.Hello()), lambda _: body)
+    body.max_batch, body.max_message_bytes = 1, 1 << 31
+    with pytest.raises(errors.ProtocolError, match="packets"):
+        drive(calls.hello(sessions_pb2.Hello()), lambda _: body)

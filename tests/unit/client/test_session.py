@@ -257,6 +257,7 @@ def test_a_failed_store_leaves_no_reservation(daemon: FakeDaemon) -> None:
         assert daemon.reservations == 0
 
 
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
 def test_a_forked_child_lets_go_of_the_connection(daemon: FakeDaemon) -> None:
     session = daemon.connect()
     assert daemon.sessions == 1
