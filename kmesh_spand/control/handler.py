@@ -90,7 +90,7 @@ class Handler:
         self._loop = loop
         self._exported = exported
         self._pending: dict[int, _Pending] = {}
-        self._waiting: Counter[int] = Counter()
+        self._of_session: dict[int, set[int]] = {}
         self._last = 0
 
     @staticmethod
@@ -146,7 +146,7 @@ class Handler:
 
     def close(self, session: int, reason: str) -> None:
         """A session ended: all that it held ends."""
-        for number in [n for n, p in self._pending.items() if p.session == session]:
+        for number in list(self._of_session.get(session, ())):
             self._take(number)
         self.registry.close(session)
         self.event(events.SessionClosed(session))
@@ -165,10 +165,11 @@ class Handler:
         name = translate.NAMES[type(body)]
         pending = _Pending(session, name, done)
         self._pending[number] = pending
-        self._waiting[session] += 1
+        numbers = self._of_session.setdefault(session, set())
+        numbers.add(number)
         self.counters[f"requests_{name}"] += 1
         try:
-            if self._waiting[session] > limits.MAX_PENDING:
+            if len(numbers) > limits.MAX_PENDING:
                 raise errors.Exhausted(f"{limits.MAX_PENDING} requests are pending")
             self._start(session, number, body)
         except errors.RequestError as refused:
@@ -284,7 +285,8 @@ class Handler:
             return None
         if pending.timer is not None:
             pending.timer.cancel()
-        self._waiting[pending.session] -= 1
-        if self._waiting[pending.session] <= 0:
-            del self._waiting[pending.session]
+        numbers = self._of_session[pending.session]
+        numbers.discard(number)
+        if not numbers:
+            del self._of_session[pending.session]
         return pending

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import os
 import socket
@@ -53,7 +54,7 @@ class Control:
     ) -> None:
         self._loop = loop
         self._settings = settings
-        self._stopped = asyncio.Event()
+        self._wake = asyncio.Event()
         self._healthy: bool | None = None
         self._catalog = Mapping(storage.catalog.fd, storage.catalog.size, writable=True)
         self._index = Mapping(storage.index.fd, storage.index.size, writable=True)
@@ -103,15 +104,14 @@ class Control:
 
             metrics = await serve(self._settings.metrics_listen, self._report)
         self._supervisor.send(ipc.Ready())
-        while not self._stopped.is_set():
+        while True:
+            self._wake.clear()
             self._worker.check()
             await self._tell_health(rpc)
             if self._handler.draining and self._handler.core.idle:
                 break
-            try:
-                await asyncio.wait_for(self._stopped.wait(), self._tick())
-            except TimeoutError:
-                continue
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._wake.wait(), self._tick())
         self._listener.close("the daemon is stopping")
         if metrics is not None:
             metrics.close()
@@ -146,10 +146,12 @@ class Control:
         match message:
             case ipc.NewWorker() if fd is not None:
                 self._worker.attach(fd, message.restarts)
+                self._wake.set()
             case ipc.Drain():
                 self._handler.draining = True
                 self._event(events.Drain())
                 self._listener.stop()
+                self._wake.set()
             case _:
                 logger.error("unexpected message %s", type(message).__name__)
 

@@ -11,8 +11,10 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+import grpc
 import pytest
 from daemon_process import COMMAND, Daemon, environment, wait_for
+from grpc_health.v1 import health_pb2, health_pb2_grpc
 from leaks import open_fds, process_tree
 from rawclient import RawClient, Refused
 
@@ -97,6 +99,10 @@ def test_sigterm_lets_copies_finish(spand: Daemon) -> None:
             other.reserve([b"c" * 32], 100_000)
         assert refused.value.code == common_pb2.CODE_DRAINING
         assert other.acquire([b"d" * 32]).reason == [1]
+        with grpc.insecure_channel(f"unix:{spand.socket_dir}/grpc.sock") as channel:
+            stub = health_pb2_grpc.HealthStub(channel)
+            health = stub.Check(health_pb2.HealthCheckRequest(), timeout=20)
+            assert health.status == health_pb2.HealthCheckResponse.NOT_SERVING
         os.kill(spand.child("worker"), signal.SIGCONT)
         response, _ = client.receive()
         assert list(response.commit.reason) == [0]
