@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from kmesh.errors import ConnectionClosed, KMeshError, ProtocolError
 from kmesh.kernels.host import SpanPart, Status, scatter
 from kmesh.layout import Shard
+from kmesh.memory import SlabMapping
 from kmesh.session import Session
 from kmesh_vllm.config import Settings
 from kmesh_vllm.counts import Counts
@@ -40,6 +41,7 @@ class _Job:
     state: _State = _State.WAITING
     bad: list[tuple[int, int]] = field(default_factory=list)  # ranges of positions
     corrupt: list[int] = field(default_factory=list)  # entries of the lease
+    slabs: set[SlabMapping] = field(default_factory=set)  # mapped while this lives
 
 
 class Loader:
@@ -73,7 +75,7 @@ class Loader:
         self._clock = clock
         self._lock = threading.Lock()
         self._jobs: dict[str, _Job] = {}
-        self._session: Session | None = None
+        self._epoch = 0
         self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="kmesh-load")
 
     def start(self, plan: LoadPlan) -> None:
@@ -109,10 +111,11 @@ class Loader:
         for job in self._jobs.values():
             self._end(job, _State.WAITING, "load_failed_lost")
         self._threads.shutdown(wait=True, cancel_futures=True)
+        self._jobs.clear()
 
     def _run(self, job: _Job) -> None:
         try:
-            parts, entries = self._parts(job.plan)
+            parts, entries = self._parts(job)
             reach = max((p.position + p.token_end for p in parts), default=0) + self._base(job.plan)
         except ConnectionClosed:
             self._end(job, _State.WAITING, "load_failed_lost")
@@ -121,7 +124,7 @@ class Loader:
             if not isinstance(wrong, KMeshError):
                 logger.exception("a load failed")
             else:
-                logger.warning("a load failed: %s", wrong)
+                logger.warning("a load failed: %s", str(wrong))
             self._end(job, _State.WAITING, "load_failed_error")
             return
         with self._lock:
@@ -161,12 +164,13 @@ class Loader:
         with self._lock:
             job.state = _State.DONE
 
-    def _parts(self, plan: LoadPlan) -> tuple[list[SpanPart], list[int]]:
-        """What to copy, and the lease entry behind each part.
+    def _parts(self, job: _Job) -> tuple[list[SpanPart], list[int]]:
+        """What to copy, and the lease entry behind each part. The job holds the memory.
 
         Raises:
-            ConnectionClosed: the daemon that gave the lease is gone, and a slab is not mapped.
+            ConnectionClosed: the daemon that gave the lease is gone.
         """
+        plan = job.plan
         session = self._session_of(plan.epoch)
         names = self._identity.namespace
         stored = Sharding(names.layers, names.kv_heads, plan.tp)
@@ -179,6 +183,7 @@ class Loader:
                 continue
             offset, length = int(record["offset"]), int(record["length"])
             slab = session.slab(int(record["slab"]), self._timeout)
+            job.slabs.add(slab)
             if not slab.contains(offset, length):
                 raise ProtocolError(f"a lease names bytes outside slab {slab.slab}")
             start, tokens = int(record["start"]), int(record["tokens"])
@@ -206,21 +211,24 @@ class Loader:
         return parts, entries
 
     def _session_of(self, epoch: int) -> Session:
-        """The session of an epoch. One that has ended still has its mappings.
+        """The live session, if it is of this epoch.
 
         The scheduler's session may be a moment ahead of this worker's, so that is waited for.
+
+        Raises:
+            ConnectionClosed: the daemon that gave the lease is gone, and its memory with it.
         """
         until = time.monotonic() + min(_CATCH_UP, self._timeout / 2)
         while True:
-            with self._lock:
-                current = self._current()
-                if current is not None:
-                    self._session = current
-                found = self._session
-            if found is not None and found.epoch == epoch:
-                return found
-            if time.monotonic() >= until:
+            session = self._current()
+            if session is not None:
+                self._epoch = session.epoch
+                if session.epoch == epoch:
+                    return session
+            elif self._epoch == epoch:
                 raise ConnectionClosed("the daemon that gave the lease is gone")
+            if time.monotonic() >= until:
+                raise ConnectionClosed("no session with the daemon that gave the lease")
             time.sleep(0.02)
 
     def _base(self, plan: LoadPlan) -> int:

@@ -58,4 +58,4 @@ def report_corrupt(session: Session, lease: Lease, entries: Sequence[int]) -> No
         with lease:
             session.report_corrupt(lease, entries)
     except KMeshError as wrong:
-        logger.warning("could not report corrupt spans: %s", wrong)
+        logger.warning("could not report corrupt spans: %s", str(wrong))

@@ -188,10 +188,10 @@ class Saver:
                 # Others have most of it; a little is better than nothing.
                 size //= 2
                 if size < self._geometry.payload_bytes(session.welcome.span_tokens):
-                    logger.warning("nothing is stored: no staging memory: %s", wrong)
+                    logger.warning("nothing is stored: no staging memory: %s", str(wrong))
                     return None
             except RequestError as wrong:
-                logger.warning("nothing is stored: no staging memory: %s", wrong)
+                logger.warning("nothing is stored: no staging memory: %s", str(wrong))
                 return None
 
     def _copy(self, step: _Step) -> None:
@@ -300,7 +300,7 @@ class Saver:
         if not isinstance(wrong, KMeshError):
             logger.error("a store failed", exc_info=wrong)
         elif not isinstance(wrong, ConnectionClosed):
-            logger.warning("a store failed: %s", wrong)
+            logger.warning("a store failed: %s", str(wrong))
 
 
 def _give_back(future: Future[_Step | None]) -> None:
@@ -316,4 +316,4 @@ def _abort(session: Session, held: Sequence[_Held]) -> None:
         try:
             session.abort([h.reservation for h in held])
         except KMeshError as wrong:
-            logger.debug("reservations end with their session: %s", wrong)
+            logger.debug("reservations end with their session: %s", str(wrong))

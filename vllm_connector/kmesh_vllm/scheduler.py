@@ -344,6 +344,7 @@ class SchedulerHalf:
             self._shardings,
             block_tokens=self._identity.block_tokens,
             computed=computed,
+            bad=self._quarantine.__contains__,
         )
         if plan is not None:
             step.stores.append(plan)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 
 from kmesh.keys import KEY_BYTES
@@ -19,18 +21,19 @@ def plan_store(
     *,
     block_tokens: int,
     computed: int,
+    bad: Callable[[bytes], bool],
 ) -> StorePlan | None:
     """Spans of the prompt that lie within its first ``computed`` tokens; None if there are none.
 
-    What is planned or stored already counts as stored from then on.
+    What is planned or stored already counts as stored from then on. A span that was found ``bad``
+    and that the daemon has not dropped yet is waited for, with all behind it.
     """
     span, sub = session.welcome.span_tokens, session.welcome.sub_tokens
     prompt = len(state.tokens)
     full, tail = prompt // span, prompt % span // sub * sub
     done = min(min(computed, prompt) // span, full)
     wanted = [(number, span) for number in range(state.stored, done)]
-    with_tail = tail > 0 and not state.tail_stored and computed >= full * span + tail
-    if with_tail:
+    if tail and not state.tail_stored and computed >= full * span + tail:
         wanted.append((full, tail))
     if not wanted:
         state.complete = state.stored == full and (state.tail_stored or not tail)
@@ -40,10 +43,15 @@ def plan_store(
     last = -(-(wanted[-1][0] * span + wanted[-1][1]) // block_tokens)
     if last > len(state.blocks):
         return None
-    state.stored = max(state.stored, done)
-    state.tail_stored = state.tail_stored or with_tail
     keys = [chain.key(number, tokens) for number, tokens in wanted]
     there = covered(b"".join(keys), session.index, shardings)
+    waits = next((i for i, key in enumerate(keys) if there[i] and bad(key)), len(keys))
+    del wanted[waits:]
+    if not wanted:
+        return None
+    with_tail = wanted[-1][1] < span
+    state.stored += len(wanted) - with_tail
+    state.tail_stored = state.tail_stored or with_tail
     missing = [i for i in range(len(wanted)) if not there[i]]
     if not missing:
         return None

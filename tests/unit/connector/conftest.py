@@ -27,5 +27,6 @@ def engine(daemon: FakeDaemon) -> Iterator[Callable[..., MiniEngine]]:
         return engines[-1]
 
     yield make
-    for made in engines:
-        made.close()
+    while engines:
+        # Mappings go with the last reference.
+        engines.pop().close()

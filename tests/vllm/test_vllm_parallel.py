@@ -1,0 +1,76 @@
+"""Tensor parallel 2: its spans serve an engine with one rank, and the other way round."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+from daemon_process import Daemon
+from driver import Engine, flip, settled, tokens, transfer
+
+from kmesh.layout import Shard
+
+
+@pytest.fixture(scope="module")
+def two(start: Callable[..., Engine], shared_spand: Daemon, storing: Engine) -> Engine:
+    """An engine of two ranks, each with one of the two KV heads."""
+    engine = start(
+        transfer=transfer(shared_spand.socket_dir, retry_after_ms=100),
+        tensor_parallel_size=2,
+        separate=True,
+        distributed_executor_backend="mp",
+    )
+    storing.up()
+    return engine.up()
+
+
+def computed(engine: Engine, prompt: list[int]) -> list[int]:
+    """What the engine itself computes: under a salt that nobody has used."""
+    result = engine.one(prompt, salt=f"fresh {len(prompt)} {prompt[:4]}")
+    assert result.restored == 0
+    return result.tokens
+
+
+def test_one_rank_stores_and_two_restore(
+    two: Engine, storing: Engine, shared_spand: Daemon
+) -> None:
+    prompt = tokens(520, seed=401)
+    before = shared_spand.status().spans
+    storing.one(prompt)
+    settled(shared_spand, before + 8)
+    result = two.one(prompt)
+    assert result.restored == 512
+    assert result.tokens == computed(two, prompt)
+
+
+def test_two_ranks_store_and_one_restores(
+    two: Engine, storing: Engine, shared_spand: Daemon
+) -> None:
+    prompt = tokens(520, seed=402)
+    before = shared_spand.status().spans
+    two.one(prompt)
+    settled(shared_spand, before + 16)
+    result = storing.one(prompt)
+    assert result.restored == 512
+    assert result.tokens == computed(storing, prompt)
+    # And an engine of two ranks restores what two ranks stored.
+    two.call("reset")
+    result = two.one(prompt)
+    assert result.restored == 512
+    assert result.tokens == computed(two, prompt)
+
+
+def test_one_rank_that_fails_is_enough_to_recompute(
+    two: Engine, storing: Engine, shared_spand: Daemon
+) -> None:
+    prompt = tokens(520, seed=403)
+    before = shared_spand.status().spans
+    two.one(prompt)
+    settled(shared_spand, before + 16)
+    two.call("reset")
+    keys = [bytes.fromhex(key) for key in storing.call("keys", prompt=prompt)]
+    flip(shared_spand, [keys[4]], Shard(0, 4, 1, 2))
+    result = two.one(prompt)
+    assert result.restored == 256
+    assert result.tokens == computed(two, prompt)
+    settled(shared_spand)
