@@ -6,12 +6,38 @@ import json
 import logging
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 
 _STANDARD = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime", "taskName"}
 
+_about: ContextVar[tuple[int, int]] = ContextVar("about", default=(0, 0))
+
+
+@contextmanager
+def about(session: int, request: int = 0) -> Iterator[None]:
+    """Lines that are logged inside carry these, unless they name their own."""
+    token = _about.set((session, request))
+    try:
+        yield
+    finally:
+        _about.reset(token)
+
+
+def current() -> tuple[int, int]:
+    """Session and request that are being handled; 0 is none."""
+    return _about.get()
+
 
 def _extras(record: logging.LogRecord) -> dict[str, object]:
-    return {name: value for name, value in vars(record).items() if name not in _STANDARD}
+    found = {name: value for name, value in vars(record).items() if name not in _STANDARD}
+    session, request = _about.get()
+    if session:
+        found.setdefault("session", session)
+    if request:
+        found.setdefault("request", request)
+    return found
 
 
 class TextFormatter(logging.Formatter):
@@ -60,4 +86,7 @@ def configure(process: str, *, level: str, form: str) -> logging.Logger:
     root = logging.getLogger()
     root.handlers[:] = [handler]
     root.setLevel(level.upper())
+    # What libraries say while they work is of no use to an operator.
+    for name in ("asyncio", "grpc", "opentelemetry"):
+        logging.getLogger(name).setLevel(max(root.level, logging.WARNING))
     return logging.getLogger("kmesh_spand")

@@ -152,6 +152,7 @@ class Connection:
 
     def _last_words(self, number: int, failed: errors.RequestError) -> None:
         """Answers a request and ends the connection."""
+        self._handler.count_refusal(failed)
         self._respond(number, None, -1, failed)
         # What lies unread when a socket is closed makes the peer lose what it was told.
         with contextlib.suppress(OSError):
@@ -169,6 +170,7 @@ class Connection:
         failed: errors.RequestError
         if name is None:
             failed = errors.InvalidArgument("no known request", field="body")
+            self._handler.count_refusal(failed)
             self._respond(number, None, -1, failed)
         elif name == "hello":
             self._hello(request)
@@ -181,6 +183,7 @@ class Connection:
                 getattr(request, name),
                 request.deadline_ms,
                 lambda body, fd, failed: self._respond(number, body, fd, failed),
+                number,
             )
 
     def _hello(self, request: session_socket_pb2.Request) -> None:
@@ -192,6 +195,7 @@ class Connection:
             if self._member is None:
                 self._last_words(request.id, refused)
             else:
+                self._handler.count_refusal(refused)
                 self._respond(request.id, None, -1, refused)
             return
         self._member = member

@@ -30,9 +30,10 @@ def run(*flags: str, **env: str) -> subprocess.CompletedProcess[str]:
 
 
 def test_start_and_stop(spand: Daemon) -> None:
-    assert {"session.sock", "grpc.sock", "daemon.lock"} == set(os.listdir(spand.socket_dir))
+    sockets = {"session.sock", "grpc.sock", "metrics.sock"}
+    assert sockets | {"daemon.lock"} == set(os.listdir(spand.socket_dir))
     assert spand.socket_dir.stat().st_mode & 0o777 == 0o700
-    for name in ("session.sock", "grpc.sock"):
+    for name in sockets:
         assert (spand.socket_dir / name).stat().st_mode & 0o777 == 0o660
     children = process_tree(spand.pid)
     assert len(children) == 2
