@@ -69,9 +69,9 @@ class Readiness:
         if list(reasons) != self._names:
             self._names = list(reasons)
             if reasons:
-                logger.warning("not ready: %s", "; ".join(reasons.values()))
+                logger.warning("not ready, %s", "; ".join(reasons.values()))
             else:
-                logger.info("ready to serve")
+                logger.info("ready")
             self._changed(reasons)
 
     @property
@@ -152,7 +152,8 @@ class Readiness:
 
     def _of_files(self) -> str:
         left = self.max_files - self.open_files
-        if left < limits.FD_MARGIN:
+        # The next connection, and what counts files when it comes.
+        if left - 2 < limits.FD_MARGIN:
             return f"{left} file descriptors are left of {self.max_files}"
         return ""
 

@@ -1,4 +1,4 @@
-"""``/livez``, ``/readyz`` and ``/metrics`` over HTTP, on ``metrics.sock`` and where asked on TCP."""
+"""``/livez``, ``/readyz``, ``/metrics`` over HTTP, on ``metrics.sock`` and where asked on TCP."""
 
 from __future__ import annotations
 

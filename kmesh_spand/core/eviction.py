@@ -41,13 +41,13 @@ class Evictor:
                     break
                 if store.may_evict(row):
                     given += 1
+                    if not fault:
+                        store.policy_faults = (0, 0)
                     yield row
                 else:
                     fault = True
         except Exception:
             fault = True
-        if given and not fault:
-            store.policy_faults = (0, 0)
         if fault or not given:
             store.policy_failed()
             yield from self._walk()

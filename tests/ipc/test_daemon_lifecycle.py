@@ -134,8 +134,12 @@ def test_tells_systemd(start_spand: Start, socket_dir: Path) -> None:
         notify.settimeout(20)
         daemon = start_spand(env={"NOTIFY_SOCKET": str(address)})
         assert notify.recv(100) == b"READY=1"
+        assert notify.recv(100).startswith(b"STATUS=")
         daemon.stop()
-        assert notify.recv(100) == b"STOPPING=1"
+        said = [notify.recv(100)]
+        while said[-1] != b"STOPPING=1":
+            said.append(notify.recv(100))
+        assert all(line == b"STATUS=ready" for line in said[:-1])
 
 
 def test_more_memory_than_there_is_is_refused(socket_dir: Path) -> None:

@@ -233,7 +233,9 @@ class CoreMachine(RuleBasedStateMachine):
         how = data.draw(st.sampled_from(["flip", "cut", "copy", "shift", "zero"]))
         if how == "flip":
             at = data.draw(st.integers(0, len(raw) - 1))
-            catalog[slot] = raw[:at] + bytes([raw[at] ^ data.draw(st.integers(1, 255))]) + raw[at + 1 :]
+            catalog[slot] = (
+                raw[:at] + bytes([raw[at] ^ data.draw(st.integers(1, 255))]) + raw[at + 1 :]
+            )
         elif how == "cut":
             catalog[slot] = raw[:100] + bytes(28)
         elif how == "copy":
