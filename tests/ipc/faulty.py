@@ -88,6 +88,7 @@ def install() -> None:
     _replace(Handler, "_attach_slab", "internal", _bug)
     _replace(IndexWriter, "insert", "index", lambda *_: False)
     _replace(process.Control, "_tell_health", "loop", _hang)
+    _replace(worker.Worker, "_copy", "copy", _bug)
     process._load = _slow_to_start
     if broken("huge"):
         # A kernel that gives huge pages, but can't fill a mapping.
