@@ -11,6 +11,7 @@ from collections.abc import Callable
 from typing import ClassVar
 
 import hypothesis.strategies as st
+import pytest
 from hypothesis import settings
 from hypothesis.stateful import (
     RuleBasedStateMachine,
@@ -20,7 +21,7 @@ from hypothesis.stateful import (
     rule,
     run_state_machine_as_test,
 )
-from world import NAMESPACE, OTHER_SHARD, SHARD, Held, World, key
+from world import FLIPPED, NAMESPACE, OTHER_SHARD, SHARD, Held, World, key
 
 from kmesh.layout import TILE_BYTES
 from kmesh_spand.core import effects as fx
@@ -308,14 +309,9 @@ class CoreMachine(RuleBasedStateMachine):
         }
         self.reached.update(world.core.counters)
         self.grace = [item for item in leased if (item.slab, item.tile, item.root) in kept]
-        self.grace = [item for item in self.grace if not self.is_flipped(item)]
         world.restart(catalog)
         self.in_grace = world.core._store.grace
         assert not world.index
-
-    def is_flipped(self, held: Held) -> bool:
-        tiles = range(held.tile, held.tile + held.count)
-        return any((held.slab, tile) in self.world.flipped for tile in tiles)
 
     def damage(self, data: st.DataObject, catalog: dict[int, bytes], slot: int) -> None:
         raw = self.world.catalog[slot]
@@ -348,8 +344,8 @@ class CoreMachine(RuleBasedStateMachine):
     def all_holds(self) -> None:
         self.world.check()
         for held in self.grace:
-            if not self.is_flipped(held):
-                self.world.check_held(held)
+            for tile in range(held.tile, held.tile + held.count):
+                assert self.world.memory[held.slab, tile] in (held.root, FLIPPED)
 
     def teardown(self) -> None:
         world = getattr(self, "world", None)
@@ -373,6 +369,8 @@ class CoreMachine(RuleBasedStateMachine):
         )
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(600)
 def test_core_walks() -> None:
     """Nothing breaks on any walk, and together they went everywhere."""
     CoreMachine.reached = Counter()
