@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 from asking import A, B, C, D, E, F, reasons
-from world import World, key
+from world import OTHER_SHARD, World, key
 
 from kmesh.layout import TILE_BYTES
 from kmesh_spand.core import effects as fx
@@ -147,3 +147,32 @@ def test_of_two_records_with_one_key_one_is_dropped(world: World) -> None:
     world.send(ev.GraceEnded())
     assert world.core.status().slabs[0].used == TILE_BYTES
     world.check()
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("root", 99),
+        ("offset", 7 * TILE_BYTES),
+        ("shard", OTHER_SHARD),
+        ("namespace", key("other")),
+        ("tokens", 48),
+        ("tokens", 8),
+        ("primary", 60),
+        ("key", A),
+    ],
+)
+def test_an_alias_that_does_not_fit_its_span_is_dropped(
+    world: World, field: str, value: object
+) -> None:
+    world.store(world.connect(), [A], tokens=48, sub_keys=(E, F))
+    catalog = dict(world.catalog)
+    slot = next(slot for slot in catalog if world.record(slot).key == E)
+    record = world.record(slot)
+    values = {name: getattr(record, name) for name in record.__slots__}
+    catalog[slot] = type(record)(**{**values, field: value}).encode()
+    world.restart(catalog)
+    world.settle()
+    world.check()
+    assert world.core.counters["recovered_dropped"] == 1
+    assert reasons(world.acquire(world.connect(), [A, E, F])) == [0, Reason.MISS, 0]
