@@ -80,14 +80,22 @@ class Saver:
         self._counts = counts
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="kmesh-reserve")
         self._pending: tuple[Future[_Step | None], int] | None = None
+        # What the thread was given last when a step did not wait for it any longer.
+        self._behind: Future[None] | None = None
+        self._late: Future[_Step | None] | None = None
         self._freed = threading.Event()
         self._staging: tuple[Session, Staging | None, StagingRing] | None = None
 
     def begin(self, plans: Sequence[StorePlan]) -> None:
         """Reserves the spans of a step, in the background."""
         self.abandon()
-        if plans:
-            spans = sum(len(plan.tokens) for plan in plans)
+        if not plans:
+            return
+        spans = sum(len(plan.tokens) for plan in plans)
+        if self._late is not None and not self._late.done():
+            # The daemon hangs: one step has waited for it, that is enough.
+            self._counts.add("store_skipped_late", spans)
+        else:
             self._pending = self._thread.submit(self._reserve, list(plans)), spans
 
     def abandon(self) -> None:
@@ -107,6 +115,7 @@ class Saver:
         try:
             step = future.result(self._settings.reserve_timeout_ms / 1000)
         except FutureTimeout:
+            self._late = future
             future.add_done_callback(_give_back)
             self._counts.add("store_skipped_late", spans)
             return

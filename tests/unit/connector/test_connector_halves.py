@@ -270,10 +270,16 @@ def test_a_span_larger_than_the_staging_is_skipped(engine: Make, daemon: FakeDae
 
 
 def test_late_reservations_are_given_back(engine: Make, daemon: FakeDaemon) -> None:
-    one = engine("a", reserve_timeout_ms=50)
+    one = engine("a", reserve_timeout_ms=300)
     one.scheduler.add("r", prompt(128), DIGEST)
-    daemon.delay("reserve", 0.3)
+    daemon.delay("reserve", 1.5)
     one.prefill("r", 7, [1, 2, 3, 4], 0, 128)
+    assert one.workers[0].counts.take() == {"store_skipped_late": 2}
+    # The next step does not wait for a daemon that hangs.
+    one.scheduler.add("s", prompt(128, seed=3), DIGEST)
+    begin = time.monotonic()
+    one.prefill("s", 8, [5, 6, 7, 8], 0, 128)
+    assert time.monotonic() - begin < 0.3
     assert one.workers[0].counts.take() == {"store_skipped_late": 2}
     until(lambda: daemon.reservations == 2)
     until(lambda: daemon.reservations == 0)
