@@ -24,6 +24,8 @@ OTHER_SHARD = Shard(4, 8, 0, 2).code()
 NAMESPACE = hashlib.blake2b(b"namespace", digest_size=32).digest()
 STAGING = 1 << 20
 SCHEDULER, WORKER, TOOL = 1, 2, 3
+# What a tile holds when it was damaged, or is being written.
+FLIPPED, PARTIAL = -1, -2
 
 
 def key(name: object) -> bytes:
@@ -166,7 +168,7 @@ class World:
         answer = self.ask(ev.Release, session, leases)
         assert isinstance(answer, fx.ReleaseResult), answer
         for lease in leases:
-            if lease not in answer.refused:
+            if lease in self.leases and self.leases[lease][0] == session:
                 del self.leases[lease]
         return answer
 
@@ -251,7 +253,7 @@ class World:
 
     def flip(self, slab: int, tile: int) -> None:
         """Damage a tile."""
-        self.memory[slab, tile] = -1
+        self.memory[slab, tile] = FLIPPED
         self.flipped.add((slab, tile))
 
     def restart(self, catalog: dict[int, bytes] | None = None) -> None:
@@ -284,7 +286,7 @@ class World:
                 assert want.session == effect.session
                 self.contents[self.content] = want
                 self.copies[effect.job] = effect, self.content
-                self._write(effect, -2)
+                self._write(effect, PARTIAL)
             case fx.Verify():
                 self.verifies[effect.job] = effect
             case fx.PutRecord(slot, data):
