@@ -87,6 +87,7 @@ def install() -> None:
     _replace(worker.Worker, "_populate_slab", "second", _only_the_first(worker.Worker))
     _replace(Handler, "_attach_slab", "internal", _bug)
     _replace(IndexWriter, "insert", "index", lambda *_: False)
+    _replace(IndexWriter, "remove", "remove", lambda *_: None)
     _replace(process.Control, "_tell_health", "loop", _hang)
     _replace(worker.Worker, "_copy", "copy", _bug)
     process._load = _slow_to_start
