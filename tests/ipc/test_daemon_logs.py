@@ -23,7 +23,7 @@ ALWAYS = {"ts", "level", "process", "pid", "message"}
 
 
 def lines(daemon: Daemon) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in daemon.log().splitlines()]
+    return [json.loads(line) for line in daemon.log().splitlines(True) if line.endswith("\n")]
 
 
 def is_ready(daemon: Daemon) -> bool:
@@ -45,7 +45,8 @@ def test_each_call_has_its_session_and_request(start_spand: Start) -> None:
         other.acquire([b"k" * 32])
         wire = other.last_id
         mine, others = client.welcome.session_id, other.welcome.session_id
-    calls = wait_for(lambda: [c for c in told(daemon, "call") if c["session"] in (mine, others)])
+    wait_for(lambda: {mine, others} <= {s["session"] for s in told(daemon, "session closed")})
+    calls = [call for call in told(daemon, "call") if call["session"] in (mine, others)]
     kinds = [(c["session"], c["kind"], c["code"]) for c in calls]
     assert (mine, "reserve", "OK") in kinds
     assert (mine, "commit", "OK") in kinds
@@ -72,7 +73,7 @@ def test_what_a_request_caused_elsewhere_names_it(start_spand: Start, tmp_path: 
             assert client.store(b"k" * 32, b"bytes") == 9
         wire = client.last_id
         session = client.welcome.session_id
-    (commit,) = [c for c in told(daemon, "call") if c.get("kind") == "commit"]
+    (commit,) = wait_for(lambda: [c for c in told(daemon, "call") if c["kind"] == "commit"])
     assert (commit["session"], commit["wire"]) == (session, wire)
     (job,) = told(daemon, "a job failed")
     assert job["process"] == "worker"
@@ -99,7 +100,7 @@ def test_slow_calls_are_told_at_any_level(start_spand: Start) -> None:
         os.kill(worker, signal.SIGCONT)
         client.receive()
         session = client.welcome.session_id
-    (slow,) = [s for s in told(daemon, "slow call") if s["kind"] == "commit"]
+    (slow,) = wait_for(lambda: [s for s in told(daemon, "slow call") if s["kind"] == "commit"])
     assert (slow["session"], slow["level"], slow["code"]) == (session, "warning", "OK")
     assert slow["ms"] >= 300
     assert daemon.status().counters["slow_calls"] == 1

@@ -13,6 +13,7 @@ import subprocess
 import sys
 import tempfile
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -287,5 +288,7 @@ def test_every_counter_arrives(server: Server, spand: Daemon, folder: Path) -> N
     with server.completing(prompt), fault(loads / "held"):
         spand.wait_status(lambda s: s.leases > 0)
         os.kill(spand.child("control"), signal.SIGKILL)
+        # What is mapped already could still be read, until the worker knows.
+        time.sleep(0.5)
     server.wait_count("load_failed_lost")
     assert all(server.counts().values())
