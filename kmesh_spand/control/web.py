@@ -14,6 +14,8 @@ from kmesh_spand.control.readiness import Readiness
 
 _REQUEST_BYTES = 8192
 _SECONDS = 5.0
+#: At a time. More are hung up on: sessions need the file descriptors.
+_CONNECTIONS = 8
 _UCRED = struct.Struct("iII")
 _JSON = "application/json"
 
@@ -36,6 +38,7 @@ class Web:
         self.page: Callable[[], tuple[str, bytes]] | None = None
         self._readiness = readiness
         self._allowed = allowed
+        self._open = 0
         self._servers: list[asyncio.Server] = []
 
     async def listen_unix(self, path: str, mode: int) -> None:
@@ -59,6 +62,10 @@ class Web:
             server.close()
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        if self._open >= _CONNECTIONS:
+            writer.close()
+            return
+        self._open += 1
         try:
             head = await asyncio.wait_for(reader.readuntil(b"\r\n\r\n"), _SECONDS)
             status, kind, body = self._answer(head, self._peer(writer))
@@ -71,6 +78,7 @@ class Web:
         except (TimeoutError, OSError, EOFError, asyncio.LimitOverrunError):
             return
         finally:
+            self._open -= 1
             writer.close()
 
     def _peer(self, writer: asyncio.StreamWriter) -> int | None:

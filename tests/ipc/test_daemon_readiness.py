@@ -77,6 +77,23 @@ def test_only_get_is_answered_and_others_end(spand: Daemon) -> None:
     assert get(spand.socket_dir, "/livez")[0] == 200
 
 
+def test_a_crowd_that_says_nothing_takes_few_files(spand: Daemon) -> None:
+    before = samples(spand)['kmesh_process_open_files{process="control"}']
+    crowd = [socket.socket(socket.AF_UNIX) for _ in range(40)]
+    try:
+        for sock in crowd:
+            sock.settimeout(20)
+            sock.connect(str(spand.socket_dir / "metrics.sock"))
+        # All but a few are hung up on.
+        assert all(sock.recv(1) == b"" for sock in crowd[8:])
+        now = len(os.listdir(f"/proc/{spand.child('control')}/fd"))
+        assert now <= before + 10
+    finally:
+        for sock in crowd:
+            sock.close()
+    wait_for_reasons(spand)
+
+
 @pytest.mark.skipif(os.geteuid() != 0, reason="needs another uid")
 def test_another_uid_may_probe_but_not_read_metrics(start_spand: Start) -> None:
     daemon = start_spand(socket_mode="0666")
@@ -141,6 +158,18 @@ def test_a_stopped_worker_with_a_copy(start_spand: Start) -> None:
         wait_for_reasons(daemon)
         assert daemon.status().worker_restarts == 1
         assert client.store(KEY, b"bytes") == 0
+
+
+@pytest.mark.slow
+def test_a_worker_that_stays_silent_is_replaced(start_spand: Start) -> None:
+    daemon = start_spand(copy_timeout_ms=200, errors=True)
+    daemon.wait_populated()
+    wait_for(lambda: samples(daemon)["kmesh_worker_silent_seconds"] == 0)
+    os.kill(daemon.child("worker"), signal.SIGSTOP)
+    wait_for_reasons(daemon, "worker")
+    wait_for(lambda: daemon.status().worker_restarts == 1, 40)
+    wait_for_reasons(daemon)
+    assert "no heartbeat for 15.0 s" in daemon.log()
 
 
 def test_a_killed_worker(start_spand: Start) -> None:
