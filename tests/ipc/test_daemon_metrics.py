@@ -236,6 +236,7 @@ def restarts(seen: Seen) -> None:
             reserved = client.reserve([key(9)], 1000).reservation[0]
             os.kill(daemon.child("worker"), signal.SIGSTOP)
             client.send(commit={"reservation": [reserved], "staging_offset": [0]})
+            wait_for(lambda: seen.look(daemon)["kmesh_worker_copies"])
             daemon.process.send_signal(signal.SIGTERM)
             wait_for(lambda: "draining" in readiness(daemon))
             refused_by_drain = client.send(reserve=reserve_request(key(10)))

@@ -319,6 +319,7 @@ def test_draining(spand: Daemon) -> None:
         worker = spand.child("worker")
         os.kill(worker, signal.SIGSTOP)
         client.send(commit={"reservation": reserved, "staging_offset": [0]})
+        wait_for(lambda: samples(spand)["kmesh_worker_copies"] == 1)
         spand.process.send_signal(signal.SIGTERM)
         wait_for_reasons(spand, "draining")
         assert get(spand.socket_dir, "/livez")[0] == 200
