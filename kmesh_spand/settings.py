@@ -11,6 +11,7 @@ import msgspec
 LOCK_NAME = "daemon.lock"
 SESSION_SOCKET = "session.sock"
 GRPC_SOCKET = "grpc.sock"
+METRICS_SOCKET = "metrics.sock"
 
 #: Below this a slab isn't worth its file descriptor.
 MIN_SLAB_BYTES = 1 << 20
@@ -38,6 +39,9 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     grace_ms: int
     shutdown_timeout_ms: int
     metrics_listen: str
+    stuck_ms: int
+    slow_call_ms: int
+    trace: str
     log_level: str
     log_format: str
 
