@@ -105,6 +105,10 @@ class RestartWorker(Message, frozen=True):
     reason: str
 
 
+class Stop(Message, frozen=True):
+    """From control: an operator wants the daemon to end, as by SIGTERM."""
+
+
 AnyMessage = (
     Staging
     | DropStaging
@@ -119,6 +123,7 @@ AnyMessage = (
     | Drain
     | Ready
     | RestartWorker
+    | Stop
 )
 
 _encoder = msgspec.msgpack.Encoder()

@@ -37,6 +37,8 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     verify_rate: int
     grace_ms: int
     shutdown_timeout_ms: int
+    remembered_keys: int
+    watch_events: int
     metrics_listen: str
     log_level: str
     log_format: str

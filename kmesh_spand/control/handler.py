@@ -15,6 +15,7 @@ from kmesh import __version__, errors, layout
 from kmesh.v1 import common_pb2, sessions_pb2
 from kmesh_spand.control import limits, translate
 from kmesh_spand.control.applier import Applier
+from kmesh_spand.control.journal import Journal
 from kmesh_spand.control.registry import Member, Peer, Registry
 from kmesh_spand.control.staging import StagingPool
 from kmesh_spand.core import effects, events
@@ -67,6 +68,7 @@ class Handler:
     Attributes:
         epoch: of this control process.
         counters: what happened to requests and connections, by name.
+        journal: what those who watch are told.
         draining: no new session and no new reservation.
     """
 
@@ -86,6 +88,7 @@ class Handler:
         self.staging = staging
         self.counters: Counter[str] = Counter(dict.fromkeys(_COUNTERS, 0))
         self.draining = False
+        self.journal = Journal(epoch, settings.watch_events)
         self.applier: Applier
         self._loop = loop
         self._exported = exported
@@ -116,6 +119,7 @@ class Handler:
         engine = f"{peer.uid}:{member.engine_id}" if member.engine_id else ""
         self.event(events.SessionOpened(member.id, peer.uid, engine, member.role))
         self.counters["sessions_opened"] += 1
+        self.journal.session_opened(member)
         logger.info(
             "session opened",
             extra={
@@ -148,7 +152,10 @@ class Handler:
         """A session ended: all that it held ends."""
         for number in list(self._of_session.get(session, ())):
             self._take(number)
+        member = self.registry.members.get(session)
         self.registry.close(session)
+        if member is not None:
+            self.journal.session_closed(member, reason)
         self.event(events.SessionClosed(session))
         self.counters["sessions_closed"] += 1
         logger.info("session closed", extra={"session": session, "reason": reason})

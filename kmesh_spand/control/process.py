@@ -21,6 +21,7 @@ from kmesh_spand.control.handler import Exported, Handler
 from kmesh_spand.control.limits import MAX_BATCH
 from kmesh_spand.control.link import Link
 from kmesh_spand.control.listener import Listener
+from kmesh_spand.control.operator import Operator
 from kmesh_spand.control.report import Report
 from kmesh_spand.control.staging import StagingPool
 from kmesh_spand.control.storeworker import SlabState, StoreWorker
@@ -77,12 +78,19 @@ class Control:
                 max_spans=settings.max_spans,
                 span_tokens=settings.span_tokens,
                 max_batch=MAX_BATCH,
+                remembered_keys=settings.remembered_keys,
             )
         )
         self._handler = Handler(loop, settings, core, staging, exported, storage.epoch)
         self._handler.applier = Applier(
-            self._catalog.view(), writer, self._worker, staging, self._handler.reply
+            self._catalog.view(),
+            writer,
+            self._worker,
+            staging,
+            self._handler.reply,
+            self._handler.journal.span,
         )
+        self._operator = Operator(loop, self._handler, restarts, self._ask_to_stop)
         self._report = Report(self._handler, self._worker, restarts)
         self._recover()
         self._supervisor = Link(loop, supervisor, self._heard, self._orphaned)
@@ -94,9 +102,8 @@ class Control:
         # Sessions are served already; these are large to load.
         from kmesh_spand.control.rpc import RpcServer
 
-        rpc = RpcServer(
-            self._handler, self._report, os.path.join(self._settings.socket_dir, GRPC_SOCKET)
-        )
+        path = os.path.join(self._settings.socket_dir, GRPC_SOCKET)
+        rpc = RpcServer(self._handler, self._report, self._operator, path)
         await rpc.start()
         metrics = None
         if self._settings.metrics_listen:
@@ -115,6 +122,7 @@ class Control:
         self._listener.close("the daemon is stopping")
         if metrics is not None:
             metrics.close()
+        self._operator.close()
         await rpc.stop()
         self._worker.close()
         self._supervisor.close()
@@ -146,14 +154,19 @@ class Control:
         match message:
             case ipc.NewWorker() if fd is not None:
                 self._worker.attach(fd, message.restarts)
+                self._handler.journal.worker_started(message.restarts)
                 self._wake.set()
             case ipc.Drain():
                 self._handler.draining = True
+                self._operator.stopping()
                 self._event(events.Drain())
                 self._listener.stop()
                 self._wake.set()
             case _:
                 logger.error("unexpected message %s", type(message).__name__)
+
+    def _ask_to_stop(self) -> None:
+        self._supervisor.send(ipc.Stop())
 
     def _restart_worker(self, reason: str) -> None:
         self._supervisor.send(ipc.RestartWorker(reason))
