@@ -80,8 +80,7 @@ class Explainer:
             answer.tokens = len(request.tokens)
         answer.spans = len(names.full) // KEY_BYTES
         now = self._handler.now_ms()
-        whole = names.full + b"".join(names.tail(answer.spans)[-1:])
-        found = shards or self._fates.shards(whole, MAX_SHARDS)
+        found = shards or self._found(names)
         parts = [self._shard(names, shard, now) for shard in found]
         if not parts:
             parts = [self._unknown(names)]
@@ -174,6 +173,11 @@ class Explainer:
         """What was stored before control was started again may have ended unseen."""
         return Verdict.UNKNOWN if verdict is Verdict.NEVER and self._restarts else verdict
 
+    def _found(self, names: Names) -> list[int]:
+        """Shards in which there was ever anything of a prompt."""
+        tails = dict.fromkeys([*names.tail(0), *names.tail(len(names.full) // KEY_BYTES)])
+        return self._fates.shards(names.full + b"".join(tails), MAX_SHARDS)
+
     # Other namespaces.
 
     async def _nearest(
@@ -211,7 +215,6 @@ class Explainer:
 
     def _reach(self, names: Names, shards: list[int]) -> int:
         """Most tokens that are served in one shard."""
-        whole = names.full[:KEY_BYTES] + b"".join(names.tail(0))
         now = self._handler.now_ms()
-        found = shards or self._fates.shards(whole, MAX_SHARDS)
+        found = shards or self._found(names)
         return max((self._shard(names, shard, now).tokens for shard in found), default=0)

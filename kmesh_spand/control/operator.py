@@ -161,8 +161,9 @@ class Operator:
                 last.CopyFrom(progress)
                 progress.elapsed_ms = elapsed
                 yield progress
-            drain = self._drain
-            if drain is None or (drain.over and (drain.stopping or not drain.stop)):
+            over = progress.done or progress.late
+            stops = self._drain is not None and self._drain.stop
+            if self._drain is None or (over and (progress.stopping or not stops)):
                 return
             await asyncio.sleep(_POLL_SECONDS)
 
