@@ -115,7 +115,13 @@ def test_a_tail_counts(spand: Daemon) -> None:
     with engine(spand) as session, operator(spand) as ask:
         chain = chain_of(list(range(48)))
         batch = ReserveBatch(
-            SPACE.digest(), SHARD, chain.key(0, 48), [48], [0], [100], b"".join(chain.sub_keys(0, 32))
+            SPACE.digest(),
+            SHARD,
+            chain.key(0, 48),
+            [48],
+            [0],
+            [100],
+            b"".join(chain.sub_keys(0, 32)),
         )
         assert put_spans(session, session.staging(4096), batch, [bytes(100)]) == [0]
         answer = ask.explain(namespace=SPACE.digest(), tokens=[*range(32), *range(500, 600)])
@@ -423,9 +429,7 @@ def test_watch_resumes(spand: Daemon) -> None:
         store(session, list(range(64 * 3)))
         kinds = [admin_pb2.EVENT_KIND_SPAN_COMMITTED]
         answer = next(
-            iter(
-                ask.watch(after_sequence=before.last_sequence, epoch=before.epoch, kinds=kinds)
-            )
+            iter(ask.watch(after_sequence=before.last_sequence, epoch=before.epoch, kinds=kinds))
         )
         assert not answer.lost
         assert names(answer.events) == ["span_committed"] * 3
