@@ -133,6 +133,18 @@ def test_a_reported_span_is_read_again_before_it_is_served(world: World) -> None
     world.check()
 
 
+def test_every_report_leads_to_a_verification(world: World) -> None:
+    one = world.connect()
+    world.store(one, [A])
+    lease = world.acquire(one, [A]).lease
+    for _ in range(3):
+        world.ask(ev.ReportCorrupt, one, lease, [0])
+        assert len(world.verifies) == 1
+        world.settle()
+        assert reasons(world.acquire(one, [A])) == [0]
+    world.check()
+
+
 @pytest.mark.parametrize("released", ["before", "after"])
 def test_bad_bytes_are_dropped_and_their_range_waits_for_the_last_reader(
     world: World, released: str

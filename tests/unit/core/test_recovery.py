@@ -176,3 +176,26 @@ def test_an_alias_that_does_not_fit_its_span_is_dropped(
     world.check()
     assert world.core.counters["recovered_dropped"] == 1
     assert reasons(world.acquire(world.connect(), [A, E, F])) == [0, Reason.MISS, 0]
+
+
+def test_spans_above_the_populated_memory_are_not_evicted_in_vain(world: World) -> None:
+    """Evicting them gives no range that may be handed out yet."""
+    world.store(world.connect(), [A, B], length=4 * TILE_BYTES)
+    records = [(slot, decode(data)) for slot, data in world.catalog.items()]
+    core = Core(world.config)
+    core.handle(ev.Recovered([(slot, record) for slot, record in records if record]), 0)
+    for event in (
+        ev.SlabAdded(0, 8 * TILE_BYTES),
+        ev.Populated(0, 2 * TILE_BYTES),
+        ev.GraceEnded(),
+        ev.SessionOpened(1, 0, "", 3),
+    ):
+        effects = core.handle(event, 0)
+        jobs = [effect.job for effect in effects if isinstance(effect, fx.Verify)]
+        for job in jobs:
+            core.handle(ev.VerifyDone(job, True), 0)
+    reserve = ev.Reserve(1, 1, key("space"), OTHER_SHARD, C, [64], [0], [TILE_BYTES])
+    effects = core.handle(reserve, core.config.patience_ms)
+    assert effects == [fx.Reply(1, 1, fx.ReserveResult([Reason.POOL_FULL], [0]))]
+    assert core.counters["evicted"] == 0
+    core.check()
