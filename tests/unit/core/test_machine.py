@@ -55,8 +55,6 @@ def having(what: str) -> Callable[[CoreMachine], bool]:
 class CoreMachine(RuleBasedStateMachine):
     reached: ClassVar[Counter[str]] = Counter()
     in_grace = False
-    # Why keys may end in the present rule, and the names that were found at some time.
-    cause: Cause | None = None
 
     @initialize(
         sizes=st.sampled_from(SIZES),
@@ -74,6 +72,8 @@ class CoreMachine(RuleBasedStateMachine):
             remembered_keys=1024,
         )
         self.grace: list[Held] = []
+        # Why keys may end in the present rule; names that were found at some time, and last.
+        self.causes: set[Cause | None] = set()
         self.known: set[tuple[bytes, int]] = set()
         self.found: set[tuple[bytes, int]] = set()
         self.world.store(self.world.connect("a"), stored)
@@ -107,7 +107,7 @@ class CoreMachine(RuleBasedStateMachine):
     @precondition(having("open"))
     @rule(data=st.data())
     def close(self, data: st.DataObject) -> None:
-        self.cause = Cause.ABORTED
+        self.causes.add(Cause.ABORTED)
         self.world.close(self.pick(data, self.world.open))
 
     @precondition(having("open"))
@@ -191,7 +191,7 @@ class CoreMachine(RuleBasedStateMachine):
         session: int = 0,
     ) -> None:
         world = self.world
-        self.cause = Cause.PRESSURE
+        self.causes.add(Cause.PRESSURE)
         session = session or self.pick(data, world.open)
         mine = sum(want.session == session for want in world.wanted.values())
         if mine + len(keys) > world.config.max_reservations:
@@ -258,7 +258,7 @@ class CoreMachine(RuleBasedStateMachine):
     @precondition(having("wanted"))
     @rule(data=st.data(), lie=seldom)
     def abort(self, data: st.DataObject, lie: bool) -> None:
-        self.cause = Cause.ABORTED
+        self.causes.add(Cause.ABORTED)
         world = self.world
         number = self.pick(data, world.wanted)
         session = self.pick(data, world.open) if lie else world.wanted[number].session
@@ -273,8 +273,8 @@ class CoreMachine(RuleBasedStateMachine):
 
     def _copy_ends(self, job: int, fail: bool) -> None:
         copy, _ = self.world.copies[job]
-        self.cause = Cause.COPY_FAILED if fail else None
         if fail:
+            self.causes.add(Cause.COPY_FAILED)
             place = copy.slab, copy.offset
             self.world.wanted = {
                 number: want
@@ -286,7 +286,7 @@ class CoreMachine(RuleBasedStateMachine):
     @precondition(having("verifies"))
     @rule(data=st.data(), lost=seldom)
     def verify_ends(self, data: st.DataObject, lost: bool) -> None:
-        self.cause = Cause.CORRUPT
+        self.causes.add(Cause.CORRUPT)
         self.world.verify_ends(self.pick(data, self.world.verifies), not lost)
 
     @rule(data=st.data())
@@ -307,7 +307,7 @@ class CoreMachine(RuleBasedStateMachine):
     @rule(data=st.data(), aged=st.booleans(), many=seldom)
     def evict(self, data: st.DataObject, aged: bool, many: bool) -> None:
         world, sweep = self.world, self.world.core.sweep
-        self.cause = Cause.OPERATOR
+        self.causes.add(Cause.OPERATOR)
         rows = [row for row in world.core.spans(now_ms=world.now) if row.state != "orphaned"]
         if rows and not many:
             rows = [data.draw(st.sampled_from(rows))]
@@ -382,7 +382,7 @@ class CoreMachine(RuleBasedStateMachine):
     @rule()
     def grace_ends(self) -> None:
         self.grace, self.in_grace = [], False
-        self.cause = Cause.RECOVERY
+        self.causes.add(Cause.RECOVERY)
         self.world.send(ev.GraceEnded())
 
     @invariant()
@@ -407,12 +407,13 @@ class CoreMachine(RuleBasedStateMachine):
                 assert fate.verdict in (Verdict.ENDED, Verdict.NEVER)
                 assert fate.verdict is Verdict.ENDED or (name, shard) not in self.known
                 if (name, shard) in self.found:
-                    assert (fate.cause, fate.ago_ms) == (self.cause, 0)
+                    assert fate.cause in self.causes
+                    assert fate.ago_ms == 0
             if fate.verdict not in (Verdict.ENDED, Verdict.NEVER):
                 found.add((name, shard))
         self.known |= found
         self.found = found
-        self.cause = None
+        self.causes.clear()
 
     def teardown(self) -> None:
         world = getattr(self, "world", None)
