@@ -61,7 +61,7 @@ class Writing:
         if refused := check_reserve(event, self._config):
             return refused
         if self.draining:
-            return Refused(Code.DRAINING, "the daemon is stopping")
+            return Refused(Code.DRAINING, "the daemon takes no new spans now")
         count = len(event.tokens)
         if len(session.reservations) + count > self._config.max_reservations:
             limit = self._config.max_reservations

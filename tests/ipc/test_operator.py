@@ -13,13 +13,12 @@ from typing import Any
 import grpc
 import pytest
 from daemon_process import Daemon, wait_for
-from rawclient import RawClient
 
 from kmesh.keys import KeyChain, Namespace, salt_digest
 from kmesh.layout import Shard
 from kmesh.session import ReserveBatch, Role, Session
 from kmesh.store import put_spans
-from kmesh.v1 import admin_pb2, admin_pb2_grpc, common_pb2
+from kmesh.v1 import admin_pb2, admin_pb2_grpc, common_pb2, sessions_pb2, sessions_pb2_grpc
 
 SPACE = Namespace("a model", "w", "float32", 4, 2, 8)
 SHARD = Shard(0, 4, 0, 2)
@@ -81,10 +80,6 @@ def store(
     staging = session.staging(1 << 20)
     assert put_spans(session, staging, batch, [bytes(size)] * count) == [0] * count
     return chain
-
-
-def names(events: Any) -> list[str]:
-    return [admin_pb2.EventKind.Name(e.kind).removeprefix("EVENT_KIND_").lower() for e in events]
 
 
 # Explain.
@@ -324,169 +319,6 @@ def test_serving_goes_on_while_much_is_evicted(start_spand: Callable[..., Daemon
     assert len(pings) > 3, "nobody was served between the turns"
 
 
-# Drain.
-
-
-def test_drain_refuses_stores_and_serves_reads(spand: Daemon) -> None:
-    with engine(spand) as session, operator(spand) as ask:
-        chain = store(session, list(range(64)))
-        last = list(ask.drain())[-1]
-        assert (last.draining, last.done, last.late, last.stopping) == (True, True, False, False)
-        assert spand.status().draining
-        batch = ReserveBatch(SPACE.digest(), SHARD, os.urandom(32), [64], [0], [1000])
-        with pytest.raises(Exception, match="stopping|draining"):
-            session.reserve(batch)
-        # New sessions come in, and read.
-        with engine(spand) as reader, reader.acquire(chain.keys, [SHARD]) as lease:
-            assert lease.hits == 1
-        # Until it is taken back.
-        assert not next(iter(ask.drain(cancel=True))).draining
-        assert session.reserve(batch).reason == [0]
-
-
-def test_drain_waits_for_what_is_being_written(spand: Daemon) -> None:
-    with engine(spand) as session, operator(spand) as ask:
-        chain = chain_of(list(range(64)))
-        batch = ReserveBatch(SPACE.digest(), SHARD, chain.keys, [64], [0], [1000])
-        staging = session.staging(4096)
-        reserved = session.reserve(batch)
-        assert staging.size
-        progress = iter(ask.drain(deadline_ms=10_000))
-        first = next(progress)
-        assert (first.reservations, first.done) == (1, False)
-        assert session.commit(reserved.reservation, [0]) == [0]
-        last = list(progress)[-1]
-        assert (last.reservations, last.done, last.late) == (0, True, False)
-        with session.acquire(chain.keys, [SHARD]) as lease:
-            assert lease.hits == 1
-
-
-def test_drain_has_a_deadline(spand: Daemon) -> None:
-    with engine(spand) as session, operator(spand) as ask:
-        session.reserve(ReserveBatch(SPACE.digest(), SHARD, os.urandom(32), [64], [0], [1000]))
-        before = time.monotonic()
-        last = list(ask.drain(deadline_ms=300))[-1]
-        assert (last.done, last.late, last.reservations) == (False, True, 1)
-        assert 0.25 < time.monotonic() - before < 5
-        assert last.elapsed_ms >= 300
-
-
-def test_drain_goes_on_without_its_caller_and_stops(spand: Daemon) -> None:
-    with engine(spand) as session, operator(spand) as ask:
-        batch = ReserveBatch(SPACE.digest(), SHARD, os.urandom(32), [64], [0], [1000])
-        staging = session.staging(4096)
-        reserved = session.reserve(batch)
-        assert staging.size
-        call = ask.drain(stop=True, deadline_ms=20_000)
-        assert not next(iter(call)).stopping
-        call.cancel()
-        with pytest.raises(grpc.RpcError) as refused:
-            list(ask.drain(cancel=True))
-        assert refused.value.code() == grpc.StatusCode.UNAVAILABLE
-        assert session.commit(reserved.reservation, [0]) == [0]
-        assert spand.process.wait(20) == 0
-    assert "stopping" in spand.log()
-
-
-# Watch.
-
-
-def test_watch_tells_in_order(spand: Daemon) -> None:
-    with operator(spand) as ask:
-        call = ask.watch()
-        answers = iter(call)
-        events = list(next(answers).events)
-        assert names(events)[0] == "started"
-        with engine(spand) as session:
-            chain = store(session, list(range(64 * 2)))
-            ask.evict(keys=chain.key(1))
-            number = session.welcome.session_id
-        list(ask.drain())
-        while "drain_ended" not in names(events):
-            events += next(answers).events
-        call.cancel()
-    assert [event.sequence for event in events] == list(range(1, len(events) + 1))
-    mine = [e for e in events if e.session_id == number or e.key in (chain.key(0), chain.key(1))]
-    assert names(mine) == [
-        "session_opened",
-        "span_committed",
-        "span_committed",
-        "span_evicted",
-        "session_closed",
-    ]
-    opened, first, _, evicted, closed = mine
-    assert (opened.uid, opened.text) == (os.getuid(), "kmesh")
-    assert (first.namespace, first.tokens, first.length) == (SPACE.digest(), 64, 1000)
-    assert first.shard == WIRE_SHARD
-    assert evicted.cause == admin_pb2.CAUSE_OPERATOR
-    assert "closed" in closed.text
-    assert abs(first.time_ms / 1000 - time.time()) < 60
-
-
-def test_watch_resumes(spand: Daemon) -> None:
-    with engine(spand) as session, operator(spand) as ask:
-        before = next(iter(ask.watch()))
-        store(session, list(range(64 * 3)))
-        kinds = [admin_pb2.EVENT_KIND_SPAN_COMMITTED]
-        answer = next(
-            iter(ask.watch(after_sequence=before.last_sequence, epoch=before.epoch, kinds=kinds))
-        )
-        assert not answer.lost
-        assert names(answer.events) == ["span_committed"] * 3
-        # From now on: nothing of that.
-        call = ask.watch(only_new=True)
-        assert not next(iter(call)).events
-        call.cancel()
-        # Of another epoch: all that is known, and that there was more.
-        other = next(iter(ask.watch(after_sequence=before.last_sequence, epoch=7)))
-        assert other.lost
-        assert other.events[0].sequence == 1
-        with pytest.raises(grpc.RpcError) as refused:
-            next(iter(ask.watch(after_sequence=10**9)))
-        assert refused.value.code() == grpc.StatusCode.INVALID_ARGUMENT
-
-
-def test_a_slow_watcher_loses_events_and_is_told(start_spand: Callable[..., Daemon]) -> None:
-    daemon = start_spand(watch_events=16)
-    daemon.wait_populated()
-    with engine(daemon) as session, operator(daemon) as ask:
-        place = next(iter(ask.watch()))
-        store(session, list(range(64 * 40)))
-        answer = next(iter(ask.watch(after_sequence=place.last_sequence, epoch=place.epoch)))
-        assert answer.lost
-        assert len(answer.events) == 16
-        assert answer.events[0].sequence > place.last_sequence + 1
-
-
-def test_watch_ends_with_its_session(spand: Daemon) -> None:
-    client = RawClient(spand.socket_dir)
-    with grpc.insecure_channel(f"unix:{spand.socket_dir}/grpc.sock") as channel:
-        ask = Operator(channel, (("kmesh-session", client.welcome.token),))
-        answers = iter(ask.watch())
-        next(answers)
-        client.close()
-        with pytest.raises(grpc.RpcError) as ended:
-            while True:
-                next(answers)
-        assert ended.value.code() == grpc.StatusCode.UNAUTHENTICATED
-
-
-def test_a_restart_is_a_new_epoch_for_who_watches(start_spand: Callable[..., Daemon]) -> None:
-    daemon = start_spand(errors=True)
-    daemon.wait_populated()
-    with operator(daemon) as ask:
-        place = next(iter(ask.watch()))
-    os.kill(daemon.child("worker"), signal.SIGKILL)
-    os.kill(daemon.child("control"), signal.SIGKILL)
-    daemon.wait_ready(times=2)
-    with operator(daemon) as ask:
-        answer = next(iter(ask.watch(after_sequence=place.last_sequence, epoch=place.epoch)))
-    assert answer.lost
-    assert answer.epoch != place.epoch
-    assert names(answer.events)[0] == "started"
-    assert "worker_started" in names(answer.events)
-
-
 def test_all_of_it_needs_a_token(shared_spand: Daemon) -> None:
     with grpc.insecure_channel(f"unix:{shared_spand.socket_dir}/grpc.sock") as channel:
         for metadata in ((), (("kmesh-session", "no.such"),)):
@@ -507,8 +339,6 @@ def test_all_of_it_needs_a_token(shared_spand: Daemon) -> None:
 
 
 def test_a_session_says_what_it_did(spand: Daemon) -> None:
-    from kmesh.v1 import sessions_pb2, sessions_pb2_grpc
-
     with engine(spand) as session, spand.rpc() as (channel, metadata):
         chain = store(session, list(range(64 * 3)))
         again = ReserveBatch(SPACE.digest(), SHARD, chain.keys, [64] * 3, [0] * 3, [1000] * 3)
