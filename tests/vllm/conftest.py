@@ -25,7 +25,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         if HERE in item.path.parents:
             item.add_marker(pytest.mark.vllm)
             item.add_marker(pytest.mark.slow)
-            item.add_marker(pytest.mark.timeout(300))
+            item.add_marker(pytest.mark.timeout(600))
             if missing:
                 item.add_marker(pytest.mark.skip(reason="vLLM is not installed"))
 
