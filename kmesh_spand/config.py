@@ -5,6 +5,7 @@ Runs in a short-lived process, because the libraries it needs are larger than th
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import tomllib
 from collections.abc import Mapping
@@ -30,12 +31,18 @@ ENV_PREFIX = "KMESH_SPAND_"
 
 _MEMORY_OF_A_RECORD = 256 << 10
 _MAX_PATH = 107 - len("/session.sock")
+_TRACE_MODULES = {
+    "console": "opentelemetry.sdk.trace",
+    "file": "opentelemetry.sdk.trace",
+    "otlp": "opentelemetry.exporter.otlp.proto.grpc",
+}
 
 Size = Annotated[int, BeforeValidator(units.parse_size)]
 Mode = Annotated[int, BeforeValidator(units.parse_mode)]
 Uid = Annotated[int, Field(ge=0, lt=2**32)]
 Uids = Annotated[list[Uid], NoDecode, BeforeValidator(units.parse_list)]
 Listen = Annotated[str, AfterValidator(units.check_listen)]
+Trace = Annotated[str, AfterValidator(units.check_trace)]
 Level = Literal["debug", "info", "warning", "error"]
 
 
@@ -87,6 +94,9 @@ class Config(BaseSettings):
     )
     watch_events: int = _set("events that are remembered for who watches", 4096, ge=1, le=1 << 20)
     metrics_listen: Listen = _set("HOST:PORT of the metrics page over HTTP [none]", "")
+    stuck_ms: int = _set("a store worker that owes an answer for longer is not ready", 3000, ge=100)
+    slow_call_ms: int = _set("calls that take longer are logged; 0: none", 1000, ge=0)
+    trace: Trace = _set("OpenTelemetry: off, console, file:PATH or otlp:ENDPOINT", "off")
     log_level: Level = _set("least severe line that is logged", "info")
     log_format: Literal["text", "json"] = _set("form of a log line", "text")
 
@@ -136,6 +146,9 @@ class Config(BaseSettings):
             remembered_keys=self.remembered_keys,
             watch_events=self.watch_events,
             metrics_listen=self.metrics_listen,
+            stuck_ms=self.stuck_ms,
+            slow_call_ms=self.slow_call_ms,
+            trace=self.trace,
             log_level=self.log_level,
             log_format=self.log_format,
         )
@@ -155,6 +168,16 @@ def _check(settings: Settings) -> None:
     if settings.session_staging > settings.staging_memory:
         limit = units.format_size(settings.staging_memory)
         raise ConfigError(f"session_staging: over staging_memory, {limit}")
+    needed = _TRACE_MODULES.get(settings.trace.partition(":")[0])
+    if needed and not _installed(needed):
+        raise ConfigError("trace: OpenTelemetry is not installed: pip install 'kmesh[otel]'")
+
+
+def _installed(module: str) -> bool:
+    try:
+        return importlib.util.find_spec(module) is not None
+    except ModuleNotFoundError:
+        return False
 
 
 class Loaded(NamedTuple):

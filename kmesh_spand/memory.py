@@ -79,8 +79,11 @@ def hugepages_granted(address: int) -> bool:
     return False
 
 
-def populate_range(fd: int, address: int, offset: int, length: int, *, huge: bool) -> None:
+def populate_range(fd: int, address: int, offset: int, length: int, *, huge: bool) -> bool:
     """Puts pages behind a range of a memfd that is mapped at ``address``.
+
+    Returns:
+        Whether that was done as asked: False if the kernel can't fill a mapping.
 
     Raises:
         OSError: there is no memory for it. It would be a SIGBUS later.
@@ -93,8 +96,9 @@ def populate_range(fd: int, address: int, offset: int, length: int, *, huge: boo
             if code not in (errno.EAGAIN, errno.EINTR):
                 raise OSError(code, os.strerror(code))
         else:
-            return
+            return True
     os.posix_fallocate(fd, offset, length)
+    return not huge
 
 
 class Populator:
@@ -103,6 +107,9 @@ class Populator:
     Args:
         done: told how many bytes from the first range's start, counted through the ranges in
             order, are filled without a gap; from any of the threads, growing.
+
+    Attributes:
+        fell_back: some range was filled through the file instead of its mapping.
     """
 
     def __init__(
@@ -123,6 +130,7 @@ class Populator:
             for offset, length in ranges
             for begin in range(offset, offset + length, _CHUNK_BYTES)
         ]
+        self.fell_back = False
         self._next = 0
         self._finished = [False] * len(self._chunks)
         self._leading = 0
@@ -156,13 +164,14 @@ class Populator:
                 self._next += 1
             offset, length = self._chunks[number]
             try:
-                populate_range(self._fd, self._address, offset, length, huge=self._huge)
+                as_asked = populate_range(self._fd, self._address, offset, length, huge=self._huge)
             except OSError as failed:
                 with self._lock:
                     self._failed = failed
                 return
             with self._lock:
                 self._finished[number] = True
+                self.fell_back |= not as_asked
                 before = self._filled
                 while self._leading < len(self._chunks) and self._finished[self._leading]:
                     self._filled += self._chunks[self._leading][1]

@@ -11,6 +11,7 @@ import msgspec
 LOCK_NAME = "daemon.lock"
 SESSION_SOCKET = "session.sock"
 GRPC_SOCKET = "grpc.sock"
+METRICS_SOCKET = "metrics.sock"
 
 #: Below this a slab isn't worth its file descriptor.
 MIN_SLAB_BYTES = 1 << 20
@@ -40,6 +41,9 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     remembered_keys: int
     watch_events: int
     metrics_listen: str
+    stuck_ms: int
+    slow_call_ms: int
+    trace: str
     log_level: str
     log_format: str
 

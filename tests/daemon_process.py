@@ -51,6 +51,7 @@ class Daemon:
         env: dict[str, str] | None = None,
         ready: bool = True,
         errors: bool = False,
+        command: tuple[str, ...] = COMMAND,
         **settings: object,
     ) -> None:
         self.socket_dir = socket_dir
@@ -65,7 +66,7 @@ class Daemon:
 
         with self.log_path.open("ab") as log:
             self.process = subprocess.Popen(
-                [*COMMAND, f"--socket-dir={socket_dir}", *flags],
+                [*command, f"--socket-dir={socket_dir}", *flags],
                 env=environment(**(env or {})),
                 stdin=subprocess.DEVNULL,
                 stdout=log,

@@ -41,13 +41,15 @@ class Evictor:
                     break
                 if store.may_evict(row):
                     given += 1
+                    if not fault:
+                        store.policy_faults = (0, 0)
                     yield row
                 else:
                     fault = True
         except Exception:
             fault = True
         if fault or not given:
-            store.counters["policy_faults"] += 1
+            store.policy_failed()
             yield from self._walk()
 
     def _walk(self) -> Iterator[int]:
@@ -75,6 +77,7 @@ class Evictor:
                 return Reason.NOT_READY
             window = self.plan(count)
             if window is None:
+                store.place_failed()
                 return Reason.POOL_FULL
             for row in window:
                 store.evict(row)
@@ -84,6 +87,7 @@ class Evictor:
         for number, slab in store.slabs.items():
             start = slab.allocate(count, row)
             if start is not None:
+                store.place_failures = (0, 0)
                 return row, number, start
         raise AssertionError(f"no range of {count} tiles where one was made")
 

@@ -51,6 +51,8 @@ class SpanStore:
         by_state: number of rows in each state (FREE and ALIAS are not counted).
         space_spans, space_bytes: stored spans by namespace number.
         endings: keys that are gone.
+        policy_faults, place_failures: how often the eviction policy failed, or no room was found
+            although something may be evicted, since that last went well; and when last (ms).
     """
 
     def __init__(
@@ -75,6 +77,8 @@ class SpanStore:
         self.space_spans: dict[int, int] = {}
         self.space_bytes: dict[int, int] = {}
         self.endings = endings
+        self.policy_faults = (0, 0)
+        self.place_failures = (0, 0)
         self._first_alias: dict[int, int] = {}
 
     def begin(self, out: list[Effect], now_ms: int) -> None:
@@ -313,14 +317,24 @@ class SpanStore:
         try:
             self.policy.add(rows)
         except Exception:
-            self.counters["policy_faults"] += 1
+            self.policy_failed()
 
     def _disallow(self, rows: Sequence[int]) -> None:
         self.evictable -= len(rows)
         try:
             self.policy.discard(rows)
         except Exception:
-            self.counters["policy_faults"] += 1
+            self.policy_failed()
+
+    def policy_failed(self) -> None:
+        """The policy raised, or named what it must not."""
+        self.counters["policy_faults"] += 1
+        self.policy_faults = (self.policy_faults[0] + 1, self.now_ms)
+
+    def place_failed(self) -> None:
+        """No room was found. While nothing may be evicted, that is as it must be."""
+        if self.evictable:
+            self.place_failures = (self.place_failures[0] + 1, self.now_ms)
 
     def may_evict(self, row: int) -> bool:
         """Whether a row is a span that nobody leases and no job reads."""

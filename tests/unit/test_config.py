@@ -79,6 +79,9 @@ def test_every_setting_has_all_three_forms(tmp_path: Path) -> None:
         "remembered_keys": "15",
         "watch_events": "16",
         "metrics_listen": "[::1]:9464",
+        "stuck_ms": "1500",
+        "slow_call_ms": "16",
+        "trace": "console",
         "log_level": "debug",
         "log_format": "json",
     }
@@ -141,6 +144,9 @@ def test_defaults_follow_the_machine_and_each_other() -> None:
         ({"staging_memory": "1MiB", "session_staging": "2MiB"}, {}, "", "session_staging: over"),
         ({"metrics_listen": "9464"}, {}, "", "metrics_listen: '9464' is no address"),
         ({"metrics_listen": "h:99999"}, {}, "", "metrics_listen: "),
+        ({"trace": "on"}, {}, "", "trace: 'on' is no trace"),
+        ({"trace": "file:relative"}, {}, "", "trace: "),
+        ({"trace": "otlp"}, {}, "", "trace: "),
     ],
 )
 def test_errors_name_the_setting(
