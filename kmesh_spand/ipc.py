@@ -135,6 +135,10 @@ class RestartWorker(Message, frozen=True):
     reason: str
 
 
+class Stop(Message, frozen=True):
+    """From control: an operator wants the daemon to end, as by SIGTERM."""
+
+
 AnyMessage = (
     Staging
     | DropStaging
@@ -152,6 +156,7 @@ AnyMessage = (
     | Ready
     | Health
     | RestartWorker
+    | Stop
 )
 
 _encoder = msgspec.msgpack.Encoder()

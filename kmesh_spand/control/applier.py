@@ -23,6 +23,7 @@ class Applier:
     Args:
         catalog: the catalog, writable, of whole records.
         reply: where answers go.
+        note: told of spans that came and went.
     """
 
     def __init__(
@@ -32,6 +33,7 @@ class Applier:
         worker: StoreWorker,
         staging: StagingPool,
         reply: Callable[[effects.Reply], None],
+        note: Callable[[effects.SpanCommitted | effects.SpanEnded], None],
     ) -> None:
         self.index_full = 0
         self._catalog = catalog
@@ -39,6 +41,7 @@ class Applier:
         self._worker = worker
         self._staging = staging
         self._reply = reply
+        self._note = note
 
     def apply(self, batch: Sequence[effects.Effect]) -> None:
         """Carries out one batch. Answers see its changes: they go out after the index's version."""
@@ -78,6 +81,8 @@ class Applier:
                 self._worker.verify(effect)
             case effects.DropStaging():
                 self._staging.drop(effect.session)
+            case effects.SpanCommitted() | effects.SpanEnded():
+                self._note(effect)
             case effects.Reply():
                 raise AssertionError("replies come last")
         return False

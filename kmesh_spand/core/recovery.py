@@ -6,8 +6,9 @@ from collections.abc import Sequence
 
 from kmesh.layout import TILE_BYTES, Shard, tiles
 from kmesh_spand.core.allocator import QUARANTINE
+from kmesh_spand.core.codes import Cause
 from kmesh_spand.core.config import CoreConfig
-from kmesh_spand.core.effects import PutRecord
+from kmesh_spand.core.effects import PutRecord, SpanEnded
 from kmesh_spand.core.record import Record
 from kmesh_spand.core.states import State, Trigger
 from kmesh_spand.core.store import SpanStore
@@ -113,12 +114,21 @@ class Recovery:
     def _drop(self, row: int, dropped: Record) -> bool:
         store = self._store
         store.counters["recovered_dropped"] += 1
+        if not store.table.find(dropped.key, dropped.shard):
+            self._tell(dropped)
         if dropped.state is State.COMMITTED and dropped.slab in store.slabs:
             self._quarantine(dropped)
         record = Record(state=State.FREE, generation=store.table.generation[row])
         store.out.append(PutRecord(row - 1, record.encode()))
         store.table.give_row(row)
         return False
+
+    def _tell(self, record: Record) -> None:
+        store = self._store
+        store.endings.add(record.key, record.shard, Cause.RECOVERY, store.tick)
+        if record.state is State.COMMITTED:
+            about = record.key, record.namespace, record.shard, record.tokens, record.length
+            store.out.append(SpanEnded(*about, Cause.RECOVERY))
 
     def _quarantine(self, record: Record) -> None:
         """Keep what a dropped record named: an engine of the earlier epoch may read it still."""

@@ -6,7 +6,16 @@ from collections.abc import Iterator, Sequence
 
 from kmesh.layout import TILE_BYTES, tiles
 from kmesh_spand.core.allocator import QUARANTINE, Slab
-from kmesh_spand.core.effects import Effect, Publish, PutRecord, Unpublish
+from kmesh_spand.core.codes import Cause
+from kmesh_spand.core.effects import (
+    Effect,
+    Publish,
+    PutRecord,
+    SpanCommitted,
+    SpanEnded,
+    Unpublish,
+)
+from kmesh_spand.core.endings import Endings
 from kmesh_spand.core.policy import Policy
 from kmesh_spand.core.record import Record
 from kmesh_spand.core.states import EVICTABLE, KEYED, STORED, TRANSITIONS, State, Trigger
@@ -16,6 +25,13 @@ from kmesh_spand.core.tags import tag
 #: A tick is 64 ms: 32 bits of them last eight years.
 TICK_SHIFT = 6
 _TICKS = 0xFFFF_FFFF
+_CAUSES = {
+    Trigger.EVICT: Cause.PRESSURE,
+    Trigger.BAD: Cause.CORRUPT,
+    Trigger.BAD_LEASED: Cause.CORRUPT,
+    Trigger.ABORT: Cause.ABORTED,
+    Trigger.FAILED: Cause.COPY_FAILED,
+}
 
 
 class SpanStore:
@@ -34,11 +50,14 @@ class SpanStore:
         grew_ms: when each slab was last seen growing.
         by_state: number of rows in each state (FREE and ALIAS are not counted).
         space_spans, space_bytes: stored spans by namespace number.
+        endings: keys that are gone.
         policy_faults, place_failures: how often the eviction policy failed, or no room was found
             although something may be evicted, since that last went well; and when last (ms).
     """
 
-    def __init__(self, max_spans: int, policy: Policy, counters: dict[str, int]) -> None:
+    def __init__(
+        self, max_spans: int, policy: Policy, counters: dict[str, int], endings: Endings
+    ) -> None:
         self.table = SpanTable(max_spans)
         self.slabs: dict[int, Slab] = {}
         self.policy = policy
@@ -57,6 +76,7 @@ class SpanStore:
         self.by_state = [0] * len(State)
         self.space_spans: dict[int, int] = {}
         self.space_bytes: dict[int, int] = {}
+        self.endings = endings
         self.policy_faults = (0, 0)
         self.place_failures = (0, 0)
         self._first_alias: dict[int, int] = {}
@@ -81,8 +101,12 @@ class SpanStore:
 
     # States
 
-    def move(self, row: int, trigger: Trigger) -> State:
-        """Change a row's state and do what follows from it; returns the new state."""
+    def move(self, row: int, trigger: Trigger, cause: Cause | None = None) -> State:
+        """Change a row's state and do what follows from it; returns the new state.
+
+        Args:
+            cause: why its key ends, where the trigger does not say it.
+        """
         table = self.table
         old = State(table.state[row])
         new = TRANSITIONS[old, trigger]
@@ -99,6 +123,7 @@ class SpanStore:
             self._count_stored(row, -1)
             self._forget_record(row)
         if old in KEYED and new not in KEYED:
+            self._end(row, cause or _CAUSES[trigger], recorded=old in STORED)
             self._drop_key(row, recorded=old in STORED)
         table.state[row] = new
         self.by_state[old] -= 1
@@ -112,12 +137,31 @@ class SpanStore:
             tags = self.tags(row)
             self.published += len(tags)
             self.out.append(Publish(row - 1, tags))
+            if old in (State.COPYING, State.VERIFYING):
+                self.out.append(SpanCommitted(*self._about(row)))
         if new in EVICTABLE and old not in EVICTABLE and idle:
             self._allow([row])
         if new is State.FREE:
             self._give_range(row, shown=old in STORED or old is State.DOOMED)
             self._give_row(row)
         return new
+
+    def _end(self, row: int, cause: Cause, *, recorded: bool) -> None:
+        shard = self.table.shards.value(self.table.shard[row])
+        for name in (row, *self.aliases(row)):
+            self.endings.add(self.table.key_of(name), shard, cause, self.tick)
+        if recorded:
+            self.out.append(SpanEnded(*self._about(row), cause))
+
+    def _about(self, row: int) -> tuple[bytes, bytes, int, int, int]:
+        table = self.table
+        return (
+            table.key_of(row),
+            table.spaces.value(table.space[row]),
+            table.shards.value(table.shard[row]),
+            table.tokens[row],
+            table.length[row],
+        )
 
     def _count_stored(self, row: int, sign: int) -> None:
         space, length = self.table.space[row], self.table.length[row]
@@ -298,7 +342,13 @@ class SpanStore:
         return 0 < row <= table.rows and table.state[row] in EVICTABLE and not table.pins[row]
 
     def evict(self, row: int) -> None:
-        """Drop a span that ``may_evict``."""
+        """Drop a span that ``may_evict``, to make room."""
         self.counters["evicted"] += 1
         self.counters["evicted_bytes"] += self.table.length[row]
         self.move(row, Trigger.EVICT)
+
+    def discard(self, row: int) -> None:
+        """Drop a span that ``may_evict``, because an operator wants it gone."""
+        self.counters["discarded"] += 1
+        self.counters["discarded_bytes"] += self.table.length[row]
+        self.move(row, Trigger.EVICT, Cause.OPERATOR)

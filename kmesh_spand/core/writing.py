@@ -61,7 +61,7 @@ class Writing:
         if refused := check_reserve(event, self._config):
             return refused
         if self.draining:
-            return Refused(Code.DRAINING, "the daemon is stopping")
+            return Refused(Code.DRAINING, "the daemon takes no new spans now")
         count = len(event.tokens)
         if len(session.reservations) + count > self._config.max_reservations:
             limit = self._config.max_reservations
@@ -79,6 +79,8 @@ class Writing:
             reasons.append(reason)
             numbers.append(number)
             self._store.counters[f"reserve_{Reason(reason).name.lower()}"] += 1
+            if reason:
+                session.refused(reason)
         self._verifier.pump()
         return ReserveResult(reasons, numbers)
 
@@ -157,6 +159,7 @@ class Writing:
         for entry, (item, offset) in enumerate(zip(found, offsets, strict=True)):
             if item is None or item.commit is not None:
                 self._store.counters["commit_stale"] += 1
+                session.refused(Reason.STALE)
                 continue
             item.commit, item.entry = pending, entry
             pending.left += 1
@@ -190,6 +193,10 @@ class Writing:
                 store.move(item.row, Trigger.COPIED)
                 reason = Reason.OK
                 store.counters["committed"] += 1
+                session.committed += 1
+                session.committed_bytes += item.length
+        if reason:
+            session.refused(reason)
         pending.reasons[item.entry] = reason
         pending.left -= 1
         session.copies -= 1

@@ -22,9 +22,10 @@ _runtime_version.ValidateProtobufRuntimeVersion(
 _sym_db = _symbol_database.Default()
 
 
+from kmesh.v1 import common_pb2 as kmesh_dot_v1_dot_common__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x14kmesh/v1/admin.proto\x12\x08kmesh.v1\"\x0f\n\rStatusRequest\"z\n\x08SlabInfo\x12\x0c\n\x04slab\x18\x01 \x01(\r\x12\x0c\n\x04kind\x18\x02 \x01(\t\x12\x0c\n\x04size\x18\x03 \x01(\x04\x12\x10\n\x08\x63\x61pacity\x18\x04 \x01(\x04\x12\x11\n\tpopulated\x18\x05 \x01(\x04\x12\x0c\n\x04used\x18\x06 \x01(\x04\x12\x11\n\thugepages\x18\x07 \x01(\x08\"\'\n\tCondition\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0c\n\x04text\x18\x02 \x01(\t\"\xdb\x04\n\x0eStatusResponse\x12\x0f\n\x07version\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\x06\x12\x11\n\tuptime_ms\x18\x03 \x01(\x04\x12\x10\n\x08\x64raining\x18\x04 \x01(\x08\x12\x12\n\nsocket_dir\x18\x05 \x01(\t\x12!\n\x05slabs\x18\x06 \x03(\x0b\x32\x12.kmesh.v1.SlabInfo\x12\r\n\x05spans\x18\x07 \x01(\x04\x12\x12\n\nspan_bytes\x18\x08 \x01(\x04\x12\x11\n\tmax_spans\x18\t \x01(\x04\x12\x10\n\x08sessions\x18\n \x01(\x04\x12\x0e\n\x06leases\x18\x0b \x01(\x04\x12\x14\n\x0cleased_bytes\x18\x0c \x01(\x04\x12\x14\n\x0creservations\x18\r \x01(\x04\x12\x15\n\rstaging_bytes\x18\x0e \x01(\x04\x12\x19\n\x11max_staging_bytes\x18\x0f \x01(\x04\x12\x15\n\rindex_entries\x18\x10 \x01(\x04\x12\x38\n\x08\x63ounters\x18\x11 \x03(\x0b\x32&.kmesh.v1.StatusResponse.CountersEntry\x12\x18\n\x10\x63ontrol_restarts\x18\x12 \x01(\r\x12\x17\n\x0fworker_restarts\x18\x13 \x01(\r\x12\x13\n\x0bspan_tokens\x18\x14 \x01(\r\x12&\n\tnot_ready\x18( \x03(\x0b\x32\x13.kmesh.v1.Condition\x12%\n\x08warnings\x18) \x03(\x0b\x32\x13.kmesh.v1.Condition\x1a/\n\rCountersEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x04:\x02\x38\x01\"C\n\x0bListRequest\x12\x11\n\tnamespace\x18\x01 \x01(\x0c\x12\r\n\x05limit\x18\x02 \x01(\r\x12\x12\n\npage_token\x18\x03 \x01(\t\"\x99\x02\n\x08SpanInfo\x12\x0b\n\x03key\x18\x01 \x01(\x0c\x12\x11\n\tnamespace\x18\x02 \x01(\x0c\x12\x0c\n\x04slab\x18\x03 \x01(\r\x12\x0e\n\x06offset\x18\x04 \x01(\x04\x12\x0e\n\x06length\x18\x05 \x01(\x04\x12\r\n\x05start\x18\x06 \x01(\r\x12\x0e\n\x06tokens\x18\x07 \x01(\r\x12\x13\n\x0blayer_begin\x18\x08 \x01(\r\x12\x11\n\tlayer_end\x18\t \x01(\r\x12\x12\n\nhead_begin\x18\n \x01(\r\x12\x10\n\x08head_end\x18\x0b \x01(\r\x12\x12\n\ngeneration\x18\x0c \x01(\r\x12\r\n\x05state\x18\r \x01(\t\x12\x0e\n\x06leases\x18\x0e \x01(\r\x12\x0e\n\x06\x61ge_ms\x18\x0f \x01(\x04\x12\x0f\n\x07idle_ms\x18\x10 \x01(\x04\"\xa1\x01\n\rNamespaceInfo\x12\x0e\n\x06\x64igest\x18\x01 \x01(\x0c\x12\x33\n\x06\x66ields\x18\x02 \x03(\x0b\x32#.kmesh.v1.NamespaceInfo.FieldsEntry\x12\r\n\x05spans\x18\x03 \x01(\x04\x12\r\n\x05\x62ytes\x18\x04 \x01(\x04\x1a-\n\x0b\x46ieldsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\"w\n\x0cListResponse\x12!\n\x05spans\x18\x01 \x03(\x0b\x32\x12.kmesh.v1.SpanInfo\x12\x17\n\x0fnext_page_token\x18\x02 \x01(\t\x12+\n\nnamespaces\x18\x03 \x03(\x0b\x32\x17.kmesh.v1.NamespaceInfo2{\n\x05\x41\x64min\x12;\n\x06Status\x12\x17.kmesh.v1.StatusRequest\x1a\x18.kmesh.v1.StatusResponse\x12\x35\n\x04List\x12\x15.kmesh.v1.ListRequest\x1a\x16.kmesh.v1.ListResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x14kmesh/v1/admin.proto\x12\x08kmesh.v1\x1a\x15kmesh/v1/common.proto\"\x0f\n\rStatusRequest\"z\n\x08SlabInfo\x12\x0c\n\x04slab\x18\x01 \x01(\r\x12\x0c\n\x04kind\x18\x02 \x01(\t\x12\x0c\n\x04size\x18\x03 \x01(\x04\x12\x10\n\x08\x63\x61pacity\x18\x04 \x01(\x04\x12\x11\n\tpopulated\x18\x05 \x01(\x04\x12\x0c\n\x04used\x18\x06 \x01(\x04\x12\x11\n\thugepages\x18\x07 \x01(\x08\"\'\n\tCondition\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0c\n\x04text\x18\x02 \x01(\t\"\xdb\x04\n\x0eStatusResponse\x12\x0f\n\x07version\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\x06\x12\x11\n\tuptime_ms\x18\x03 \x01(\x04\x12\x10\n\x08\x64raining\x18\x04 \x01(\x08\x12\x12\n\nsocket_dir\x18\x05 \x01(\t\x12!\n\x05slabs\x18\x06 \x03(\x0b\x32\x12.kmesh.v1.SlabInfo\x12\r\n\x05spans\x18\x07 \x01(\x04\x12\x12\n\nspan_bytes\x18\x08 \x01(\x04\x12\x11\n\tmax_spans\x18\t \x01(\x04\x12\x10\n\x08sessions\x18\n \x01(\x04\x12\x0e\n\x06leases\x18\x0b \x01(\x04\x12\x14\n\x0cleased_bytes\x18\x0c \x01(\x04\x12\x14\n\x0creservations\x18\r \x01(\x04\x12\x15\n\rstaging_bytes\x18\x0e \x01(\x04\x12\x19\n\x11max_staging_bytes\x18\x0f \x01(\x04\x12\x15\n\rindex_entries\x18\x10 \x01(\x04\x12\x38\n\x08\x63ounters\x18\x11 \x03(\x0b\x32&.kmesh.v1.StatusResponse.CountersEntry\x12\x18\n\x10\x63ontrol_restarts\x18\x12 \x01(\r\x12\x17\n\x0fworker_restarts\x18\x13 \x01(\r\x12\x13\n\x0bspan_tokens\x18\x14 \x01(\r\x12&\n\tnot_ready\x18( \x03(\x0b\x32\x13.kmesh.v1.Condition\x12%\n\x08warnings\x18) \x03(\x0b\x32\x13.kmesh.v1.Condition\x1a/\n\rCountersEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x04:\x02\x38\x01\"C\n\x0bListRequest\x12\x11\n\tnamespace\x18\x01 \x01(\x0c\x12\r\n\x05limit\x18\x02 \x01(\r\x12\x12\n\npage_token\x18\x03 \x01(\t\"\x99\x02\n\x08SpanInfo\x12\x0b\n\x03key\x18\x01 \x01(\x0c\x12\x11\n\tnamespace\x18\x02 \x01(\x0c\x12\x0c\n\x04slab\x18\x03 \x01(\r\x12\x0e\n\x06offset\x18\x04 \x01(\x04\x12\x0e\n\x06length\x18\x05 \x01(\x04\x12\r\n\x05start\x18\x06 \x01(\r\x12\x0e\n\x06tokens\x18\x07 \x01(\r\x12\x13\n\x0blayer_begin\x18\x08 \x01(\r\x12\x11\n\tlayer_end\x18\t \x01(\r\x12\x12\n\nhead_begin\x18\n \x01(\r\x12\x10\n\x08head_end\x18\x0b \x01(\r\x12\x12\n\ngeneration\x18\x0c \x01(\r\x12\r\n\x05state\x18\r \x01(\t\x12\x0e\n\x06leases\x18\x0e \x01(\r\x12\x0e\n\x06\x61ge_ms\x18\x0f \x01(\x04\x12\x0f\n\x07idle_ms\x18\x10 \x01(\x04\"\xa1\x01\n\rNamespaceInfo\x12\x0e\n\x06\x64igest\x18\x01 \x01(\x0c\x12\x33\n\x06\x66ields\x18\x02 \x03(\x0b\x32#.kmesh.v1.NamespaceInfo.FieldsEntry\x12\r\n\x05spans\x18\x03 \x01(\x04\x12\r\n\x05\x62ytes\x18\x04 \x01(\x04\x1a-\n\x0b\x46ieldsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\"w\n\x0cListResponse\x12!\n\x05spans\x18\x01 \x03(\x0b\x32\x12.kmesh.v1.SpanInfo\x12\x17\n\x0fnext_page_token\x18\x02 \x01(\t\x12+\n\nnamespaces\x18\x03 \x03(\x0b\x32\x17.kmesh.v1.NamespaceInfo\"\xc7\x01\n\x0e\x45xplainRequest\x12\x11\n\tnamespace\x18\x01 \x01(\x0c\x12\x34\n\x06\x66ields\x18\x02 \x03(\x0b\x32$.kmesh.v1.ExplainRequest.FieldsEntry\x12\x0e\n\x06tokens\x18\x03 \x03(\r\x12\x0c\n\x04keys\x18\x04 \x01(\x0c\x12\x1f\n\x06shards\x18\x05 \x03(\x0b\x32\x0f.kmesh.v1.Shard\x1a-\n\x0b\x46ieldsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\"\xc4\x01\n\x10ShardExplanation\x12\x1e\n\x05shard\x18\x01 \x01(\x0b\x32\x0f.kmesh.v1.Shard\x12\r\n\x05spans\x18\x02 \x01(\r\x12\x0e\n\x06tokens\x18\x03 \x01(\r\x12\"\n\x07verdict\x18\x04 \x01(\x0e\x32\x11.kmesh.v1.Verdict\x12\x1e\n\x05\x63\x61use\x18\x05 \x01(\x0e\x32\x0f.kmesh.v1.Cause\x12\x10\n\x08\x65nded_ms\x18\x06 \x01(\x04\x12\x0b\n\x03key\x18\x07 \x01(\x0c\x12\x0e\n\x06leases\x18\x08 \x01(\r\"\xa8\x01\n\x0eNamespaceMatch\x12\x0e\n\x06\x64igest\x18\x01 \x01(\x0c\x12\x34\n\x06\x66ields\x18\x02 \x03(\x0b\x32$.kmesh.v1.NamespaceMatch.FieldsEntry\x12\x0e\n\x06tokens\x18\x03 \x01(\r\x12\x11\n\tdiffering\x18\x04 \x03(\t\x1a-\n\x0b\x46ieldsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\"\x97\x02\n\x0f\x45xplainResponse\x12\x11\n\tnamespace\x18\x01 \x01(\x0c\x12\x35\n\x06\x66ields\x18\x02 \x03(\x0b\x32%.kmesh.v1.ExplainResponse.FieldsEntry\x12\x0e\n\x06tokens\x18\x03 \x01(\r\x12\r\n\x05spans\x18\x04 \x01(\r\x12*\n\x06shards\x18\x05 \x03(\x0b\x32\x1a.kmesh.v1.ShardExplanation\x12)\n\x07nearest\x18\x06 \x03(\x0b\x32\x18.kmesh.v1.NamespaceMatch\x12\x15\n\rremembered_ms\x18\x07 \x01(\x04\x1a-\n\x0b\x46ieldsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\"v\n\x0c\x45victRequest\x12\x11\n\tnamespace\x18\x01 \x01(\x0c\x12\x0c\n\x04keys\x18\x02 \x01(\x0c\x12\x0b\n\x03\x61ll\x18\x03 \x01(\x08\x12\x12\n\nmin_age_ms\x18\x04 \x01(\x04\x12\x13\n\x0bmin_idle_ms\x18\x05 \x01(\x04\x12\x0f\n\x07\x64ry_run\x18\x06 \x01(\x08\"K\n\rEvictResponse\x12\r\n\x05spans\x18\x01 \x01(\x04\x12\r\n\x05\x62ytes\x18\x02 \x01(\x04\x12\x0e\n\x06leased\x18\x03 \x01(\x04\x12\x0c\n\x04\x62usy\x18\x04 \x01(\x04\"A\n\x0c\x44rainRequest\x12\x13\n\x0b\x64\x65\x61\x64line_ms\x18\x01 \x01(\x04\x12\x0c\n\x04stop\x18\x02 \x01(\x08\x12\x0e\n\x06\x63\x61ncel\x18\x03 \x01(\x08\"\xab\x01\n\rDrainProgress\x12\x10\n\x08\x64raining\x18\x01 \x01(\x08\x12\x14\n\x0creservations\x18\x02 \x01(\r\x12\x0e\n\x06\x63opies\x18\x03 \x01(\r\x12\x0e\n\x06leases\x18\x04 \x01(\r\x12\x10\n\x08sessions\x18\x05 \x01(\r\x12\x0c\n\x04\x64one\x18\x06 \x01(\x08\x12\x0c\n\x04late\x18\x07 \x01(\x08\x12\x10\n\x08stopping\x18\x08 \x01(\x08\x12\x12\n\nelapsed_ms\x18\t \x01(\x04\"k\n\x0cWatchRequest\x12\x16\n\x0e\x61\x66ter_sequence\x18\x01 \x01(\x04\x12\r\n\x05\x65poch\x18\x02 \x01(\x06\x12\"\n\x05kinds\x18\x03 \x03(\x0e\x32\x13.kmesh.v1.EventKind\x12\x10\n\x08only_new\x18\x04 \x01(\x08\"\x81\x02\n\nWatchEvent\x12\x10\n\x08sequence\x18\x01 \x01(\x04\x12\x0f\n\x07time_ms\x18\x02 \x01(\x04\x12!\n\x04kind\x18\x03 \x01(\x0e\x32\x13.kmesh.v1.EventKind\x12\x0b\n\x03key\x18\x04 \x01(\x0c\x12\x11\n\tnamespace\x18\x05 \x01(\x0c\x12\x1e\n\x05shard\x18\x06 \x01(\x0b\x32\x0f.kmesh.v1.Shard\x12\x0e\n\x06tokens\x18\x07 \x01(\r\x12\x0e\n\x06length\x18\x08 \x01(\x04\x12\x1e\n\x05\x63\x61use\x18\t \x01(\x0e\x32\x0f.kmesh.v1.Cause\x12\x12\n\nsession_id\x18\n \x01(\x04\x12\x0b\n\x03uid\x18\x0b \x01(\r\x12\x0c\n\x04text\x18\x0c \x01(\t\"i\n\rWatchResponse\x12\r\n\x05\x65poch\x18\x01 \x01(\x06\x12\x0c\n\x04lost\x18\x02 \x01(\x08\x12\x15\n\rlast_sequence\x18\x03 \x01(\x04\x12$\n\x06\x65vents\x18\x04 \x03(\x0b\x32\x14.kmesh.v1.WatchEvent*\xb3\x01\n\x07Verdict\x12\x17\n\x13VERDICT_UNSPECIFIED\x10\x00\x12\x12\n\x0eVERDICT_SERVED\x10\x01\x12\x13\n\x0fVERDICT_WRITING\x10\x02\x12\x16\n\x12VERDICT_UNVERIFIED\x10\x03\x12\x13\n\x0fVERDICT_SUSPECT\x10\x04\x12\x11\n\rVERDICT_ENDED\x10\x05\x12\x11\n\rVERDICT_NEVER\x10\x06\x12\x13\n\x0fVERDICT_UNKNOWN\x10\x07*\x97\x01\n\x05\x43\x61use\x12\x15\n\x11\x43\x41USE_UNSPECIFIED\x10\x00\x12\x12\n\x0e\x43\x41USE_PRESSURE\x10\x01\x12\x12\n\x0e\x43\x41USE_OPERATOR\x10\x02\x12\x11\n\rCAUSE_CORRUPT\x10\x03\x12\x12\n\x0e\x43\x41USE_RECOVERY\x10\x04\x12\x11\n\rCAUSE_ABORTED\x10\x05\x12\x15\n\x11\x43\x41USE_COPY_FAILED\x10\x06*\xcc\x02\n\tEventKind\x12\x1a\n\x16\x45VENT_KIND_UNSPECIFIED\x10\x00\x12\x16\n\x12\x45VENT_KIND_STARTED\x10\x01\x12\x1d\n\x19\x45VENT_KIND_SPAN_COMMITTED\x10\x02\x12\x1b\n\x17\x45VENT_KIND_SPAN_EVICTED\x10\x03\x12\x1b\n\x17\x45VENT_KIND_SPAN_CORRUPT\x10\x04\x12\x1b\n\x17\x45VENT_KIND_SPAN_DROPPED\x10\x05\x12\x1d\n\x19\x45VENT_KIND_SESSION_OPENED\x10\x06\x12\x1d\n\x19\x45VENT_KIND_SESSION_CLOSED\x10\x07\x12\x1c\n\x18\x45VENT_KIND_DRAIN_STARTED\x10\x08\x12\x1a\n\x16\x45VENT_KIND_DRAIN_ENDED\x10\t\x12\x1d\n\x19\x45VENT_KIND_WORKER_STARTED\x10\n2\xed\x02\n\x05\x41\x64min\x12;\n\x06Status\x12\x17.kmesh.v1.StatusRequest\x1a\x18.kmesh.v1.StatusResponse\x12\x35\n\x04List\x12\x15.kmesh.v1.ListRequest\x1a\x16.kmesh.v1.ListResponse\x12>\n\x07\x45xplain\x12\x18.kmesh.v1.ExplainRequest\x1a\x19.kmesh.v1.ExplainResponse\x12\x38\n\x05\x45vict\x12\x16.kmesh.v1.EvictRequest\x1a\x17.kmesh.v1.EvictResponse\x12:\n\x05\x44rain\x12\x16.kmesh.v1.DrainRequest\x1a\x17.kmesh.v1.DrainProgress0\x01\x12:\n\x05Watch\x12\x16.kmesh.v1.WatchRequest\x1a\x17.kmesh.v1.WatchResponse0\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -35,26 +36,66 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_STATUSRESPONSE_COUNTERSENTRY']._serialized_options = b'8\001'
   _globals['_NAMESPACEINFO_FIELDSENTRY']._loaded_options = None
   _globals['_NAMESPACEINFO_FIELDSENTRY']._serialized_options = b'8\001'
-  _globals['_STATUSREQUEST']._serialized_start=34
-  _globals['_STATUSREQUEST']._serialized_end=49
-  _globals['_SLABINFO']._serialized_start=51
-  _globals['_SLABINFO']._serialized_end=173
-  _globals['_CONDITION']._serialized_start=175
-  _globals['_CONDITION']._serialized_end=214
-  _globals['_STATUSRESPONSE']._serialized_start=217
-  _globals['_STATUSRESPONSE']._serialized_end=820
-  _globals['_STATUSRESPONSE_COUNTERSENTRY']._serialized_start=773
-  _globals['_STATUSRESPONSE_COUNTERSENTRY']._serialized_end=820
-  _globals['_LISTREQUEST']._serialized_start=822
-  _globals['_LISTREQUEST']._serialized_end=889
-  _globals['_SPANINFO']._serialized_start=892
-  _globals['_SPANINFO']._serialized_end=1173
-  _globals['_NAMESPACEINFO']._serialized_start=1176
-  _globals['_NAMESPACEINFO']._serialized_end=1337
-  _globals['_NAMESPACEINFO_FIELDSENTRY']._serialized_start=1292
-  _globals['_NAMESPACEINFO_FIELDSENTRY']._serialized_end=1337
-  _globals['_LISTRESPONSE']._serialized_start=1339
-  _globals['_LISTRESPONSE']._serialized_end=1458
-  _globals['_ADMIN']._serialized_start=1460
-  _globals['_ADMIN']._serialized_end=1583
+  _globals['_EXPLAINREQUEST_FIELDSENTRY']._loaded_options = None
+  _globals['_EXPLAINREQUEST_FIELDSENTRY']._serialized_options = b'8\001'
+  _globals['_NAMESPACEMATCH_FIELDSENTRY']._loaded_options = None
+  _globals['_NAMESPACEMATCH_FIELDSENTRY']._serialized_options = b'8\001'
+  _globals['_EXPLAINRESPONSE_FIELDSENTRY']._loaded_options = None
+  _globals['_EXPLAINRESPONSE_FIELDSENTRY']._serialized_options = b'8\001'
+  _globals['_VERDICT']._serialized_start=3252
+  _globals['_VERDICT']._serialized_end=3431
+  _globals['_CAUSE']._serialized_start=3434
+  _globals['_CAUSE']._serialized_end=3585
+  _globals['_EVENTKIND']._serialized_start=3588
+  _globals['_EVENTKIND']._serialized_end=3920
+  _globals['_STATUSREQUEST']._serialized_start=57
+  _globals['_STATUSREQUEST']._serialized_end=72
+  _globals['_SLABINFO']._serialized_start=74
+  _globals['_SLABINFO']._serialized_end=196
+  _globals['_CONDITION']._serialized_start=198
+  _globals['_CONDITION']._serialized_end=237
+  _globals['_STATUSRESPONSE']._serialized_start=240
+  _globals['_STATUSRESPONSE']._serialized_end=843
+  _globals['_STATUSRESPONSE_COUNTERSENTRY']._serialized_start=796
+  _globals['_STATUSRESPONSE_COUNTERSENTRY']._serialized_end=843
+  _globals['_LISTREQUEST']._serialized_start=845
+  _globals['_LISTREQUEST']._serialized_end=912
+  _globals['_SPANINFO']._serialized_start=915
+  _globals['_SPANINFO']._serialized_end=1196
+  _globals['_NAMESPACEINFO']._serialized_start=1199
+  _globals['_NAMESPACEINFO']._serialized_end=1360
+  _globals['_NAMESPACEINFO_FIELDSENTRY']._serialized_start=1315
+  _globals['_NAMESPACEINFO_FIELDSENTRY']._serialized_end=1360
+  _globals['_LISTRESPONSE']._serialized_start=1362
+  _globals['_LISTRESPONSE']._serialized_end=1481
+  _globals['_EXPLAINREQUEST']._serialized_start=1484
+  _globals['_EXPLAINREQUEST']._serialized_end=1683
+  _globals['_EXPLAINREQUEST_FIELDSENTRY']._serialized_start=1315
+  _globals['_EXPLAINREQUEST_FIELDSENTRY']._serialized_end=1360
+  _globals['_SHARDEXPLANATION']._serialized_start=1686
+  _globals['_SHARDEXPLANATION']._serialized_end=1882
+  _globals['_NAMESPACEMATCH']._serialized_start=1885
+  _globals['_NAMESPACEMATCH']._serialized_end=2053
+  _globals['_NAMESPACEMATCH_FIELDSENTRY']._serialized_start=1315
+  _globals['_NAMESPACEMATCH_FIELDSENTRY']._serialized_end=1360
+  _globals['_EXPLAINRESPONSE']._serialized_start=2056
+  _globals['_EXPLAINRESPONSE']._serialized_end=2335
+  _globals['_EXPLAINRESPONSE_FIELDSENTRY']._serialized_start=1315
+  _globals['_EXPLAINRESPONSE_FIELDSENTRY']._serialized_end=1360
+  _globals['_EVICTREQUEST']._serialized_start=2337
+  _globals['_EVICTREQUEST']._serialized_end=2455
+  _globals['_EVICTRESPONSE']._serialized_start=2457
+  _globals['_EVICTRESPONSE']._serialized_end=2532
+  _globals['_DRAINREQUEST']._serialized_start=2534
+  _globals['_DRAINREQUEST']._serialized_end=2599
+  _globals['_DRAINPROGRESS']._serialized_start=2602
+  _globals['_DRAINPROGRESS']._serialized_end=2773
+  _globals['_WATCHREQUEST']._serialized_start=2775
+  _globals['_WATCHREQUEST']._serialized_end=2882
+  _globals['_WATCHEVENT']._serialized_start=2885
+  _globals['_WATCHEVENT']._serialized_end=3142
+  _globals['_WATCHRESPONSE']._serialized_start=3144
+  _globals['_WATCHRESPONSE']._serialized_end=3249
+  _globals['_ADMIN']._serialized_start=3923
+  _globals['_ADMIN']._serialized_end=4288
 # @@protoc_insertion_point(module_scope)
