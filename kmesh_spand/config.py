@@ -213,6 +213,9 @@ def load(flags: Mapping[str, Any], environ: Mapping[str, str], file: Path | None
         name = str(first["loc"][0])
         text = first["msg"].removeprefix("Value error, ")
         raise ConfigError(f"{name}: {text} ({origins.get(name, 'default')})") from None
+    except ConfigError as failed:
+        name = str(failed).partition(":")[0]
+        raise ConfigError(f"{failed} ({origins.get(name, 'default')})") from None
     return Loaded(settings, origins)
 
 

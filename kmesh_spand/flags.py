@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from kmesh_spand import units
 from kmesh_spand.config import ENV_PREFIX, Config, Loaded, load
@@ -13,9 +13,16 @@ from kmesh_spand.config import ENV_PREFIX, Config, Loaded, load
 _SIZES = {"host_memory", "slab_size", "staging_memory", "session_staging", "verify_rate"}
 
 
+class Parser(argparse.ArgumentParser):
+    """Says what is wrong in one line, as for settings from elsewhere."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"{self.prog}: {message}; see {self.prog} --help\n")
+
+
 def parser() -> argparse.ArgumentParser:
     """A flag for each setting, and a few of its own."""
-    made = argparse.ArgumentParser(
+    made = Parser(
         prog="kmesh-spand",
         description="Memory server for the KV state of related LLM inference requests on a node.",
         epilog=f"Each setting can also be {ENV_PREFIX}NAME in the environment, or a key of the "

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 import uvloop
 
 from kmesh import __version__
+from kmesh.errors import ConfigError
 from kmesh.index import IndexWriter
 from kmesh.layout import slab_capacity
 from kmesh.mapping import Mapping
@@ -114,14 +115,18 @@ class Control:
         await web.listen_unix(
             os.path.join(settings.socket_dir, METRICS_SOCKET), settings.socket_mode
         )
+        if settings.metrics_listen:
+            try:
+                await web.listen_tcp(settings.metrics_listen)
+            except OSError as failed:
+                web.close()
+                raise ConfigError(f"metrics_listen: {failed.strerror or failed}") from None
         # Sessions are served already; these are large to load.
         make_rpc, make_page = await self._loop.run_in_executor(None, _load)
         path = os.path.join(settings.socket_dir, GRPC_SOCKET)
         rpc = make_rpc(self._handler, self._report, self._operator, path)
         web.page = make_page(self._report)
         await rpc.start()
-        if settings.metrics_listen:
-            await web.listen_tcp(settings.metrics_listen)
         self._readiness.serving = True
         self._supervisor.send(ipc.Ready())
         while True:
@@ -250,5 +255,9 @@ def run(
         await Control(loop, settings, storage, listener, supervisor, restarts).run()
 
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        runner.run(main())
+        try:
+            runner.run(main())
+        except ConfigError as wrong:
+            logger.error("%s", wrong)
+            return 1
     return 0

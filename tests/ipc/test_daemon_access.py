@@ -301,6 +301,17 @@ def test_metrics_page(start_spand: Start) -> None:
     missing.value.close()
 
 
+def test_a_taken_metrics_address_is_named(start_spand: Start) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        daemon = start_spand(metrics_listen=f"127.0.0.1:{port}", ready=False, errors=True)
+        assert daemon.process.wait(20) == 1
+    log = daemon.log()
+    assert "metrics_listen: " in log
+    assert str(port) in log
+    assert "Traceback" not in log
+
+
 def test_every_counter_is_explained(spand: Daemon) -> None:
     text = (Path(__file__).parents[2] / "docs" / "metrics.md").read_text()
     for name in spand.status().counters:

@@ -138,9 +138,10 @@ def test_defaults_follow_the_machine_and_each_other() -> None:
         ({"socket_mode": "0999"}, {}, "", "socket_mode: '0999' is no file mode"),
         ({"socket_dir": "/" + "x" * 100}, {}, "", "socket_dir: longer than"),
         ({"slab_size": "1000001"}, {}, "", "slab_size: Input should be greater"),
-        ({"slab_size": "2000001"}, {}, "", "slab_size: not a multiple of 64KiB"),
+        ({"slab_size": "2000001"}, {}, "", "slab_size: not a multiple of 64KiB (flag)"),
         ({"slab_size": "2GiB", "host_memory": "1GiB"}, {}, "", "slab_size: over host_memory"),
-        ({"span_tokens": "65"}, {}, "", "span_tokens: not a multiple of 16"),
+        ({"span_tokens": "65"}, {}, "", "span_tokens: not a multiple of 16 (flag)"),
+        ({}, {}, "span_tokens = 65", "span_tokens: not a multiple of 16 (FILE)"),
         ({"staging_memory": "1MiB", "session_staging": "2MiB"}, {}, "", "session_staging: over"),
         ({"metrics_listen": "9464"}, {}, "", "metrics_listen: '9464' is no address"),
         ({"metrics_listen": "h:99999"}, {}, "", "metrics_listen: "),
@@ -158,6 +159,17 @@ def test_errors_name_the_setting(
     said = str(failed.value)
     assert said.startswith(message.replace("FILE", str(file)))
     assert "\n" not in said.strip()
+
+
+@pytest.mark.parametrize("wrong", [["--host-memroy", "1GiB"], ["--host-memory"], ["1GiB"]])
+def test_a_wrong_flag_is_one_line(wrong: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as left:
+        parser().parse_args(wrong)
+    assert left.value.code == 2
+    said = capsys.readouterr().err
+    assert said.startswith("kmesh-spand: ")
+    assert wrong[0] in said
+    assert said.count("\n") == 1
 
 
 def test_a_missing_file_is_an_error(tmp_path: Path) -> None:

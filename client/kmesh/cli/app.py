@@ -158,11 +158,14 @@ def connected(context: typer.Context, namespace: Namespace | None = None) -> Ite
     except errors.ConfigError as wrong:
         complain(wrong)
         raise typer.Exit(EXIT_USAGE) from None
+    except errors.DaemonUnavailable as absent:
+        complain(absent, " (is kmesh-spand running? `kmesh --socket-dir` says where)")
+        raise typer.Exit(EXIT_UNAVAILABLE) from None
     except errors.KMeshError as gone:
         complain(gone)
         raise typer.Exit(EXIT_UNAVAILABLE) from None
 
 
-def complain(error: errors.KMeshError) -> None:
+def complain(error: errors.KMeshError, hint: str = "") -> None:
     """One line on standard error."""
-    print(f"kmesh: {error}", file=sys.stderr)
+    print(f"kmesh: {error}{hint}", file=sys.stderr)

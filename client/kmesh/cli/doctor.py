@@ -73,8 +73,11 @@ def examine(socket_dir: str, timeout: float) -> Report:
         tool = Tool(socket_dir, timeout, DOCTOR)
     except errors.KMeshError as refused:
         found.append(_no_session(socket_dir, refused))
+        if isinstance(refused, errors.DaemonUnavailable):
+            found.append(Check("health", "skip", "no daemon"))
+        else:
+            found.append(attempt("health", partial(_health, socket_dir, timeout)))
         found += [Check(name, "skip", "no session") for name in ("slabs", "pattern", "cgroup")]
-        found.append(attempt("health", partial(_health, socket_dir, timeout)))
         return Report(found, refused)
     with tool:
         welcome = tool.session.welcome
