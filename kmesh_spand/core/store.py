@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Sequence
 
 from kmesh.layout import TILE_BYTES, tiles
 from kmesh_spand.core.allocator import QUARANTINE, Slab
-from kmesh_spand.core.effects import Effect, Publish, PutRecord, Unpublish
+from kmesh_spand.core.effects import Effect, Publish, PutOwner, PutRecord, Unpublish, Wipe
 from kmesh_spand.core.policy import Policy
 from kmesh_spand.core.record import Record
 from kmesh_spand.core.states import EVICTABLE, KEYED, STORED, TRANSITIONS, State, Trigger
 from kmesh_spand.core.table import SpanTable, gather
-from kmesh_spand.core.tags import tag
+from kmesh_spand.core.tags import shard_of, tag
+from kmesh_spand.core.tenants import OwnerState, SlabOwner, Tenancy, Tenant, TenantBook
 
 #: A tick is 64 ms: 32 bits of them last eight years.
 TICK_SHIFT = 6
@@ -19,13 +21,15 @@ _TICKS = 0xFFFF_FFFF
 
 
 class SpanStore:
-    """Owns the table, the slabs and the order of eviction.
+    """Owns the table, the slabs and their tenants.
 
     ``move`` is the only way in which a span changes state; it carries out what the columns
     "effects" of ``docs/states.md`` say. Effects are appended to ``out`` in the order in which
     the shell must carry them out.
 
     Attributes:
+        tenants: whose spans these are.
+        wipes: slab by wipe job in flight.
         evictable: rows that may be evicted now.
         pinned, leased_bytes: spans that at least one lease holds, and their payload bytes.
         published: keys in the index.
@@ -36,11 +40,20 @@ class SpanStore:
         space_spans, space_bytes: stored spans by namespace number.
     """
 
-    def __init__(self, max_spans: int, policy: Policy, counters: dict[str, int]) -> None:
+    def __init__(
+        self,
+        max_spans: int,
+        policy: Policy,
+        counters: dict[str, int],
+        tenancy: Tenancy | None = None,
+        job_ids: Iterator[int] | None = None,
+    ) -> None:
         self.table = SpanTable(max_spans)
         self.slabs: dict[int, Slab] = {}
-        self.policy = policy
+        self.tenants = TenantBook(tenancy or Tenancy(), policy, max_spans, TILE_BYTES)
+        self.wipes: dict[int, int] = {}
         self.counters = counters
+        self._job_ids = job_ids or itertools.count(1)
         self.out: list[Effect] = []
         self.now_ms = 0
         self.tick = 0
@@ -63,12 +76,73 @@ class SpanStore:
         self.now_ms = now_ms
         self.tick = now_ms >> TICK_SHIFT & _TICKS
 
-    def add_slab(self, number: int, capacity: int) -> None:
+    def add_slab(self, number: int, capacity: int, owner: SlabOwner | None = None) -> None:
         """A slab of ``capacity`` bytes, none of them populated; ValueError if it can't be."""
         if number in self.slabs or not 0 <= number <= 0xFFFF or capacity < TILE_BYTES:
             raise ValueError(f"slab {number} of {capacity} bytes is known already, or none")
-        self.slabs[number] = Slab(capacity // TILE_BYTES)
+        slab = self.slabs[number] = Slab(capacity // TILE_BYTES)
         self.grew_ms[number] = self.now_ms
+        groups = self.tenants.tenancy.groups
+        if owner is None:
+            slab.group = groups[0] if len(groups) == 1 else None
+            return
+        slab.group, slab.lost = owner.group, owner.state is OwnerState.LOST
+        if owner.state is OwnerState.OWNED:
+            slab.tenant = self.tenants.open(owner.group, owner.salt)
+            self.tenants.own(slab.tenant, number)
+        elif owner.state is OwnerState.DIRTY:
+            self._wipe(number)
+
+    # Tenants
+
+    def tenant_of(self, row: int) -> Tenant:
+        """Whose a row is that has a range."""
+        tenant = self.slabs[self.table.slab[row]].tenant
+        assert tenant is not None
+        return tenant
+
+    def assign(self, number: int, tenant: Tenant) -> None:
+        """Give a clean slab of nobody to a tenant."""
+        slab = self.slabs[number]
+        assert slab.tenant is None and slab.clean and not slab.lost and not slab.used
+        assert slab.group in (None, tenant.group)
+        slab.tenant, slab.group = tenant, tenant.group
+        self.tenants.own(tenant, number)
+        owner = SlabOwner(OwnerState.OWNED, tenant.group, tenant.salt)
+        self.out.append(PutOwner(number, owner.encode()))
+
+    def reclaim(self, number: int) -> None:
+        """Take an empty slab from its tenant, and have it wiped."""
+        slab = self.slabs[number]
+        assert slab.tenant is not None and not slab.used
+        self.tenants.lose(slab.tenant, number)
+        slab.tenant = None
+        self._put_owner(number, OwnerState.DIRTY)
+        self._wipe(number)
+
+    def _wipe(self, number: int) -> None:
+        self.slabs[number].clean = False
+        job = next(self._job_ids)
+        self.wipes[job] = number
+        self.out.append(Wipe(job, number))
+
+    def wiped(self, job: int, ok: bool) -> None:
+        """A wipe has ended."""
+        number = self.wipes.pop(job, None)
+        if number is None:
+            return
+        if ok:
+            self.counters["wiped"] += 1
+            self.slabs[number].clean = True
+            self._put_owner(number, OwnerState.CLEAN)
+        else:
+            self.counters["wipe_failed"] += 1
+            self.slabs[number].lost = True
+
+    def _put_owner(self, number: int, state: OwnerState) -> None:
+        group = self.slabs[number].group
+        assert group is not None
+        self.out.append(PutOwner(number, SlabOwner(state, group).encode()))
 
     def populate(self, number: int, capacity: int) -> None:
         """The first ``capacity`` bytes of a slab have pages."""
@@ -90,7 +164,7 @@ class SpanStore:
         if old is State.COMMITTED:
             tags = self.tags(row)
             self.published -= len(tags)
-            self.out.append(Unpublish(row - 1, tags))
+            self.out.append(Unpublish(row - 1, tags, self.tenant_of(row).group))
         if old in STORED and new not in STORED:
             self._count_stored(row, -1)
             self._forget_record(row)
@@ -107,7 +181,7 @@ class SpanStore:
         if new is State.COMMITTED:
             tags = self.tags(row)
             self.published += len(tags)
-            self.out.append(Publish(row - 1, tags))
+            self.out.append(Publish(row - 1, tags, self.tenant_of(row).group))
         if new in EVICTABLE and old not in EVICTABLE and idle:
             self._allow([row])
         if new is State.FREE:
@@ -117,6 +191,14 @@ class SpanStore:
 
     def _count_stored(self, row: int, sign: int) -> None:
         space, length = self.table.space[row], self.table.length[row]
+        tenant = self.tenant_of(row)
+        tenant.spans += sign
+        tenant.stored_bytes += sign * length
+        held = tenant.spaces.setdefault(space, [0, 0])
+        held[0] += sign
+        held[1] += sign * length
+        if not held[0]:
+            del tenant.spaces[space]
         self.stored_bytes += sign * length
         self.space_spans[space] = self.space_spans.get(space, 0) + sign
         self.space_bytes[space] = self.space_bytes.get(space, 0) + sign * length
@@ -133,13 +215,14 @@ class SpanStore:
         self.table.remove(row)
 
     def _give_row(self, row: int) -> None:
-        self.table.shards.drop(self.table.shard[row])
+        self.table.scopes.drop(self.table.scope[row])
         self.table.spaces.drop(self.table.space[row])
         self.table.give_row(row)
 
     def _give_range(self, row: int, *, shown: bool) -> None:
         number, start = self.table.slab[row], self.table.tile[row]
         count = tiles(self.table.length[row])
+        self.tenant_of(row).tiles -= count
         if self.grace and shown:
             self.slabs[number].hand_over(start, count, row, QUARANTINE)
             self.quarantine.append((number, start, count))
@@ -155,20 +238,20 @@ class SpanStore:
 
     # Names and records
 
-    def name(self, row: int, key: bytes, shard: int, namespace: bytes) -> bool:
+    def name(self, row: int, key: bytes, scope: int, namespace: bytes) -> bool:
         """Make a row findable; False when the table has no place for that key."""
-        place = self.table.place_for(key, shard)
+        place = self.table.place_for(key, scope)
         if place is None:
             return False
         self.table.space[row] = self.table.spaces.take(namespace)
-        self.table.insert(row, key, shard, place)
+        self.table.insert(row, key, scope, place)
         return True
 
     def alias(self, row: int, primary: int, key: bytes, tokens: int) -> bool:
         """Make a free row a further name of a span, for its first ``tokens`` tokens."""
         table = self.table
-        shard = table.shards.value(table.shard[primary])
-        if not self.name(row, key, shard, table.spaces.value(table.space[primary])):
+        where = table.scopes.value(table.scope[primary])
+        if not self.name(row, key, where, table.spaces.value(table.space[primary])):
             return False
         table.state[row] = TRANSITIONS[State.FREE, Trigger.NAME]
         table.tokens[row] = tokens
@@ -188,9 +271,13 @@ class SpanStore:
         """The span that a found row stands for; 0 stays 0."""
         return self.table.tile[row] if self.table.state[row] == State.ALIAS else row
 
+    def shard(self, row: int) -> int:
+        """The shard code of a row."""
+        return shard_of(self.table.scopes.value(self.table.scope[row]))
+
     def tags(self, row: int) -> tuple[int, ...]:
         """Index tags of a span: of its key, then of its aliases."""
-        shard = self.table.shards.value(self.table.shard[row])
+        shard = self.shard(row)
         return tuple(tag(self.table.key_of(r), shard) for r in (row, *self.aliases(row)))
 
     def _put_records(self, row: int) -> None:
@@ -213,7 +300,7 @@ class SpanStore:
             slab=table.slab[span],
             offset=table.tile[span] * TILE_BYTES,
             length=table.length[span],
-            shard=table.shards.value(table.shard[row]),
+            shard=self.shard(row),
             root=table.root[span],
             key=table.key_of(row),
             namespace=table.spaces.value(table.space[row]),
@@ -262,19 +349,25 @@ class SpanStore:
             if table.state[row] == State.DOOMED:
                 self.move(row, Trigger.RELEASED)
 
-    # Eviction order
+    # Eviction order. The rows of one call are one tenant's.
 
     def _allow(self, rows: Sequence[int]) -> None:
+        if not rows:
+            return
+        tenant = self.tenant_of(rows[0])
+        tenant.evictable += len(rows)
         self.evictable += len(rows)
         try:
-            self.policy.add(rows)
+            tenant.order.add(rows)
         except Exception:
             self.counters["policy_faults"] += 1
 
     def _disallow(self, rows: Sequence[int]) -> None:
+        tenant = self.tenant_of(rows[0])
+        tenant.evictable -= len(rows)
         self.evictable -= len(rows)
         try:
-            self.policy.discard(rows)
+            tenant.order.discard(rows)
         except Exception:
             self.counters["policy_faults"] += 1
 
@@ -287,4 +380,7 @@ class SpanStore:
         """Drop a span that ``may_evict``."""
         self.counters["evicted"] += 1
         self.counters["evicted_bytes"] += self.table.length[row]
+        counters = self.tenant_of(row).counters
+        counters["evicted"] += 1
+        counters["evicted_bytes"] += self.table.length[row]
         self.move(row, Trigger.EVICT)
