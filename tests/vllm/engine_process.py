@@ -53,11 +53,11 @@ class EngineProcess:
         return bool(self.llm.reset_prefix_cache(reset_connector=connector))
 
     def metrics(self) -> dict[str, float]:
-        """vLLM's own counters of the connector."""
+        """vLLM's counters of the connector and of preemptions."""
         return {
             metric.name: metric.value
             for metric in self.llm.get_metrics()
-            if metric.name.startswith("vllm:kmesh") or "external_prefix" in metric.name
+            if metric.name.startswith(("vllm:kmesh", "vllm:external_prefix", "vllm:num_preempt"))
         }
 
     # What follows needs the scheduler in this process (VLLM_ENABLE_V1_MULTIPROCESSING=0).

@@ -51,11 +51,13 @@ def test_preempted_requests_give_the_same_answers(
     control: Engine, small: Engine, shared_spand: Daemon
 ) -> None:
     prompts = [tokens(600, seed=210 + i) for i in range(6)]
-    wanted = control.generate(*prompts, max_tokens=200)
+    wanted = control.generate(*prompts, max_tokens=80)
     for restored in (False, True):
         begin = time.monotonic()
-        results = small.generate(*prompts, max_tokens=200)
-        assert time.monotonic() - begin < 60
+        preempted = small.call("metrics")["vllm:num_preemptions"]
+        results = small.generate(*prompts, max_tokens=80)
+        assert time.monotonic() - begin < 90
+        assert small.call("metrics")["vllm:num_preemptions"] > preempted
         for result, want in zip(results, wanted, strict=True):
             assert result.tokens == want.tokens
         assert any(result.restored for result in results) or not restored
@@ -66,13 +68,13 @@ def test_preempted_requests_give_the_same_answers(
 def test_many_loads_under_pressure_make_progress(
     control: Engine, small: Engine, shared_spand: Daemon
 ) -> None:
-    prompts = [tokens(500, seed=230 + i) for i in range(12)]
+    prompts = [tokens(500, seed=230 + i) for i in range(8)]
     for prompt in prompts:
         small.one(prompt)
     small.call("reset")
     begin = time.monotonic()
     results = small.generate(*prompts)
-    assert time.monotonic() - begin < 60
+    assert time.monotonic() - begin < 90
     assert all(result.restored == 480 for result in results)
     for result, prompt in zip(results, prompts, strict=True):
         assert result.same(control.one(prompt))

@@ -132,10 +132,17 @@ class World:
         assert isinstance(answer, fx.AcquireResult), answer
         held: list[Held | None] = []
         for entry, reason in enumerate(answer.reason):
-            row = [column[entry] for column in (
-                answer.slab, answer.offset, answer.length, answer.tokens, answer.generation,
-                answer.root,
-            )]
+            row = [
+                column[entry]
+                for column in (
+                    answer.slab,
+                    answer.offset,
+                    answer.length,
+                    answer.tokens,
+                    answer.generation,
+                    answer.root,
+                )
+            ]
             if reason:
                 assert not any(row)
                 held.append(None)
@@ -159,7 +166,7 @@ class World:
         answer = self.ask(ev.Release, session, leases)
         assert isinstance(answer, fx.ReleaseResult), answer
         for lease in leases:
-            if lease not in answer.refused:
+            if lease in self.leases and self.leases[lease][0] == session:
                 del self.leases[lease]
         return answer
 
@@ -176,8 +183,15 @@ class World:
         """Reserve spans of one size; ``sub_keys`` of each."""
         count = len(keys)
         answer = self.ask(
-            ev.Reserve, session, NAMESPACE, shard, b"".join(keys), [tokens] * count,
-            list(range(count)), [length] * count, b"".join(sub_keys) * count,
+            ev.Reserve,
+            session,
+            NAMESPACE,
+            shard,
+            b"".join(keys),
+            [tokens] * count,
+            list(range(count)),
+            [length] * count,
+            b"".join(sub_keys) * count,
         )
         assert isinstance(answer, fx.ReserveResult), answer
         for name, reason, number in zip(keys, answer.reason, answer.reservation, strict=True):
@@ -245,9 +259,7 @@ class World:
         self.catalog = dict(self.catalog if catalog is None else catalog)
         self._reset(None)
         records = [(slot, decode(data)) for slot, data in sorted(self.catalog.items())]
-        self.catalog = {
-            slot: self.catalog[slot] for slot, record in records if record is not None
-        }
+        self.catalog = {slot: self.catalog[slot] for slot, record in records if record is not None}
         self.send(ev.Recovered([(slot, item) for slot, item in records if item is not None]))
         for slab, size in self.sizes.items():
             self.send(ev.SlabAdded(slab, size * TILE_BYTES))
@@ -362,7 +374,16 @@ class World:
         assert listed == committed
         for slot in committed:
             row, record = rows[slot], self.record(slot)
-            for name in ("key", "namespace", "slab", "offset", "length", "start", "tokens",
-                         "shard", "generation"):
+            for name in (
+                "key",
+                "namespace",
+                "slab",
+                "offset",
+                "length",
+                "start",
+                "tokens",
+                "shard",
+                "generation",
+            ):
                 assert getattr(row, name) == getattr(record, name), name
             assert (row.state == "committed") == (tag(record.key, record.shard) in self.index)
