@@ -53,6 +53,17 @@ class Verify(Message, frozen=True):
     root: int
 
 
+class Wipe(Message, frozen=True):
+    """To the worker: write zeros over a slab; answered by Wiped or Failed."""
+
+    job: int
+    slab: int
+
+
+class Wiped(Message, frozen=True):
+    job: int
+
+
 class CopyDone(Message, frozen=True):
     job: int
     root: int
@@ -85,6 +96,12 @@ class PopulateFailed(Message, frozen=True):
     error: str
 
 
+class PopulatePaused(Message, frozen=True):
+    """From the worker: slabs do not grow for this reason; empty: they do again."""
+
+    reason: str
+
+
 class NewWorker(Message, frozen=True):
     """To control: a store worker was started; its fd is the way to it, any earlier is dead."""
 
@@ -110,11 +127,14 @@ AnyMessage = (
     | DropStaging
     | Copy
     | Verify
+    | Wipe
+    | Wiped
     | CopyDone
     | Verified
     | Failed
     | Populated
     | PopulateFailed
+    | PopulatePaused
     | NewWorker
     | Drain
     | Ready

@@ -11,6 +11,7 @@ from prometheus_client.exposition import CONTENT_TYPE_LATEST
 from prometheus_client.registry import Collector
 
 from kmesh_spand.control.report import Report
+from kmesh_spand.core.tenants import TENANT_COUNTERS
 
 _REQUEST_BYTES = 8192
 _SECONDS = 5.0
@@ -48,11 +49,28 @@ class Metrics(Collector):
             for slab in status.slabs:
                 family.add_metric([str(slab.slab)], getattr(slab, name))
             yield family
+        for name in ("quota", "used", "spans", "span_bytes", "slabs"):
+            family = GaugeMetricFamily(
+                f"kmesh_tenant_{name}", f"{name} of a tenant", None, ["tenant"]
+            )
+            for tenant in status.tenants:
+                family.add_metric([tenant.name], getattr(tenant, name))
+            yield family
+        for name in TENANT_COUNTERS:
+            count = CounterMetricFamily(
+                f"kmesh_tenant_{name}", f"{name} of a tenant", None, ["tenant"]
+            )
+            for tenant in status.tenants:
+                count.add_metric([tenant.name], tenant.counters[name])
+            yield count
+        yield GaugeMetricFamily(
+            "kmesh_population_paused", "slabs do not grow for want of memory", bool(status.paused)
+        )
         counters = dict(status.counters)
         counters["control_restarts"] = status.control_restarts
         counters["worker_restarts"] = status.worker_restarts
-        for name, count in sorted(counters.items()):
-            yield CounterMetricFamily(f"kmesh_{name}", name.replace("_", " "), count)
+        for name, value in sorted(counters.items()):
+            yield CounterMetricFamily(f"kmesh_{name}", name.replace("_", " "), value)
 
 
 async def serve(address: str, report: Report) -> asyncio.Server:

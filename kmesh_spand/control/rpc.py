@@ -175,15 +175,15 @@ class Sessions(_Service, sessions_pb2_grpc.SessionsServicer):
         return await self._shown(context, lambda: self._report.session(self._member(context)))
 
     async def List(self, request: sessions_pb2.ListSessionsRequest, context: Context) -> Any:
-        return await self._shown(context, self._report.sessions)
+        return await self._shown(context, lambda: self._report.sessions(self._member(context)))
 
 
 class Admin(_Service, admin_pb2_grpc.AdminServicer):
     async def Status(self, request: admin_pb2.StatusRequest, context: Context) -> Any:
-        return await self._shown(context, self._report.status)
+        return await self._shown(context, lambda: self._report.status(self._member(context)))
 
     async def List(self, request: admin_pb2.ListRequest, context: Context) -> Any:
-        return await self._shown(context, lambda: self._report.spans(request))
+        return await self._shown(context, lambda: self._report.spans(request, self._member(context)))
 
 
 class RpcServer:

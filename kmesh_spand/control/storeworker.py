@@ -29,6 +29,9 @@ class SlabState:
 class StoreWorker:
     """Sends jobs, turns answers into events, and loses no job when the worker dies.
 
+    Attributes:
+        paused: why slabs do not grow now, or empty. pauses: how often they stopped growing.
+
     Args:
         event: where events for the core go.
         restart: asks the supervisor for a new worker, with a reason.
@@ -46,6 +49,8 @@ class StoreWorker:
     ) -> None:
         self.slabs = slabs
         self.restarts = 0
+        self.paused = ""
+        self.pauses = 0
         self._loop = loop
         self._timeout = timeout
         self._verify_rate = verify_rate
@@ -55,6 +60,7 @@ class StoreWorker:
         self._staging: dict[int, tuple[int, int]] = {}
         self._copies: set[int] = set()
         self._checks: dict[int, int] = {}
+        self._wipes: dict[int, effects.Wipe] = {}
         self._waiting: list[effects.Verify] = []
         self._heard_at = loop.time()
         self._given_up = False
@@ -81,6 +87,8 @@ class StoreWorker:
         waiting, self._waiting = self._waiting, []
         for job in waiting:
             self.verify(job)
+        for wipe in self._wipes.values():
+            self._link.send(ipc.Wipe(wipe.job, wipe.slab))
 
     def close(self) -> None:
         """Ends the link and closes all staging; no event comes any more."""
@@ -131,18 +139,25 @@ class StoreWorker:
         self._checks[job.job] = job.length
         self._link.send(ipc.Verify(job.job, job.slab, job.offset, job.length, job.root))
 
+    def wipe(self, job: effects.Wipe) -> None:
+        """Starts a wipe; WipeDone follows, from this worker or a later one."""
+        self._wakes()
+        self._wipes[job.job] = job
+        if self._link is not None:
+            self._link.send(ipc.Wipe(job.job, job.slab))
+
     def check(self) -> None:
         """Called now and then: a worker that owes answers for too long is given up."""
         allowed = self._timeout
         if not self._copies and self._checks and self._verify_rate:
             allowed += sum(self._checks.values()) / self._verify_rate
-        owes = bool(self._copies or self._checks)
+        owes = bool(self._copies or self._checks or self._wipes)
         if self.up and owes and self._loop.time() - self._heard_at > allowed:
             self._given_up = True
             self._restart(f"no answer for {allowed:.1f} s")
 
     def _wakes(self) -> None:
-        if not self._copies and not self._checks:
+        if not self._copies and not self._checks and not self._wipes:
             self._heard_at = self._loop.time()
 
     def _detach(self) -> None:
@@ -150,6 +165,7 @@ class StoreWorker:
         if self._link is not None:
             self._link.close()
             self._link = None
+        self.paused = ""
         copies, self._copies = self._copies, set()
         checks, self._checks = self._checks, {}
         for job in copies:
@@ -166,6 +182,12 @@ class StoreWorker:
             case ipc.Verified():
                 self._checks.pop(message.job, None)
                 self._event(events.VerifyDone(message.job, message.good))
+            case ipc.Wiped():
+                self._wipes.pop(message.job, None)
+                self._event(events.WipeDone(message.job, True))
+            case ipc.PopulatePaused():
+                self.paused = message.reason
+                self.pauses += bool(message.reason)
             case ipc.Failed():
                 self._fail(message)
             case ipc.Populated():
@@ -187,5 +209,7 @@ class StoreWorker:
         if message.job in self._copies:
             self._copies.discard(message.job)
             self._event(events.CopyFailed(message.job))
+        elif self._wipes.pop(message.job, None) is not None:
+            self._event(events.WipeDone(message.job, False))
         elif self._checks.pop(message.job, None) is not None:
             self._event(events.VerifyDone(message.job, None))

@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x14kmesh/v1/admin.proto\x12\x08kmesh.v1\"\x0f\n\rStatusRequest\"z\n\x08SlabInfo\x12\x0c\n\x04slab\x18\x01 \x01(\r\x12\x0c\n\x04kind\x18\x02 \x01(\t\x12\x0c\n\x04size\x18\x03 \x01(\x04\x12\x10\n\x08\x63\x61pacity\x18\x04 \x01(\x04\x12\x11\n\tpopulated\x18\x05 \x01(\x04\x12\x0c\n\x04used\x18\x06 \x01(\x04\x12\x11\n\thugepages\x18\x07 \x01(\x08\"\x8c\x04\n\x0eStatusResponse\x12\x0f\n\x07version\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\x06\x12\x11\n\tuptime_ms\x18\x03 \x01(\x04\x12\x10\n\x08\x64raining\x18\x04 \x01(\x08\x12\x12\n\nsocket_dir\x18\x05 \x01(\t\x12!\n\x05slabs\x18\x06 \x03(\x0b\x32\x12.kmesh.v1.SlabInfo\x12\r\n\x05spans\x18\x07 \x01(\x04\x12\x12\n\nspan_bytes\x18\x08 \x01(\x04\x12\x11\n\tmax_spans\x18\t \x01(\x04\x12\x10\n\x08sessions\x18\n \x01(\x04\x12\x0e\n\x06leases\x18\x0b \x01(\x04\x12\x14\n\x0cleased_bytes\x18\x0c \x01(\x04\x12\x14\n\x0creservations\x18\r \x01(\x04\x12\x15\n\rstaging_bytes\x18\x0e \x01(\x04\x12\x19\n\x11max_staging_bytes\x18\x0f \x01(\x04\x12\x15\n\rindex_entries\x18\x10 \x01(\x04\x12\x38\n\x08\x63ounters\x18\x11 \x03(\x0b\x32&.kmesh.v1.StatusResponse.CountersEntry\x12\x18\n\x10\x63ontrol_restarts\x18\x12 \x01(\r\x12\x17\n\x0fworker_restarts\x18\x13 \x01(\r\x12\x13\n\x0bspan_tokens\x18\x14 \x01(\r\x1a/\n\rCountersEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x04:\x02\x38\x01\"C\n\x0bListRequest\x12\x11\n\tnamespace\x18\x01 \x01(\x0c\x12\r\n\x05limit\x18\x02 \x01(\r\x12\x12\n\npage_token\x18\x03 \x01(\t\"\x99\x02\n\x08SpanInfo\x12\x0b\n\x03key\x18\x01 \x01(\x0c\x12\x11\n\tnamespace\x18\x02 \x01(\x0c\x12\x0c\n\x04slab\x18\x03 \x01(\r\x12\x0e\n\x06offset\x18\x04 \x01(\x04\x12\x0e\n\x06length\x18\x05 \x01(\x04\x12\r\n\x05start\x18\x06 \x01(\r\x12\x0e\n\x06tokens\x18\x07 \x01(\r\x12\x13\n\x0blayer_begin\x18\x08 \x01(\r\x12\x11\n\tlayer_end\x18\t \x01(\r\x12\x12\n\nhead_begin\x18\n \x01(\r\x12\x10\n\x08head_end\x18\x0b \x01(\r\x12\x12\n\ngeneration\x18\x0c \x01(\r\x12\r\n\x05state\x18\r \x01(\t\x12\x0e\n\x06leases\x18\x0e \x01(\r\x12\x0e\n\x06\x61ge_ms\x18\x0f \x01(\x04\x12\x0f\n\x07idle_ms\x18\x10 \x01(\x04\"\xa1\x01\n\rNamespaceInfo\x12\x0e\n\x06\x64igest\x18\x01 \x01(\x0c\x12\x33\n\x06\x66ields\x18\x02 \x03(\x0b\x32#.kmesh.v1.NamespaceInfo.FieldsEntry\x12\r\n\x05spans\x18\x03 \x01(\x04\x12\r\n\x05\x62ytes\x18\x04 \x01(\x04\x1a-\n\x0b\x46ieldsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\"w\n\x0cListResponse\x12!\n\x05spans\x18\x01 \x03(\x0b\x32\x12.kmesh.v1.SpanInfo\x12\x17\n\x0fnext_page_token\x18\x02 \x01(\t\x12+\n\nnamespaces\x18\x03 \x03(\x0b\x32\x17.kmesh.v1.NamespaceInfo2{\n\x05\x41\x64min\x12;\n\x06Status\x12\x17.kmesh.v1.StatusRequest\x1a\x18.kmesh.v1.StatusResponse\x12\x35\n\x04List\x12\x15.kmesh.v1.ListRequest\x1a\x16.kmesh.v1.ListResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x14kmesh/v1/admin.proto\x12\x08kmesh.v1\"\x0f\n\rStatusRequest\"\x8a\x01\n\x08SlabInfo\x12\x0c\n\x04slab\x18\x01 \x01(\r\x12\x0c\n\x04kind\x18\x02 \x01(\t\x12\x0c\n\x04size\x18\x03 \x01(\x04\x12\x10\n\x08\x63\x61pacity\x18\x04 \x01(\x04\x12\x11\n\tpopulated\x18\x05 \x01(\x04\x12\x0c\n\x04used\x18\x06 \x01(\x04\x12\x11\n\thugepages\x18\x07 \x01(\x08\x12\x0e\n\x06tenant\x18\x08 \x01(\t\"\xd5\x04\n\x0eStatusResponse\x12\x0f\n\x07version\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\x06\x12\x11\n\tuptime_ms\x18\x03 \x01(\x04\x12\x10\n\x08\x64raining\x18\x04 \x01(\x08\x12\x12\n\nsocket_dir\x18\x05 \x01(\t\x12!\n\x05slabs\x18\x06 \x03(\x0b\x32\x12.kmesh.v1.SlabInfo\x12\r\n\x05spans\x18\x07 \x01(\x04\x12\x12\n\nspan_bytes\x18\x08 \x01(\x04\x12\x11\n\tmax_spans\x18\t \x01(\x04\x12\x10\n\x08sessions\x18\n \x01(\x04\x12\x0e\n\x06leases\x18\x0b \x01(\x04\x12\x14\n\x0cleased_bytes\x18\x0c \x01(\x04\x12\x14\n\x0creservations\x18\r \x01(\x04\x12\x15\n\rstaging_bytes\x18\x0e \x01(\x04\x12\x19\n\x11max_staging_bytes\x18\x0f \x01(\x04\x12\x15\n\rindex_entries\x18\x10 \x01(\x04\x12\x38\n\x08\x63ounters\x18\x11 \x03(\x0b\x32&.kmesh.v1.StatusResponse.CountersEntry\x12\x18\n\x10\x63ontrol_restarts\x18\x12 \x01(\r\x12\x17\n\x0fworker_restarts\x18\x13 \x01(\r\x12\x13\n\x0bspan_tokens\x18\x14 \x01(\r\x12%\n\x07tenants\x18\x15 \x03(\x0b\x32\x14.kmesh.v1.TenantInfo\x12\x0e\n\x06paused\x18\x16 \x01(\t\x12\x10\n\x08hardened\x18\x17 \x01(\x08\x1a/\n\rCountersEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x04:\x02\x38\x01\"\xd0\x01\n\nTenantInfo\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\r\n\x05quota\x18\x02 \x01(\x04\x12\x0c\n\x04used\x18\x03 \x01(\x04\x12\r\n\x05spans\x18\x04 \x01(\x04\x12\x12\n\nspan_bytes\x18\x05 \x01(\x04\x12\r\n\x05slabs\x18\x06 \x01(\r\x12\x34\n\x08\x63ounters\x18\x07 \x03(\x0b\x32\".kmesh.v1.TenantInfo.CountersEntry\x1a/\n\rCountersEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x04:\x02\x38\x01\"C\n\x0bListRequest\x12\x11\n\tnamespace\x18\x01 \x01(\x0c\x12\r\n\x05limit\x18\x02 \x01(\r\x12\x12\n\npage_token\x18\x03 \x01(\t\"\x99\x02\n\x08SpanInfo\x12\x0b\n\x03key\x18\x01 \x01(\x0c\x12\x11\n\tnamespace\x18\x02 \x01(\x0c\x12\x0c\n\x04slab\x18\x03 \x01(\r\x12\x0e\n\x06offset\x18\x04 \x01(\x04\x12\x0e\n\x06length\x18\x05 \x01(\x04\x12\r\n\x05start\x18\x06 \x01(\r\x12\x0e\n\x06tokens\x18\x07 \x01(\r\x12\x13\n\x0blayer_begin\x18\x08 \x01(\r\x12\x11\n\tlayer_end\x18\t \x01(\r\x12\x12\n\nhead_begin\x18\n \x01(\r\x12\x10\n\x08head_end\x18\x0b \x01(\r\x12\x12\n\ngeneration\x18\x0c \x01(\r\x12\r\n\x05state\x18\r \x01(\t\x12\x0e\n\x06leases\x18\x0e \x01(\r\x12\x0e\n\x06\x61ge_ms\x18\x0f \x01(\x04\x12\x0f\n\x07idle_ms\x18\x10 \x01(\x04\"\xa1\x01\n\rNamespaceInfo\x12\x0e\n\x06\x64igest\x18\x01 \x01(\x0c\x12\x33\n\x06\x66ields\x18\x02 \x03(\x0b\x32#.kmesh.v1.NamespaceInfo.FieldsEntry\x12\r\n\x05spans\x18\x03 \x01(\x04\x12\r\n\x05\x62ytes\x18\x04 \x01(\x04\x1a-\n\x0b\x46ieldsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\"w\n\x0cListResponse\x12!\n\x05spans\x18\x01 \x03(\x0b\x32\x12.kmesh.v1.SpanInfo\x12\x17\n\x0fnext_page_token\x18\x02 \x01(\t\x12+\n\nnamespaces\x18\x03 \x03(\x0b\x32\x17.kmesh.v1.NamespaceInfo2{\n\x05\x41\x64min\x12;\n\x06Status\x12\x17.kmesh.v1.StatusRequest\x1a\x18.kmesh.v1.StatusResponse\x12\x35\n\x04List\x12\x15.kmesh.v1.ListRequest\x1a\x16.kmesh.v1.ListResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -33,26 +33,32 @@ if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_STATUSRESPONSE_COUNTERSENTRY']._loaded_options = None
   _globals['_STATUSRESPONSE_COUNTERSENTRY']._serialized_options = b'8\001'
+  _globals['_TENANTINFO_COUNTERSENTRY']._loaded_options = None
+  _globals['_TENANTINFO_COUNTERSENTRY']._serialized_options = b'8\001'
   _globals['_NAMESPACEINFO_FIELDSENTRY']._loaded_options = None
   _globals['_NAMESPACEINFO_FIELDSENTRY']._serialized_options = b'8\001'
   _globals['_STATUSREQUEST']._serialized_start=34
   _globals['_STATUSREQUEST']._serialized_end=49
-  _globals['_SLABINFO']._serialized_start=51
-  _globals['_SLABINFO']._serialized_end=173
-  _globals['_STATUSRESPONSE']._serialized_start=176
-  _globals['_STATUSRESPONSE']._serialized_end=700
-  _globals['_STATUSRESPONSE_COUNTERSENTRY']._serialized_start=653
-  _globals['_STATUSRESPONSE_COUNTERSENTRY']._serialized_end=700
-  _globals['_LISTREQUEST']._serialized_start=702
-  _globals['_LISTREQUEST']._serialized_end=769
-  _globals['_SPANINFO']._serialized_start=772
-  _globals['_SPANINFO']._serialized_end=1053
-  _globals['_NAMESPACEINFO']._serialized_start=1056
-  _globals['_NAMESPACEINFO']._serialized_end=1217
-  _globals['_NAMESPACEINFO_FIELDSENTRY']._serialized_start=1172
-  _globals['_NAMESPACEINFO_FIELDSENTRY']._serialized_end=1217
-  _globals['_LISTRESPONSE']._serialized_start=1219
-  _globals['_LISTRESPONSE']._serialized_end=1338
-  _globals['_ADMIN']._serialized_start=1340
-  _globals['_ADMIN']._serialized_end=1463
+  _globals['_SLABINFO']._serialized_start=52
+  _globals['_SLABINFO']._serialized_end=190
+  _globals['_STATUSRESPONSE']._serialized_start=193
+  _globals['_STATUSRESPONSE']._serialized_end=790
+  _globals['_STATUSRESPONSE_COUNTERSENTRY']._serialized_start=743
+  _globals['_STATUSRESPONSE_COUNTERSENTRY']._serialized_end=790
+  _globals['_TENANTINFO']._serialized_start=793
+  _globals['_TENANTINFO']._serialized_end=1001
+  _globals['_TENANTINFO_COUNTERSENTRY']._serialized_start=743
+  _globals['_TENANTINFO_COUNTERSENTRY']._serialized_end=790
+  _globals['_LISTREQUEST']._serialized_start=1003
+  _globals['_LISTREQUEST']._serialized_end=1070
+  _globals['_SPANINFO']._serialized_start=1073
+  _globals['_SPANINFO']._serialized_end=1354
+  _globals['_NAMESPACEINFO']._serialized_start=1357
+  _globals['_NAMESPACEINFO']._serialized_end=1518
+  _globals['_NAMESPACEINFO_FIELDSENTRY']._serialized_start=1473
+  _globals['_NAMESPACEINFO_FIELDSENTRY']._serialized_end=1518
+  _globals['_LISTRESPONSE']._serialized_start=1520
+  _globals['_LISTRESPONSE']._serialized_end=1639
+  _globals['_ADMIN']._serialized_start=1641
+  _globals['_ADMIN']._serialized_end=1764
 # @@protoc_insertion_point(module_scope)
