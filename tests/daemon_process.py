@@ -41,7 +41,13 @@ def wait_for(condition: Callable[[], Any], seconds: float = 20.0, what: str = ""
 
 
 class Daemon:
-    """One ``kmesh-spand``. ``errors`` says that its log may have errors."""
+    """One ``kmesh-spand``.
+
+    Args:
+        errors: its log may have errors.
+        uid: whose process it is; the directory must let that user in.
+        group: control group that it runs in.
+    """
 
     def __init__(
         self,
@@ -51,6 +57,8 @@ class Daemon:
         env: dict[str, str] | None = None,
         ready: bool = True,
         errors: bool = False,
+        uid: int | None = None,
+        group: Path | None = None,
         **settings: object,
     ) -> None:
         self.socket_dir = socket_dir
@@ -62,6 +70,12 @@ class Daemon:
         def limit() -> None:
             if nofile is not None:
                 resource.setrlimit(resource.RLIMIT_NOFILE, (nofile, nofile))
+            if group is not None:
+                (group / "cgroup.procs").write_text(str(os.getpid()))
+            if uid is not None:
+                os.setgroups([])
+                os.setresgid(uid, uid, uid)
+                os.setresuid(uid, uid, uid)
 
         with self.log_path.open("ab") as log:
             self.process = subprocess.Popen(
