@@ -57,7 +57,7 @@ class Config(BaseSettings):
     socket_mode: Mode = _set("mode of the sockets, octal", 0o660, ge=0o600, le=0o777)
     host_memory: Size = _set("memory for spans, such as 8GiB", 1 << 30, ge=MIN_SLAB_BYTES)
     slab_size: Size | None = _set(
-        "memory that is exported as one piece [an eighth of host_memory, 64MiB to 1GiB]",
+        "memory that is exported as one piece [an eighth of host_memory, 64MiB to 1GiB; two for each uid]",
         ge=MIN_SLAB_BYTES,
     )
     hugepages: Literal["auto", "off"] = _set("huge pages where the kernel grants them", "auto")
@@ -123,11 +123,12 @@ class Config(BaseSettings):
         host = self.host_memory // TILE_BYTES * TILE_BYTES
         staging = self.staging_memory or max(64 << 20, host // 4)
         records = min(max(host // _MEMORY_OF_A_RECORD, 1024), 1 << 20)
+        groups = 1 if self.share == "all" else len(set(self.allow_uids)) or 1
         settings = Settings(
             socket_dir=os.path.abspath(directory),
             socket_mode=self.socket_mode,
             host_memory=host,
-            slab_size=self.slab_size or _slab_size(host),
+            slab_size=self.slab_size or _slab_size(host, groups),
             hugepages=self.hugepages == "auto",
             populate_threads=self.populate_threads or min(8, cpus),
             copy_threads=self.copy_threads or min(4, cpus),
@@ -154,10 +155,12 @@ class Config(BaseSettings):
         return settings
 
 
-def _slab_size(host: int) -> int:
+def _slab_size(host: int, groups: int) -> int:
     """Several slabs, since each has one tenant, but not many: each takes a file descriptor."""
-    eighth = host // 8 // _HUGE_PAGE * _HUGE_PAGE
-    return min(host, max(64 << 20, min(1 << 30, eighth)))
+    size = min(host, max(64 << 20, min(1 << 30, host // 8 // _HUGE_PAGE * _HUGE_PAGE)))
+    if groups > 1:
+        size = min(size, host // (2 * groups) // TILE_BYTES * TILE_BYTES)
+    return max(size, MIN_SLAB_BYTES)
 
 
 def _check(settings: Settings) -> None:

@@ -9,7 +9,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -45,7 +45,7 @@ class Daemon:
 
     Args:
         errors: its log may have errors.
-        uid: whose process it is; the directory must let that user in.
+        command: that starts it.
         group: control group that it runs in.
     """
 
@@ -57,7 +57,7 @@ class Daemon:
         env: dict[str, str] | None = None,
         ready: bool = True,
         errors: bool = False,
-        uid: int | None = None,
+        command: Sequence[str] = COMMAND,
         group: Path | None = None,
         **settings: object,
     ) -> None:
@@ -72,14 +72,10 @@ class Daemon:
                 resource.setrlimit(resource.RLIMIT_NOFILE, (nofile, nofile))
             if group is not None:
                 (group / "cgroup.procs").write_text(str(os.getpid()))
-            if uid is not None:
-                os.setgroups([])
-                os.setresgid(uid, uid, uid)
-                os.setresuid(uid, uid, uid)
 
         with self.log_path.open("ab") as log:
             self.process = subprocess.Popen(
-                [*COMMAND, f"--socket-dir={socket_dir}", *flags],
+                [*command, f"--socket-dir={socket_dir}", *flags],
                 env=environment(**(env or {})),
                 stdin=subprocess.DEVNULL,
                 stdout=log,

@@ -151,9 +151,7 @@ def acquire(
     try:
         for at in range(0, len(keys), step):
             part = keys[at : at + step]
-            request = spans_pb2.AcquireRequest(
-                keys=part, shards=messages, prefix=prefix, salt=salt
-            )
+            request = spans_pb2.AcquireRequest(keys=part, shards=messages, prefix=prefix, salt=salt)
             answer = _body(spans_pb2.AcquireResponse, (yield request))
             try:
                 lease.append(answer, len(part) // KEY_BYTES * len(shards))

@@ -15,6 +15,16 @@ from kmesh_spand.control.storeworker import StoreWorker
 
 _DEFAULT_LIMIT = 1000
 _MAX_LIMIT = 10_000
+#: Of ``StatusResponse``: over all tenants.
+_SUMS = (
+    "sessions",
+    "leases",
+    "leased_bytes",
+    "reservations",
+    "staging_bytes",
+    "index_entries",
+    "counters",
+)
 
 
 class Report:
@@ -43,12 +53,16 @@ class Report:
 
         Root and the daemon's own user could read all of it anyway.
         """
-        if member.peer.uid in (0, os.getuid()):
+        tenancy = self._handler.core.tenancy
+        if len(tenancy.groups) == 1 or member.peer.uid in (0, os.getuid()):
             return None
-        return self._handler.core.tenancy.group(member.peer.uid)
+        return tenancy.group(member.peer.uid)
 
     def status(self, member: Member | None = None) -> admin_pb2.StatusResponse:
-        """Answer of Admin.Status; what it says of tenants is limited to the member's."""
+        """Answer of Admin.Status: what the member may see.
+
+        Sums over all tenants would tell one when another is served: they are left out.
+        """
         group = None if member is None else self.group(member)
         handler, core = self._handler, self._handler.core.status()
         tenants = [
@@ -64,7 +78,7 @@ class Report:
             for row in handler.core.tenants(group)
         ]
         shown = {tenant.name for tenant in tenants}
-        return admin_pb2.StatusResponse(
+        status = admin_pb2.StatusResponse(
             version=__version__,
             epoch=handler.epoch,
             uptime_ms=handler.now_ms() - self._started_ms,
@@ -101,6 +115,15 @@ class Report:
             paused=self._worker.paused,
             hardened=handler.settings.hardened,
         )
+        if group is not None:
+            for name in _SUMS:
+                status.ClearField(name)
+            status.spans = sum(tenant.spans for tenant in tenants)
+            status.span_bytes = sum(tenant.span_bytes for tenant in tenants)
+            for info in status.slabs:
+                if info.tenant not in shown:
+                    info.ClearField("used")
+        return status
 
     def spans(
         self, request: admin_pb2.ListRequest, member: Member | None = None

@@ -183,7 +183,9 @@ class Admin(_Service, admin_pb2_grpc.AdminServicer):
         return await self._shown(context, lambda: self._report.status(self._member(context)))
 
     async def List(self, request: admin_pb2.ListRequest, context: Context) -> Any:
-        return await self._shown(context, lambda: self._report.spans(request, self._member(context)))
+        return await self._shown(
+            context, lambda: self._report.spans(request, self._member(context))
+        )
 
 
 class RpcServer:

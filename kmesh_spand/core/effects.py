@@ -154,6 +154,4 @@ class DropStaging:
     session: int
 
 
-Effect = (
-    Reply | Copy | Verify | Wipe | PutOwner | PutRecord | Publish | Unpublish | DropStaging
-)
+Effect = Reply | Copy | Verify | Wipe | PutOwner | PutRecord | Publish | Unpublish | DropStaging

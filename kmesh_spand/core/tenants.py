@@ -145,7 +145,9 @@ class Tenant:
     spans: int = 0
     stored_bytes: int = 0
     spaces: dict[int, list[int]] = field(default_factory=dict)
-    counters: Counter[str] = field(default_factory=lambda: Counter(dict.fromkeys(TENANT_COUNTERS, 0)))
+    counters: Counter[str] = field(
+        default_factory=lambda: Counter(dict.fromkeys(TENANT_COUNTERS, 0))
+    )
 
 
 class TenantBook:

@@ -63,6 +63,8 @@ with RawClient(socket_dir) as client:
         said["tenants"] = [tenant.name for tenant in status.tenants]
         said["slabs"] = [slab.tenant for slab in status.slabs]
         listed = admin.List(admin_pb2.ListRequest(), metadata=metadata)
+        said["sums"] = [status.spans, status.index_entries, len(status.counters)]
+        said["used"] = [bool(slab.used) for slab in status.slabs]
         said["spans"] = [len(listed.spans), sum(space.spans for space in listed.namespaces)]
         sessions = sessions_pb2_grpc.SessionsStub(channel).List(
             sessions_pb2.ListSessionsRequest(), metadata=metadata
@@ -91,6 +93,8 @@ def test_users_see_nothing_of_each_other(start_spand: Start) -> None:
             "leak": -1,
             "tenants": [str(NOBODY)],
             "slabs": ["", str(NOBODY), "", ""],
+            "sums": [1, 0, 0],
+            "used": [False, True, False, False],
             "spans": [1, 1],
             "uids": [NOBODY],
         }

@@ -124,6 +124,8 @@ def test_defaults_follow_the_machine_and_each_other() -> None:
     assert settings.max_spans == 32768
     assert load({"host_memory": "1GiB"}, {}).settings.slab_sizes() == [128 << 20] * 8
     assert load({"host_memory": "32MiB"}, {}).settings.slab_sizes() == [32 << 20]
+    several = load({"host_memory": "32MiB", "allow_uids": "1,2,3,1"}, {}).settings
+    assert several.slab_sizes() == [5 * (1 << 20) + (5 << 16)] * 6
     uneven = load({"host_memory": "10MiB", "slab_size": "4MiB"}, {}).settings
     assert uneven.slab_sizes() == [4 << 20, 4 << 20, 2 << 20]
 
@@ -153,7 +155,12 @@ def test_defaults_follow_the_machine_and_each_other() -> None:
         ({"tenants": "default"}, {}, "", "tenants: '' is no size"),
         ({}, {}, '[tenants]\ndefault = "x"', "tenants: 'x' is no size"),
         ({"share": "none"}, {}, "", "share: Input should be"),
-        ({"allow_uids": "1,2", "host_memory": "32MiB"}, {}, "", "slab_size: 1 slabs for 2 uids"),
+        (
+            {"allow_uids": "1,2", "host_memory": "32MiB", "slab_size": "32MiB"},
+            {},
+            "",
+            "slab_size: 1 slabs for 2 uids",
+        ),
         ({"metrics_listen": "9464"}, {}, "", "metrics_listen: '9464' is no address"),
         ({"metrics_listen": "h:99999"}, {}, "", "metrics_listen: "),
     ],

@@ -102,9 +102,7 @@ class CoreMachine(RuleBasedStateMachine):
         if (name, shard, who) in world.records():
             found = (who[0], tag(name, shard)) in world.index
             return {Reason.OK} if found else {Reason.PENDING}
-        writing = [
-            want for want in world.wanted.values() if (want.shard, want.who) == (shard, who)
-        ]
+        writing = [want for want in world.wanted.values() if (want.shard, want.who) == (shard, who)]
         if any(want.key == name for want in writing):
             return {Reason.PENDING}
         if any(name in want.sub_keys for want in writing):

@@ -169,9 +169,7 @@ def test_another_uid_never_gets_a_slab_that_was_mapped() -> None:
     world.store(mine, [key(1)], length=4 * TILE_BYTES)
     world.store(mine, [key(2)], length=4 * TILE_BYTES)
     # One is kept for the other uid, which then has no more than that.
-    assert world.reserve(mine, [key(3)], length=4 * TILE_BYTES, salt=A).reason == [
-        Reason.POOL_FULL
-    ]
+    assert world.reserve(mine, [key(3)], length=4 * TILE_BYTES, salt=A).reason == [Reason.POOL_FULL]
     world.store(theirs, [key(1)], length=4 * TILE_BYTES)
     world.restart()
     world.settle()

@@ -372,10 +372,9 @@ class World:
 
     def _place_of(self, want: Wanted) -> tuple[int, int] | None:
         for row in self.core.spans(now_ms=self.now):
-            if (
-                (row.key, row.shard, row.state) == (want.key, want.shard, "copying")
-                and self.who_of(row.slab) == want.who
-            ):
+            if (row.key, row.shard, row.state) == (want.key, want.shard, "copying") and self.who_of(
+                row.slab
+            ) == want.who:
                 return row.slab, row.offset
         return None
 
