@@ -57,7 +57,8 @@ class Config(BaseSettings):
     socket_mode: Mode = _set("mode of the sockets, octal", 0o660, ge=0o600, le=0o777)
     host_memory: Size = _set("memory for spans, such as 8GiB", 1 << 30, ge=MIN_SLAB_BYTES)
     slab_size: Size | None = _set(
-        "memory that is exported as one piece [an eighth of host_memory, 64MiB to 1GiB; two for each uid]",
+        "memory that is exported as one piece "
+        "[an eighth of host_memory, 64MiB to 1GiB; two for each uid]",
         ge=MIN_SLAB_BYTES,
     )
     hugepages: Literal["auto", "off"] = _set("huge pages where the kernel grants them", "auto")

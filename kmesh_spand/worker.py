@@ -102,7 +102,7 @@ class Worker:
     ) -> None:
         self._settings = settings
         self._channel = channel
-        mappings = writable or [None] * len(slabs)
+        mappings: Sequence[Mapping | None] = writable or [None] * len(slabs)
         self._slabs = [Slab(*slab, mapping) for slab, mapping in zip(slabs, mappings, strict=True)]
         self._gate = Gate(settings.memory_headroom, self._paused)
         self._staging: dict[int, Mapping] = {}

@@ -15,16 +15,6 @@ from kmesh_spand.control.storeworker import StoreWorker
 
 _DEFAULT_LIMIT = 1000
 _MAX_LIMIT = 10_000
-#: Of ``StatusResponse``: over all tenants.
-_SUMS = (
-    "sessions",
-    "leases",
-    "leased_bytes",
-    "reservations",
-    "staging_bytes",
-    "index_entries",
-    "counters",
-)
 
 
 class Report:
@@ -116,8 +106,13 @@ class Report:
             hardened=handler.settings.hardened,
         )
         if group is not None:
-            for name in _SUMS:
-                status.ClearField(name)
+            status.ClearField("sessions")
+            status.ClearField("leases")
+            status.ClearField("leased_bytes")
+            status.ClearField("reservations")
+            status.ClearField("staging_bytes")
+            status.ClearField("index_entries")
+            status.ClearField("counters")
             status.spans = sum(tenant.spans for tenant in tenants)
             status.span_bytes = sum(tenant.span_bytes for tenant in tenants)
             for info in status.slabs:

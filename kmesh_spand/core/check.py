@@ -107,7 +107,8 @@ def _check_tenants(store: SpanStore) -> None:
     table, tenants = store.table, list(store.tenants)
     assert len({tenant.number for tenant in tenants}) == len(tenants)
     owned = {number: tenant for tenant in tenants for number in tenant.slabs}
-    assert sum(len(tenant.slabs) for tenant in tenants) == len(owned)
+    assert sum(len(tenant.slabs) for tenant in tenants) == len(owned) == store.tenants.owned
+    assert store.tenants.owners == sum(bool(tenant.slabs) for tenant in tenants)
     assert sorted(store.wipes.values()) == [
         number for number, slab in sorted(store.slabs.items()) if not slab.clean and not slab.lost
     ]
@@ -116,7 +117,8 @@ def _check_tenants(store: SpanStore) -> None:
         if slab.tenant is None:
             assert not slab.used
         else:
-            assert slab.clean and slab.group == slab.tenant.group
+            assert slab.clean
+            assert slab.group == slab.tenant.group
     held = [r for r in range(1, table.rows + 1) if table.state[r] not in (State.FREE, State.ALIAS)]
     for tenant in tenants:
         assert store.tenants.find(tenant.group, tenant.salt) is tenant

@@ -38,7 +38,7 @@ class SessionClosed:
 
 @dataclass(frozen=True, slots=True)
 class Acquire:
-    """``keys`` is n × 32 bytes; ``shards`` are shard codes; entry i·m + j is key i, shard j.
+    """``keys`` are 32 bytes each; ``shards`` are shard codes; entry i·m + j is key i, shard j.
 
     ``salt`` is the 32-byte digest of the request's salt, or empty; uid and salt are the tenant.
     """

@@ -158,6 +158,8 @@ class Evictor:
 
     def _claim(self, count: int, tenant: Tenant) -> int | None:
         """A clean slab that may become the tenant's and has room, one of its group's first."""
+        if self._store.tenants.owned == len(self._store.slabs):
+            return None
         found = [
             (slab.group is None, number)
             for number, slab in self._store.slabs.items()
@@ -170,6 +172,9 @@ class Evictor:
 
     def _empty(self, count: int, tenant: Tenant) -> int | None:
         """A slab in which another tenant of the group has nothing any more."""
+        tenants = self._store.tenants
+        if tenants.owners == bool(tenant.slabs):
+            return None
         return next(
             (
                 number

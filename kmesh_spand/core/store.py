@@ -104,7 +104,10 @@ class SpanStore:
     def assign(self, number: int, tenant: Tenant) -> None:
         """Give a clean slab of nobody to a tenant."""
         slab = self.slabs[number]
-        assert slab.tenant is None and slab.clean and not slab.lost and not slab.used
+        assert slab.tenant is None
+        assert slab.clean
+        assert not slab.lost
+        assert not slab.used
         assert slab.group in (None, tenant.group)
         slab.tenant, slab.group = tenant, tenant.group
         self.tenants.own(tenant, number)
@@ -114,7 +117,8 @@ class SpanStore:
     def reclaim(self, number: int) -> None:
         """Take an empty slab from its tenant, and have it wiped."""
         slab = self.slabs[number]
-        assert slab.tenant is not None and not slab.used
+        assert slab.tenant is not None
+        assert not slab.used
         self.tenants.lose(slab.tenant, number)
         slab.tenant = None
         self._put_owner(number, OwnerState.DIRTY)

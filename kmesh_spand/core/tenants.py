@@ -156,10 +156,14 @@ class TenantBook:
     Args:
         policy: the first tenant's; others get ``policy.another()``, or LRU where that fails.
         tile_bytes: unit of ``Tenant.quota``.
+
+    Attributes:
+        owned: slabs that have a tenant.
     """
 
     def __init__(self, tenancy: Tenancy, policy: Policy, max_rows: int, tile_bytes: int) -> None:
         self.tenancy = tenancy
+        self.owned = 0
         self._policy = policy
         self._max_rows = max_rows
         self._tile_bytes = tile_bytes
@@ -170,6 +174,11 @@ class TenantBook:
 
     def __iter__(self) -> Iterator[Tenant]:
         return iter(self._known.values())
+
+    @property
+    def owners(self) -> int:
+        """Tenants with slabs."""
+        return len(self._known) - len(self._idle)
 
     def find(self, group: int, salt: bytes) -> Tenant | None:
         """A tenant that is known."""
@@ -192,11 +201,13 @@ class TenantBook:
     def own(self, tenant: Tenant, slab: int) -> None:
         """A slab is the tenant's from now on."""
         tenant.slabs.add(slab)
+        self.owned += 1
         self._idle.pop((tenant.group, tenant.salt), None)
 
     def lose(self, tenant: Tenant, slab: int) -> None:
         """An empty slab is no longer the tenant's."""
         tenant.slabs.remove(slab)
+        self.owned -= 1
         if not tenant.slabs:
             self._idle[tenant.group, tenant.salt] = tenant
             self._trim()

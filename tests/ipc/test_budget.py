@@ -25,7 +25,7 @@ LIMIT = 700 * MIB
 
 @contextlib.contextmanager
 def memory_group(limit: int) -> Iterator[Path]:
-    """A control group below this process's own, v1 or v2, nested so that its parent has the limit."""
+    """A control group below this process's own, v1 or v2, whose parent has the limit."""
     outer = None
     for line in Path("/proc/self/cgroup").read_text().splitlines():
         _, controllers, path = line.split(":", 2)
