@@ -10,7 +10,9 @@ MAKEFLAGS += --no-builtin-rules
 PYTHON ?= python3
 PYTEST_ARGS ?=
 DEMO_ARGS ?=
+BENCH ?=
 BENCH_ARGS ?=
+BENCH_RESULT ?=
 
 VENV := .venv
 PY := $(VENV)/bin/python
@@ -101,10 +103,12 @@ demo: env native ## two vLLM servers share KV state through one daemon (DEMO_ARG
 	@$(PY) -m demo $(DEMO_ARGS)
 
 .PHONY: bench
-bench: env native ## run every benchmark in benchmarks/ (BENCH_ARGS=...)
-	@found=0; for file in benchmarks/bench_*.py; do \
-	  [ -e "$$file" ] || continue; found=1; echo "== $$file"; $(PY) "$$file" $(BENCH_ARGS); done; \
-	  [ $$found = 1 ] || { echo "benchmarks/ holds no bench_*.py" >&2; exit 1; }
+bench: env native ## measure everything, write .bench/bench.json (BENCH=name for a part, BENCH_ARGS=--quick)
+	@$(PY) -m benchmarks run $(BENCH) $(BENCH_ARGS)
+
+.PHONY: bench-check
+bench-check: env ## compare the last run with benchmarks/targets.toml (BENCH_RESULT=file for another)
+	@$(PY) -m benchmarks check $(BENCH_RESULT)
 
 .PHONY: verify-evidence
 verify-evidence: env ## recompute the figures of evidence/ and compare them with the documents
@@ -112,6 +116,6 @@ verify-evidence: env ## recompute the figures of evidence/ and compare them with
 
 .PHONY: clean
 clean: ## remove what was built, but neither .venv nor the model
-	@rm -rf build dist .demo .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
+	@rm -rf build dist .demo .bench .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
 	@rm -rf client/*.egg-info *.egg-info $(NATIVE)
 	@find . -name __pycache__ -not -path './.venv/*' -prune -exec rm -rf {} +

@@ -23,6 +23,7 @@ def write(path: Path, report: Report) -> None:
     from tools.verify_evidence import derive
 
     raw = report.to_json()
+    raw["model"] = Path(report.model).name
     raw["daemon"] = {
         key: value for key, value in raw["daemon"].items() if key not in ("socket_dir", "counters")
     }

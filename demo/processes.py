@@ -52,6 +52,12 @@ class Process:
             )
         return self
 
+    @property
+    def pid(self) -> int:
+        """Of the process, which must have been started."""
+        assert self._process is not None
+        return self._process.pid
+
     def __exit__(
         self,
         kind: type[BaseException] | None,

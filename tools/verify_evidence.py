@@ -53,7 +53,36 @@ def derive_demo(raw: Mapping[str, Any]) -> dict[str, float]:
     }
 
 
-DERIVE: dict[str, Callable[[Mapping[str, Any]], dict[str, float]]] = {"demo": derive_demo}
+def derive_bench(raw: Mapping[str, Any]) -> dict[str, float]:
+    """Each row's figure, from its raw samples and the name of what was done with them."""
+    figures = {}
+    for row in raw["rows"]:
+        if row["reduce"]:
+            series = [one["values"] for one in row["series"].values()]
+            figures[row["row"]] = _REDUCE[row["reduce"]](*series[:2])
+    return figures
+
+
+def _p99(values: list[float], *_: object) -> float:
+    ordered = sorted(values)
+    return next(v for i, v in enumerate(ordered, 1) if 100 * i >= 99 * len(ordered))
+
+
+#: As the rows name it; what is shown beside the first two series is left out.
+_REDUCE: dict[str, Callable[..., float]] = {
+    "median": lambda ours, *_: _median(ours),
+    "p99": _p99,
+    "max": lambda ours, *_: sorted(ours)[-1],
+    "median of a/b": lambda a, b: _median([x / y for x, y in zip(a, b, strict=True)]),
+    "median a / median b": lambda a, b: _median(a) / _median(b),
+    "sum a / sum b": lambda a, b: math.fsum(a) / math.fsum(b),
+    "min / mean": lambda a, *_: sorted(a)[0] * len(a) / math.fsum(a),
+}
+
+DERIVE: dict[str, Callable[[Mapping[str, Any]], dict[str, float]]] = {
+    "demo": derive_demo,
+    "bench": derive_bench,
+}
 
 
 def derive(evidence: Mapping[str, Any]) -> dict[str, float]:

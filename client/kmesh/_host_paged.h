@@ -173,6 +173,14 @@ static int km_part_run(const km_paged *p, const km_part *s, int out) {
     }
     status = km_part_move(p, s, out);
     km_stream_end();
+    if (!out && status == KM_DONE) {
+        // Each tile was read twice, to sum it and to copy it. If the range went to another
+        // span between the two, its sums were taken back before (km_revoke).
+        __atomic_thread_fence(__ATOMIC_ACQUIRE);
+        size_t tiles = km_tiles(s->length);
+        memcpy(p->sums, (const void *)(uintptr_t)s->sums_address, tiles * sizeof *p->sums);
+        if (km_fold(p->sums, tiles) != s->root) return KM_BAD_TILE;
+    }
     return status;
 }
 

@@ -165,11 +165,19 @@ static inline void km_stream_end(void) {
 #endif
 }
 
+// Takes back what dst held: no byte of it changes before every sum of it has.
+static void km_revoke(uint64_t *sums, size_t tiles) {
+    for (size_t t = 0; t < tiles; t++) __atomic_store_n(&sums[t], ~sums[t], __ATOMIC_RELAXED);
+    __atomic_thread_fence(__ATOMIC_RELEASE);
+    km_stream_end();
+}
+
 // Each byte of src is read once, so the sums are those of what dst gets even
 // while somebody else writes to src.
 static uint64_t km_copy_with_sums(unsigned char *dst, const unsigned char *src, size_t length,
                                   uint64_t *sums) {
     uint64_t root = 0;
+    km_revoke(sums, km_tiles(length));
     for (size_t t = 0; t < km_tiles(length); t++) {
         size_t bytes = km_tile_bytes(length, t), rest = bytes % KM_ROW;
         unsigned char last[KM_ROW];

@@ -42,6 +42,8 @@ _NAMES: dict[type[Message], tuple[str, str]] = {
     spans_pb2.AbortRequest: ("abort", "abort"),
     spans_pb2.ReportCorruptRequest: ("report_corrupt", "report_corrupt"),
 }
+#: Seconds that a call may take, whatever its caller says: more has no place in a message.
+_LONGEST = 1_000_000.0
 _WITH_FD = frozenset({"index", "slab", "staging"})
 
 
@@ -114,6 +116,7 @@ class Exchange:
             TooLarge: the request does not fit in a packet. Nothing is pending then.
         """
         kind, answer = _NAMES[type(body)]
+        deadline = min(deadline, now + _LONGEST)
         with self._lock:
             call = self._number(kind, body, max(deadline - now, 0.001))
             self._pending[call.id] = _Pending(answer, deadline, done)

@@ -8,6 +8,7 @@ import contextlib
 import logging
 import os
 import socket
+import time
 from collections import deque
 from collections.abc import Callable
 
@@ -23,8 +24,9 @@ logger = logging.getLogger(__name__)
 
 #: One more than a packet may have, so that a longer one is seen. Only used inside a callback.
 _BUFFER = memoryview(bytearray(limits.MAX_MESSAGE_BYTES + 1))
-#: Packets that one connection is served before the others get their turn.
+#: Packets, and seconds, that one connection is served before the others get their turn.
 _TURN = 16
+_TURN_SECONDS = 0.005
 
 _ANSWER_NAMES = {
     "Welcome": "welcome",
@@ -111,8 +113,11 @@ class Connection:
 
     def _readable(self) -> None:
         try:
+            until = time.monotonic() + _TURN_SECONDS
             for _ in range(_TURN):
                 if not self._open or self._paused or not self._read_one():
+                    return
+                if time.monotonic() > until:
                     return
         except Exception:
             logger.exception("a connection failed", extra={"uid": self.peer.uid})

@@ -148,12 +148,15 @@ class Handler:
 
     def close(self, session: int, reason: str) -> None:
         """A session ended: all that it held ends."""
-        for number in list(self._of_session.get(session, ())):
-            self._take(number)
+        ended = [self._take(number) for number in list(self._of_session.get(session, ()))]
         self.registry.close(session)
         self.event(events.SessionClosed(session))
         self.counters["sessions_closed"] += 1
         logger.info("session closed", extra={"session": session, "reason": reason})
+        # Its own connection is gone, but a gRPC call still waits.
+        for pending in ended:
+            if pending is not None:
+                pending.done(None, -1, errors.Unauthenticated("the session has ended"))
 
     # Requests.
 

@@ -7,7 +7,6 @@ import contextlib
 import logging
 import os
 import socket
-from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 import uvloop
@@ -139,13 +138,14 @@ class Control:
             await rpc.set_healthy(healthy)
 
     def _recover(self) -> None:
-        found = list(_records(self._catalog.view(), self._settings.max_spans))
+        found, damaged = _records(self._catalog.view(), self._settings.max_spans)
+        self._handler.core.counters["recovered_dropped"] += damaged
         self._event(events.Recovered(found))
         for number, slab in enumerate(self._worker.slabs):
             raw = self._owners[number * OWNER_BYTES : (number + 1) * OWNER_BYTES]
             self._event(events.SlabAdded(number, slab.capacity, decode_owner(raw)))
         if found:
-            logger.info("catalog read", extra={"records": len(found)})
+            logger.info("catalog read", extra={"records": len(found), "damaged": damaged})
 
     def _event(self, event: events.Event) -> None:
         try:
@@ -174,13 +174,22 @@ class Control:
         os._exit(1)
 
 
-def _records(catalog: memoryview, count: int) -> Iterator[tuple[int, Record]]:
+def _records(catalog: memoryview, count: int) -> tuple[list[tuple[int, Record]], int]:
+    """Records with their slots, and the number of slots with something that is none.
+
+    What is damaged is erased: it would be counted again by the next life.
+    """
+    found, damaged = [], 0
     for slot in range(count):
         at = slot * RECORD_BYTES
         if catalog[at]:
             record = decode(catalog[at : at + RECORD_BYTES])
             if record is not None:
-                yield slot, record
+                found.append((slot, record))
+            else:
+                catalog[at : at + RECORD_BYTES] = bytes(RECORD_BYTES)
+                damaged += 1
+    return found, damaged
 
 
 def _export(storage: Storage) -> Exported:

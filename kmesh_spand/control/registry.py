@@ -37,6 +37,8 @@ class Member:
     client_version: str
     opened_ms: int
     token: str = field(repr=False)
+    #: Whether it stated its engine's namespace: the engine is known while such sessions live.
+    stated: bool = False
 
 
 @dataclass(slots=True)
@@ -89,9 +91,10 @@ class Registry:
             client_version=hello.client_version,
             opened_ms=now_ms,
             token=f"{handle}.{secrets.token_urlsafe(32)}",
+            stated=namespace is not None and bool(hello.engine_id),
         )
         self.members[member.id] = self._by_handle[handle] = member
-        if namespace is not None and hello.engine_id:
+        if member.stated:
             self._engines[peer.uid, hello.engine_id].sessions += 1
         return member
 
@@ -101,8 +104,8 @@ class Registry:
         if member is None:
             return
         self._by_handle.pop(member.token.partition(".")[0], None)
-        engine = self._engines.get((member.peer.uid, member.engine_id))
-        if engine is not None:
+        if member.stated:
+            engine = self._engines[member.peer.uid, member.engine_id]
             engine.sessions -= 1
             if engine.sessions == 0:
                 del self._engines[member.peer.uid, member.engine_id]

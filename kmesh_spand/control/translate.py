@@ -10,6 +10,7 @@ from google.protobuf.message import Message
 from kmesh import errors
 from kmesh.layout import Shard
 from kmesh.v1 import common_pb2, sessions_pb2, spans_pb2
+from kmesh_spand.control.limits import MAX_BATCH
 from kmesh_spand.core import effects, events
 
 #: Name in ``kmesh.v1.Request`` of each request but Hello.
@@ -39,9 +40,16 @@ def to_event(session: int, request: int, body: Message, staging_size: int) -> ev
 
     Raises:
         InvalidArgument: a shard is none; ``field`` names it.
+        TooLarge: there are more shards than entries in a batch.
     """
     match body:
         case spans_pb2.AcquireRequest():
+            if len(body.shards) > MAX_BATCH:
+                # Here already: the core would see as many objects first.
+                raise errors.TooLarge(
+                    f"{len(body.shards)} entries, at most {MAX_BATCH} are allowed",
+                    field="acquire.shards",
+                )
             shards = [_shard(s, f"acquire.shards[{i}]") for i, s in enumerate(body.shards)]
             return events.Acquire(session, request, body.keys, shards, body.prefix, body.salt)
         case spans_pb2.ReleaseRequest():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -153,6 +154,29 @@ def test_a_token_ends_with_its_session(spand: Daemon, rpc: tuple[grpc.Channel, M
         return False
 
     wait_for(refused, 5)
+
+
+def test_a_call_ends_with_its_session(start_spand: Start) -> None:
+    spand = start_spand(copy_timeout_ms=60_000)
+    spand.wait_populated()
+    worker = spand.child("worker")
+    with (
+        RawClient(spand.socket_dir) as client,
+        grpc.insecure_channel(f"unix:{spand.socket_dir}/grpc.sock") as channel,
+    ):
+        client.attach_staging(1 << 16)
+        reserved = client.reserve([bytes(32)], 100)
+        os.kill(worker, signal.SIGSTOP)
+        try:
+            call = spans_pb2_grpc.SpansStub(channel).Commit.future(
+                spans_pb2.CommitRequest(reservation=reserved.reservation, staging_offset=[0]),
+                metadata=(("kmesh-session", client.welcome.token),),
+            )
+            wait_for(lambda: spand.status().counters["requests_commit"] == 1)
+            client.close()
+            assert call.exception(timeout=10).code() == grpc.StatusCode.UNAUTHENTICATED
+        finally:
+            os.kill(worker, signal.SIGCONT)
 
 
 def test_reflection_lists_the_services(rpc: tuple[grpc.Channel, Metadata]) -> None:

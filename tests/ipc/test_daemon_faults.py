@@ -257,6 +257,28 @@ def test_a_bit_flipped_before_a_restart_is_never_served(start_spand: Start, wher
     assert daemon.status().counters["spans_corrupt"] == 1
 
 
+def test_a_damaged_record_is_dropped_and_counted_once(start_spand: Start) -> None:
+    daemon = start_spand(errors=True)
+    with RawClient(daemon.socket_dir) as client:
+        wait_for(lambda: client.store(b"a" * 32, b"lost") == common_pb2.REASON_OK)
+        assert client.store(b"b" * 32, b"good") == 0
+    for path in Path(f"/proc/{daemon.pid}/fd").iterdir():
+        if os.readlink(path).startswith("/memfd:kmesh-catalog "):
+            path.chmod(0o600)
+            with path.open("r+b") as catalog:
+                records = catalog.read(1 << 20)
+                catalog.seek(records.index(b"a" * 32))
+                catalog.write(b"A")
+    for life, dropped in ((2, 1), (3, 0)):
+        os.kill(daemon.child("control"), signal.SIGKILL)
+        daemon.wait_ready(life)
+        counters = daemon.status().counters
+        assert (counters["spans_recovered"], counters["spans_recovered_dropped"]) == (1, dropped)
+        with RawClient(daemon.socket_dir) as client:
+            assert client.read(b"a" * 32) == common_pb2.REASON_MISS
+            wait_for(lambda: client.read(b"b" * 32) == b"good", 10)
+
+
 def test_a_full_pool_evicts_what_nobody_leases(spand: Daemon) -> None:
     size = 1 << 20
     with RawClient(spand.socket_dir) as client:

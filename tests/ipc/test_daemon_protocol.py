@@ -92,6 +92,9 @@ def test_sessions_of_an_engine_agree_on_the_namespace(spand: Daemon) -> None:
     with RawClient(spand.socket_dir, **engine(scheduler)):
         with RawClient(spand.socket_dir, **engine(worker)):
             pass
+        # A tool that says nothing of the namespace ends nothing of the engine when it goes.
+        RawClient(spand.socket_dir, engine_id="e1").close()
+        wait_for(lambda: spand.status().sessions == 2)
         other = refusal(lambda: RawClient(spand.socket_dir, **engine(worker, dtype="float16")))
         assert other.code == CODE.CODE_NAMESPACE_MISMATCH
         assert other.field == "hello.namespace.dtype"
@@ -413,6 +416,24 @@ def test_a_deadline_ends_a_commit(start_spand: Start) -> None:
         # Nothing is held, nothing was stored.
         daemon.wait_status(lambda s: not s.reservations and not s.slabs[0].used and not s.spans)
         assert client.read(b"a" * 32) == common_pb2.REASON_MISS
+
+
+def test_a_busy_client_leaves_others_their_turn(spand: Daemon) -> None:
+    acquire = spans_pb2.AcquireRequest(keys=b"", shards=[SHARD] * 15_000)
+    request = session_socket_pb2.Request(id=1, acquire=acquire).SerializeToString()
+    slowest = 0.0
+    with RawClient(spand.socket_dir) as busy, RawClient(spand.socket_dir) as other:
+        busy.sock.setblocking(False)
+        for _ in range(5):
+            with contextlib.suppress(BlockingIOError):
+                while True:
+                    busy.sock.send(request)
+            begun = time.monotonic()
+            other.call(ping=sessions_pb2.Ping())
+            slowest = max(slowest, time.monotonic() - begun)
+        busy.sock.settimeout(20)
+        assert busy.receive()[0].status.code == CODE.CODE_TOO_LARGE
+    assert slowest < 0.3
 
 
 def test_too_many_pending_requests_are_refused(start_spand: Start) -> None:

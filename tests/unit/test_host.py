@@ -170,3 +170,13 @@ def test_addresses_must_be_addresses() -> None:
         _host.fold(1.5, 1)
     block = bytes(100)
     assert _host.address(memoryview(block)[7:]) == _host.address(block) + 7
+
+
+def test_copy_with_sums_takes_back_every_sum_before_a_byte_changes() -> None:
+    # The source is the sums themselves, so that what is copied is what they were by then.
+    sums = np.arange(1, 2 * TILE_BYTES // 8 + 1, dtype=np.uint64)
+    before = sums.copy()
+    copied = np.zeros_like(sums)
+    _host.copy_with_sums(copied.ctypes.data, sums.ctypes.data, sums.nbytes, sums.ctypes.data)
+    assert copied[:2].tolist() == (~before[:2]).tolist()
+    assert copied[2:].tolist() == before[2:].tolist()

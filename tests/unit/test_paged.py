@@ -385,3 +385,37 @@ def test_a_request_of_many_parts_is_one_call() -> None:
         for plane in (0, 1):
             pages = engine.views[0][plane][blocks[4 * i : 4 * i + 4], 0]
             assert (pages.reshape(64, 64) == span.array[0, plane, 0]).all()
+
+
+def test_a_range_that_is_reused_while_it_is_copied_is_noticed() -> None:
+    row = 64
+    payload = np.arange(2 * row, dtype=np.uint8)
+    sums = np.zeros(8, np.uint64)
+    root = _host.tile_sums(payload.ctypes.data, payload.nbytes, sums.ctypes.data)
+    page, other = np.zeros(row, np.uint8), np.zeros(row, np.uint8)
+    part = SpanPart(
+        address=payload.ctypes.data,
+        sums_address=sums.ctypes.data,
+        root=root,
+        length=payload.nbytes,
+        tokens=1,
+        token_begin=0,
+        token_end=1,
+        position=0,
+        src_heads=1,
+        src_head_begin=0,
+        dst_head_begin=0,
+        heads=1,
+        src_layers=1,
+        src_layer_begin=0,
+        dst_layer_begin=0,
+        layers=1,
+    )
+
+    def read(v_page: int) -> bytes:
+        layout = PagedLayout((page.ctypes.data,), (v_page,), row, row, row, 1, 1, 1, row)
+        return scatter(layout, [part], [0])
+
+    assert read(other.ctypes.data) == bytes([Status.DONE])
+    # The copy itself changes the sums, as a worker would from another process.
+    assert read(sums.ctypes.data) == bytes([Status.BAD_TILE])

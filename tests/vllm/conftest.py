@@ -25,7 +25,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         if HERE in item.path.parents:
             item.add_marker(pytest.mark.vllm)
             item.add_marker(pytest.mark.slow)
-            item.add_marker(pytest.mark.timeout(300))
+            item.add_marker(pytest.mark.timeout(600))
             if missing:
                 item.add_marker(pytest.mark.skip(reason="vLLM is not installed"))
 
@@ -94,6 +94,7 @@ def storing(start: Callable[..., Engine], shared_spand: Daemon) -> Engine:
     return start(
         transfer=transfer(shared_spand.socket_dir),
         hash_seed=1,
+        async_scheduling=True,
         max_model_len=6144,
         max_num_batched_tokens=6144,
         num_gpu_blocks_override=1200,
@@ -103,4 +104,9 @@ def storing(start: Callable[..., Engine], shared_spand: Daemon) -> Engine:
 @pytest.fixture(scope="session")
 def restoring(start: Callable[..., Engine], shared_spand: Daemon) -> Engine:
     """Another one, with another hash seed; its worker is a process of its own."""
-    return start(transfer=transfer(shared_spand.socket_dir), hash_seed=2, separate=True)
+    return start(
+        transfer=transfer(shared_spand.socket_dir),
+        hash_seed=2,
+        separate=True,
+        async_scheduling=True,
+    )

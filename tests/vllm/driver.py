@@ -116,7 +116,7 @@ class Engine:
         """
         while self._waiting > 0:
             self._waiting -= 1
-            self._receive(180)
+            self._receive(400)
         return self
 
     def call(self, command: str, *, wait: float = 90.0, **arguments: Any) -> Any:

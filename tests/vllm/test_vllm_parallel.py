@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import uuid
 from collections.abc import Callable
 
 import pytest
@@ -26,7 +27,7 @@ def two(start: Callable[..., Engine], shared_spand: Daemon, storing: Engine) -> 
 
 def computed(engine: Engine, prompt: list[int]) -> list[int]:
     """What the engine itself computes: under a salt that nobody has used."""
-    result = engine.one(prompt, salt=f"fresh {len(prompt)} {prompt[:4]}")
+    result = engine.one(prompt, salt=uuid.uuid4().hex)
     assert result.restored == 0
     return result.tokens
 

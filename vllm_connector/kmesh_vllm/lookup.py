@@ -54,6 +54,8 @@ def longest_hit(
         avoid: says of a key that it must not be used now.
     """
     best: Hit | None = None
+    # Most shardings have nothing, so that the same parts are asked for again.
+    tails: dict[int, tuple[list[int], list[bytes]]] = {}
     count = min(chain.spans, -(-limit // span_tokens))
     keys = chain.keys[: count * KEY_BYTES]
     for sharding in shardings:
@@ -62,13 +64,14 @@ def longest_hit(
             if avoid(keys[i * KEY_BYTES : (i + 1) * KEY_BYTES]):
                 spans = i
                 break
-        tail = 0
-        for tokens in _tails(chain, spans, span_tokens, sub_tokens, block_tokens, limit):
-            key = chain.key(spans, tokens)
-            if index.probe(key, sharding.codes).hits and not avoid(key):
-                tail = tokens
-                break
-        hit = Hit(sharding, spans, tail)
+        if spans not in tails:
+            lengths = _tails(chain, spans, span_tokens, sub_tokens, block_tokens, limit)
+            tails[spans] = lengths, [chain.key(spans, tokens) for tokens in lengths]
+        lengths, parts = tails[spans]
+        found = index.probe(b"".join(parts), sharding.codes).hits if parts else 0
+        while found and avoid(parts[found - 1]):
+            found -= 1
+        hit = Hit(sharding, spans, lengths[found - 1] if found else 0)
         if hit.tokens(span_tokens) > (best.tokens(span_tokens) if best else 0):
             best = hit
         if best and best.tokens(span_tokens) >= limit:
@@ -92,14 +95,14 @@ def covered(keys: bytes, index: Index, shardings: Sequence[Sharding]) -> list[bo
 def _tails(
     chain: KeyChain, span: int, span_tokens: int, sub_tokens: int, block_tokens: int, limit: int
 ) -> list[int]:
-    """Lengths of parts of a span that end a block, longest first.
+    """Lengths of parts of a span that end a block, shortest first; others are of no use.
 
-    Others are of no use: where a longer part is stored, the shorter ones are found too.
+    Where a longer part is stored, the shorter ones are found too.
     """
     begin = span * span_tokens
     longest = min(span_tokens - 1, chain.tokens - begin, limit - begin)
     return [
         tokens
-        for tokens in range(longest // sub_tokens * sub_tokens, 0, -sub_tokens)
+        for tokens in range(sub_tokens, longest + 1, sub_tokens)
         if (begin + tokens) % block_tokens == 0
     ]

@@ -80,14 +80,20 @@ class Saver:
         self._counts = counts
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="kmesh-reserve")
         self._pending: tuple[Future[_Step | None], int] | None = None
+        self._late: Future[_Step | None] | None = None
         self._freed = threading.Event()
         self._staging: tuple[Session, Staging | None, StagingRing] | None = None
 
     def begin(self, plans: Sequence[StorePlan]) -> None:
         """Reserves the spans of a step, in the background."""
         self.abandon()
-        if plans:
-            spans = sum(len(plan.tokens) for plan in plans)
+        if not plans:
+            return
+        spans = sum(len(plan.tokens) for plan in plans)
+        if self._late is not None and not self._late.done():
+            # The daemon hangs: one step has waited for it, that is enough.
+            self._counts.add("store_skipped_late", spans)
+        else:
             self._pending = self._thread.submit(self._reserve, list(plans)), spans
 
     def abandon(self) -> None:
@@ -95,7 +101,7 @@ class Saver:
         if self._pending is not None:
             future, spans = self._pending
             self._pending = None
-            future.add_done_callback(_give_back)
+            self._thread.submit(_give_back, future)
             self._counts.add("store_skipped_error", spans)
 
     def finish(self) -> None:
@@ -107,7 +113,8 @@ class Saver:
         try:
             step = future.result(self._settings.reserve_timeout_ms / 1000)
         except FutureTimeout:
-            future.add_done_callback(_give_back)
+            self._late = future
+            self._thread.submit(_give_back, future)
             self._counts.add("store_skipped_late", spans)
             return
         except Exception as wrong:
@@ -203,7 +210,7 @@ class Saver:
             left = self._copy_some(step, left)
             if left and not self._has_room(step.ring, left[0].length, until):
                 self._counts.add("store_skipped_staging", len(left))
-                _abort(step.session, left)
+                self._thread.submit(_abort, step.session, left)
                 return
 
     def _has_room(self, ring: StagingRing, length: int, until: float) -> bool:
@@ -252,7 +259,7 @@ class Saver:
         if bad:
             logger.error("%d spans could not be copied out of their blocks", len(bad))
             self._counts.add("store_skipped_error", len(bad))
-            _abort(step.session, [held for held, _ in bad])
+            self._thread.submit(_abort, step.session, [held for held, _ in bad])
             for _, offset in bad:
                 step.ring.free(offset)
         if good:
@@ -305,7 +312,7 @@ class Saver:
 
 
 def _give_back(future: Future[_Step | None]) -> None:
-    """Ends reservations that came too late."""
+    """Ends reservations that came too late. Waits for the daemon, so not in the engine's thread."""
     if not future.cancelled() and future.exception() is None:
         step = future.result()
         if step is not None:

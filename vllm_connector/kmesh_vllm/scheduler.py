@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Protocol
 
-from kmesh.errors import KMeshError
+from kmesh.errors import DeadlineExceeded, KMeshError
 from kmesh.keys import KEY_BYTES, Extra
 from kmesh.session import Session
 from kmesh_vllm.config import Settings
@@ -28,6 +28,10 @@ from kmesh_vllm.restoring import failed_keys, load_plan, report_corrupt
 from kmesh_vllm.storing import key_at, keys_between, plan_store
 
 logger = logging.getLogger("kmesh_vllm")
+
+#: After a lease that did not come in time, none is asked for during so many waits: a daemon that
+#: hangs holds up one request now and then, not each.
+_PAUSE = 5
 
 
 class Sessions(Protocol):
@@ -69,6 +73,7 @@ class SchedulerHalf:
         self._loads: list[LoadPlan] = []
         self._quarantine = Quarantine(settings.retry_after_ms / 1000, clock=clock)
         self._reports = ThreadPoolExecutor(1, thread_name_prefix="kmesh-report")
+        self._paused_until = 0.0
         self.counts = Counts()
         self.reset_word = ""
 
@@ -227,6 +232,8 @@ class SchedulerHalf:
         self._flights = Flights()
 
     def _begin(self, state: RequestState, session: Session, local: int, limit: int) -> Match:
+        if self._clock() < self._paused_until:
+            return 0, False
         hit = self._look_up(state, session, limit)
         span = session.welcome.span_tokens
         if hit is None or min(hit.tokens(span), limit) - local < max(
@@ -274,16 +281,18 @@ class SchedulerHalf:
         """None when the lease has come; else what to answer."""
         restore = state.restore
         assert restore is not None
-        if not restore.future.done():
-            if self._clock() < restore.deadline:
-                return None, False
+        done = restore.future.done()
+        if not done and self._clock() < restore.deadline:
+            return None, False
+        error = restore.future.exception() if done else DeadlineExceeded("no lease in time")
+        if isinstance(error, DeadlineExceeded):
             self.counts.add("acquire_late")
-            self._give_up(state)
-            return 0, False
-        if (error := restore.future.exception()) is not None:
+            self._paused_until = self._clock() + _PAUSE * self._settings.acquire_timeout_ms / 1000
+        elif error is not None:
             if not isinstance(error, KMeshError):
                 logger.error("acquire failed", exc_info=error)
             self.counts.add("acquire_refused")
+        if error is not None:
             self._give_up(state)
             return 0, False
         self._flights.land(state)

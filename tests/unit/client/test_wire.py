@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Callable
 
@@ -337,3 +338,9 @@ class ExchangeMachine(RuleBasedStateMachine):
 
 TestExchangeMachine = ExchangeMachine.TestCase
 TestExchangeMachine.settings = settings(max_examples=60, deadline=None)
+
+
+def test_a_call_may_take_for_ever(exchange: Exchange) -> None:
+    call = exchange.request(sessions_pb2.Ping(), now=5.0, deadline=math.inf, done=Caller())
+    assert read(call.packet).deadline_ms > 86_400_000
+    assert exchange.next_deadline(5.0) * 1000 < 2**31

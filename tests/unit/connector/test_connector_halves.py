@@ -262,6 +262,19 @@ def test_staging_that_stays_full_skips_and_counts(engine: Make, daemon: FakeDaem
     until(lambda: daemon.spans == 4)
 
 
+def test_no_step_waits_for_an_abort(engine: Make, daemon: FakeDaemon) -> None:
+    one = engine("a", staging_bytes=2 * SPAN_BYTES, reserve_timeout_ms=100)
+    one.scheduler.add("r", prompt(320), DIGEST)
+    daemon.delay("commit", 1)
+    daemon.delay("abort", 1)
+    begun = time.monotonic()
+    one.prefill("r", 7, list(range(10)), 0, 320)
+    assert time.monotonic() - begun < 0.8
+    assert one.workers[0].counts.take() == {"store_skipped_staging": 3}
+    until(lambda: daemon.reservations == 0)
+    assert daemon.spans == 2
+
+
 def test_a_span_larger_than_the_staging_is_skipped(engine: Make, daemon: FakeDaemon) -> None:
     one = engine("a", staging_bytes=SPAN_BYTES // 2)
     one.scheduler.add("r", prompt(128), DIGEST)
@@ -270,10 +283,16 @@ def test_a_span_larger_than_the_staging_is_skipped(engine: Make, daemon: FakeDae
 
 
 def test_late_reservations_are_given_back(engine: Make, daemon: FakeDaemon) -> None:
-    one = engine("a", reserve_timeout_ms=50)
+    one = engine("a", reserve_timeout_ms=300)
     one.scheduler.add("r", prompt(128), DIGEST)
-    daemon.delay("reserve", 0.3)
+    daemon.delay("reserve", 1.5)
     one.prefill("r", 7, [1, 2, 3, 4], 0, 128)
+    assert one.workers[0].counts.take() == {"store_skipped_late": 2}
+    # The next step does not wait for a daemon that hangs.
+    one.scheduler.add("s", prompt(128, seed=3), DIGEST)
+    begin = time.monotonic()
+    one.prefill("s", 8, [5, 6, 7, 8], 0, 128)
+    assert time.monotonic() - begin < 0.3
     assert one.workers[0].counts.take() == {"store_skipped_late": 2}
     until(lambda: daemon.reservations == 2)
     until(lambda: daemon.reservations == 0)

@@ -132,8 +132,27 @@ def test_a_late_lease_is_given_back(engine: Make, daemon: FakeDaemon) -> None:
     other.scheduler.add("r", prompt(192), DIGEST)
     daemon.delay("acquire", 0.3)
     assert other.match("r", 0, 192) == 0
+    assert other.scheduler.counts.take() == {"acquire_late": 1}
     until(lambda: daemon.leases == 1)
     until(lambda: daemon.leases == 0)
+
+
+def test_a_daemon_that_hangs_holds_up_one_request_and_not_each(
+    engine: Make, daemon: FakeDaemon
+) -> None:
+    stored_by(engine("a"), daemon, prompt(192))
+    now = [100.0]
+    other = engine("b", acquire_timeout_ms=1000, clock=lambda: now[0])
+    for name in ("r", "s", "t"):
+        other.scheduler.add(name, prompt(192), DIGEST)
+    daemon.delay("acquire", 0.2)
+    assert other.scheduler.match("r", 0, 192) == (None, False)
+    now[0] += 1
+    assert other.scheduler.match("r", 0, 192) == (0, False)
+    assert other.scheduler.match("s", 0, 192) == (0, False)
+    now[0] += 5
+    assert other.match("t", 0, 192) == 160
+    until(lambda: daemon.leases == 1)
 
 
 def test_aborted_while_the_lease_is_under_way(engine: Make, daemon: FakeDaemon) -> None:

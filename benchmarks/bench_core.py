@@ -1,70 +1,70 @@
-"""Time of Acquire and Release in the core, and its memory for each span.
-
-    python benchmarks/core_acquire.py [--spans N] [--memory-spans N] [--batch N] [--seconds S]
-
-Prints processor time over random batches, and writes nothing. Only the core runs here: no socket, no
-protobuf, no payload.
-"""
+"""Acquire and Release in the core alone: no socket, no protobuf, no payload."""
 
 from __future__ import annotations
 
-import argparse
-import gc
 import hashlib
-import platform
 import random
-import statistics
 import time
-import tracemalloc
+from collections.abc import Callable, Iterator, Sequence
 
+from benchmarks.results import Row
 from kmesh.layout import TILE_BYTES, Shard
 from kmesh_spand.core import events as ev
 from kmesh_spand.core.config import CoreConfig
 from kmesh_spand.core.core import Core
-from kmesh_spand.core.effects import AcquireResult, Copy, Reply, ReserveResult
+from kmesh_spand.core.effects import AcquireResult, Copy, Effect, Reply, ReserveResult
 
 SHARD = Shard(0, 32, 0, 8).code()
-BATCH = 1024
+BATCH = 256
+_FILL = 1024
 
 
 def key(number: int) -> bytes:
     return hashlib.blake2b(number.to_bytes(8, "little"), digest_size=32).digest()
 
 
-def result_of(effects: list[object]) -> object:
+def result_of(effects: Sequence[Effect]) -> object:
     replies = [effect.result for effect in effects if isinstance(effect, Reply)]
     assert len(replies) == 1
     return replies[0]
 
 
-def filled(spans: int) -> Core:
-    """A core that holds spans 0 … spans - 1, of one tile each, in one slab."""
+def filled(spans: int, apply: Callable[[Sequence[Effect]], None] = lambda batch: None) -> Core:
+    """A core that holds spans 0 … spans - 1, of one tile each, in one slab.
+
+    Args:
+        apply: told the effects of every event.
+    """
     core = Core(CoreConfig(max_spans=spans))
     core.handle(ev.SlabAdded(0, spans * TILE_BYTES), 0)
     core.handle(ev.Populated(0, spans * TILE_BYTES), 0)
     core.handle(ev.SessionOpened(1, 0, "engine", 2), 0)
     namespace = bytes(32)
-    for first in range(0, spans, BATCH):
-        count = min(BATCH, spans - first)
+    for first in range(0, spans, _FILL):
+        count = min(_FILL, spans - first)
         keys = b"".join(key(number) for number in range(first, first + count))
         starts = [64 * (number % 512) for number in range(first, first + count)]
         reserve = ev.Reserve(
             1, 1, namespace, SHARD, keys, [64] * count, starts, [TILE_BYTES] * count
         )
-        answer = result_of(core.handle(reserve, first))
+        reserved = core.handle(reserve, first)
+        apply(reserved)
+        answer = result_of(reserved)
         assert isinstance(answer, ReserveResult)
         assert not any(answer.reason)
         offsets = [i * TILE_BYTES for i in range(count)]
         commit = ev.Commit(1, 2, answer.reservation, offsets, count * TILE_BYTES)
-        for effect in core.handle(commit, first):
+        copies = core.handle(commit, first)
+        apply(copies)
+        for effect in copies:
             assert isinstance(effect, Copy)
-            core.handle(ev.CopyDone(effect.job, effect.job), first)
+            apply(core.handle(ev.CopyDone(effect.job, effect.job), first))
     core.handle(ev.SessionClosed(1), spans)
     return core
 
 
 def time_acquire(core: Core, spans: int, batch: int, seconds: float) -> dict[str, list[float]]:
-    """Seconds of processor time of each call, by name."""
+    """Milliseconds of processor time of each call, by name."""
     rng = random.Random(1)
     core.handle(ev.SessionOpened(2, 0, "engine", 1), 0)
     times: dict[str, list[float]] = {"acquire": [], "release": [], "miss": []}
@@ -76,47 +76,25 @@ def time_acquire(core: Core, spans: int, batch: int, seconds: float) -> dict[str
         acquire = ev.Acquire(2, 3, keys, [SHARD], True)
         begin = time.thread_time()
         effects = core.handle(acquire, 0)
-        times["acquire"].append(time.thread_time() - begin)
+        times["acquire"].append((time.thread_time() - begin) * 1e3)
         answer = result_of(effects)
         assert isinstance(answer, AcquireResult)
         assert not any(answer.reason)
         release = ev.Release(2, 4, [answer.lease])
         begin = time.thread_time()
         core.handle(release, 0)
-        times["release"].append(time.thread_time() - begin)
+        times["release"].append((time.thread_time() - begin) * 1e3)
         miss = ev.Acquire(2, 5, misses, [SHARD], False)
         begin = time.thread_time()
         core.handle(miss, 0)
-        times["miss"].append(time.thread_time() - begin)
+        times["miss"].append((time.thread_time() - begin) * 1e3)
     return times
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--spans", type=int, default=100_000)
-    parser.add_argument("--memory-spans", type=int, default=200_000)
-    parser.add_argument("--batch", type=int, default=256)
-    parser.add_argument("--seconds", type=float, default=5.0)
-    args = parser.parse_args()
-    print(f"python {platform.python_version()}, {platform.machine()}")
-    core = filled(args.spans)
-    for name, values in time_acquire(core, args.spans, args.batch, args.seconds).items():
-        values.sort()
-        print(
-            f"{name:8s} {args.batch} spans of {args.spans}: best "
-            f"{values[0] * 1e3:.3f} ms, median {statistics.median(values) * 1e3:.3f} ms, p99 "
-            f"{values[len(values) * 99 // 100] * 1e3:.3f} ms, {len(values)} calls"
-        )
-    del core
-    gc.collect()
-    tracemalloc.start()
-    core = filled(args.memory_spans)
-    gc.collect()
-    used, _ = tracemalloc.get_traced_memory()
-    print(
-        f"memory   {args.memory_spans} spans of one tile: {used / args.memory_spans:.1f} B a span"
-    )
-
-
-if __name__ == "__main__":
-    main()
+def run(quick: bool) -> Iterator[Row]:
+    """Rows of this file."""
+    spans = 20_000 if quick else 100_000
+    core = filled(spans)
+    what = f"{BATCH} of {spans:,} spans, processor time, no socket"
+    for name, values in time_acquire(core, spans, BATCH, 1.0 if quick else 3.0).items():
+        yield Row(f"core_{name}", "ms", "median", {name: values[:1000]}, what)

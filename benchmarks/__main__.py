@@ -1,0 +1,80 @@
+"""`python -m benchmarks run` measures, `check` compares with the targets."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from rich.console import Console
+
+from benchmarks import check, machine, report
+from benchmarks.suite import BENCHMARKS, measure, run_apart
+
+ROOT = Path(__file__).resolve().parent.parent
+RESULT = ROOT / ".bench" / "bench.json"
+PARTIAL = ROOT / ".bench" / "partial.json"
+TARGETS = Path(__file__).with_name("targets.toml")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Returns the exit status: 0, 1 (something failed or falls short) or 2 (wrong usage)."""
+    options = _parse(argv)
+    if options.command == "run":
+        return run(options.names, quick=options.quick, out=options.out)
+    if options.command == "check":
+        return check.main(options.result, TARGETS, ROOT)
+    with open(options.out, "w", encoding="utf-8", buffering=1) as out:
+        for row in measure(options.name, quick=options.quick):
+            print(json.dumps(row.to_json()), file=out)
+    return 0
+
+
+def run(names: Sequence[str], *, quick: bool, out: Path | None) -> int:
+    """Measures, writes the result file and prints the table."""
+    console = Console(stderr=True, highlight=False)
+    out = out or (PARTIAL if names else RESULT)
+    run_of = machine.Run(quick=quick)
+    failed = []
+    for name in names or BENCHMARKS:
+        console.print(f"== {name}: {BENCHMARKS[name]}")
+        rows, seconds, well = run_apart(name, quick=quick)
+        run_of.add(name, rows, seconds)
+        if not well:
+            failed.append(name)
+        console.print(f"   {seconds:.0f} s{'' if well else ', FAILED'}")
+    evidence = run_of.to_json()
+    out.parent.mkdir(parents=True, exist_ok=True)
+    out.write_text(json.dumps(evidence, ensure_ascii=False, indent=1) + "\n", encoding="utf-8")
+    targets = check.read_targets(TARGETS)
+    Console(width=None if sys.stdout.isatty() else 160).print(report.table(evidence, targets))
+    console.print(f"written to {out}")
+    if failed:
+        console.print(f"failed: {', '.join(failed)}")
+    return 1 if failed else 0
+
+
+def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
+    commands = parser.add_subparsers(dest="command", required=True)
+    running = commands.add_parser("run", help="measure, write JSON and print a table")
+    running.add_argument("names", nargs="*", help=f"of {', '.join(BENCHMARKS)}; all if none")
+    running.add_argument("--quick", action="store_true", help="fewer samples; not for figures")
+    running.add_argument("--out", type=Path, help=f"result file [{RESULT.relative_to(ROOT)}]")
+    checking = commands.add_parser("check", help="compare a result with targets.toml")
+    checking.add_argument("result", nargs="?", type=Path, default=RESULT)
+    one = commands.add_parser("measure", help="one benchmark in this process")
+    one.add_argument("name", choices=BENCHMARKS)
+    one.add_argument("out")
+    one.add_argument("--quick", action="store_true")
+    options = parser.parse_args(argv)
+    unknown = [name for name in getattr(options, "names", ()) if name not in BENCHMARKS]
+    if unknown:
+        parser.error(f"{unknown[0]} is none of {', '.join(BENCHMARKS)}")
+    return options
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,180 @@
+"""Hit rates of the core's eviction on a public trace, against LRU and the offline optimum.
+
+The trace is Mooncake's (FAST'25, Apache-2.0): one request a line, ``hash_ids`` are its 512-token
+blocks, equal ids share a prefix. A request hits the blocks before the first one that is not there;
+then all of its blocks are stored. Output and concurrency are left out.
+"""
+
+from __future__ import annotations
+
+import functools
+import gzip
+import heapq
+import json
+import os
+from collections import OrderedDict
+from collections.abc import Sequence
+from pathlib import Path
+
+from blake3 import blake3
+
+from benchmarks.results import Row
+from benchmarks.spand import ROOT
+from kmesh.layout import TILE_BYTES, Shard
+from kmesh_spand.core import events as ev
+from kmesh_spand.core.config import CoreConfig
+from kmesh_spand.core.core import Core
+from kmesh_spand.core.effects import AcquireResult, Copy, Reply, ReserveResult, Result
+
+NAME = "mooncake_conversation.jsonl.gz"
+PERCENT = (5, 10, 20)
+SHARD = Shard(0, 32, 0, 8).code()
+Trace = Sequence[Sequence[int]]
+
+
+def trace_path() -> Path | None:
+    """``KMESH_TRACE``, a file or its folder; else beside the repository. None if there is none."""
+    given = os.environ.get("KMESH_TRACE")
+    path = Path(given) if given else ROOT.parent / "shared" / "traces"
+    path = path / NAME if path.is_dir() else path
+    return path if path.is_file() else None
+
+
+def read_trace(path: Path) -> list[list[int]]:
+    """Block ids of each request, in the order of their arrival."""
+    opened = gzip.open if path.suffix == ".gz" else open
+    with opened(path, "rt", encoding="utf-8") as lines:
+        rows = [json.loads(line) for line in lines]
+    rows.sort(key=lambda row: row["timestamp"])
+    return [row["hash_ids"] for row in rows]
+
+
+def by_core(trace: Trace, room: int) -> int:
+    """Blocks hit with the daemon's own core and policy, one span of one tile for each block."""
+    replay = Replay(room)
+    return sum(replay.request(now * 1000, ids) for now, ids in enumerate(trace))
+
+
+class Replay:
+    """A core that holds ``room`` spans, and one session that reads and stores."""
+
+    def __init__(self, room: int) -> None:
+        self._core = Core(CoreConfig(max_spans=room))
+        self._core.handle(ev.SlabAdded(0, room * TILE_BYTES), 0)
+        self._core.handle(ev.Populated(0, room * TILE_BYTES), 0)
+        self._core.handle(ev.SessionOpened(1, 0, "engine", 1), 0)
+        # The core waits with eviction while a slab may still grow.
+        self._after = CoreConfig(max_spans=room).patience_ms + 1
+
+    def request(self, now_ms: int, ids: Sequence[int]) -> int:
+        """Blocks hit by one request; what it missed is stored then, and its lease given back."""
+        core, now = self._core, now_ms + self._after
+        keys = b"".join(map(key, ids))
+        leased = _result(core.handle(ev.Acquire(1, 1, keys, [SHARD], True), now))
+        assert isinstance(leased, AcquireResult)
+        hits = next((i for i, reason in enumerate(leased.reason) if reason), len(ids))
+        if hits < len(ids):
+            count = len(ids) - hits
+            start = [512 * i for i in range(hits, len(ids))]
+            batch = (keys[hits * 32 :], [64] * count, start, [TILE_BYTES] * count)
+            reserved = _result(core.handle(ev.Reserve(1, 1, bytes(32), SHARD, *batch), now))
+            assert isinstance(reserved, ReserveResult)
+            taken = [number for number in reserved.reservation if number]
+            if taken:
+                commit = ev.Commit(1, 1, taken, [0] * len(taken), TILE_BYTES)
+                for effect in core.handle(commit, now):
+                    if isinstance(effect, Copy):
+                        core.handle(ev.CopyDone(effect.job, effect.job), now)
+        if leased.lease:
+            core.handle(ev.Release(1, 1, [leased.lease]), now)
+        return hits
+
+
+@functools.cache
+def key(block: int) -> bytes:
+    """A block's key: spread evenly, as hashes are."""
+    return blake3(block.to_bytes(8, "little")).digest()
+
+
+def _result(effects: Sequence[object]) -> Result:
+    return next(effect.result for effect in effects if isinstance(effect, Reply))
+
+
+def by_lru(trace: Trace, room: int) -> int:
+    """Blocks hit where the block whose last use is longest ago goes first."""
+    held: OrderedDict[int, None] = OrderedDict()
+    hits = 0
+    for ids in trace:
+        hits += leading(ids, held)
+        for number in ids:
+            held[number] = None
+            held.move_to_end(number)
+            if len(held) > room:
+                held.popitem(last=False)
+    return hits
+
+
+def by_optimum(trace: Trace, room: int) -> int:
+    """Blocks hit by one who knows the future (Belady): the block used last, or never, goes first.
+
+    A block may be passed over when it is the one that should go. Within a request, the end of the
+    chain goes before its beginning, without which it could not be hit.
+    """
+    following = next_uses(trace)
+    held: dict[int, tuple[int, int]] = {}
+    heap: list[tuple[int, int, int]] = []
+    hits = 0
+    for ids, uses in zip(trace, following, strict=True):
+        hits += leading(ids, held)
+        for depth, (number, use) in enumerate(zip(ids, uses, strict=True)):
+            held[number] = (use, depth)
+            heapq.heappush(heap, (-use, -depth, number))
+        while len(held) > room:
+            use, depth, number = heapq.heappop(heap)
+            if held.get(number) == (-use, -depth):
+                del held[number]
+    return hits
+
+
+def next_uses(trace: Trace) -> list[list[int]]:
+    """For each block of each request, the number of the next request that has it."""
+    never = len(trace)
+    seen: dict[int, int] = {}
+    uses: list[list[int]] = []
+    for number in range(len(trace) - 1, -1, -1):
+        uses.append([seen.get(block, never) for block in trace[number]])
+        seen.update(dict.fromkeys(trace[number], number))
+    uses.reverse()
+    return uses
+
+
+def leading(ids: Sequence[int], held: OrderedDict[int, None] | dict[int, tuple[int, int]]) -> int:
+    """Blocks before the first one that is not held."""
+    return next((i for i, number in enumerate(ids) if number not in held), len(ids))
+
+
+def run(quick: bool) -> list[Row]:
+    """Rows of this file; none without the trace."""
+    path = trace_path()
+    if path is None:
+        print(f"no trace: set KMESH_TRACE to {NAME}")
+        return []
+    trace = read_trace(path)[: 2000 if quick else None]
+    asked = sum(map(len, trace))
+    footprint = len({number for ids in trace for number in ids})
+    rows = []
+    for percent in PERCENT:
+        room = footprint * percent // 100
+        counts = {
+            "core": by_core(trace, room),
+            "lru": by_lru(trace, room),
+            "optimum": by_optimum(trace, room),
+        }
+        rates = ", ".join(f"{name} {hits / asked:.2%}" for name, hits in counts.items())
+        what = f"{room:,} of {footprint:,} blocks, {len(trace):,} requests; hit rates: {rates}"
+        samples = {name: [float(hits)] for name, hits in counts.items()}
+        rows.append(Row(f"eviction_{percent}", "ratio", "sum a / sum b", samples, what))
+        best = {name: samples[name] for name in ("core", "optimum")}
+        name, note = f"eviction_{percent}_optimum", "of the optimum's hits"
+        rows.append(Row(name, "ratio", "sum a / sum b", best, note))
+    return rows

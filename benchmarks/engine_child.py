@@ -1,0 +1,123 @@
+"""A vLLM engine in a process of its own, which times its steps and the connector's hooks in them.
+
+Each line on stdin holds a command's arguments as JSON; each answer is a line on the stdout that
+the process was started with. What vLLM prints goes to stderr.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import json
+import os
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+
+class HookClock:
+    """Seconds that the engine's thread spends inside the connector's methods."""
+
+    def __init__(self) -> None:
+        self.seconds = 0.0
+        self.calls = 0
+        self._inside = False
+
+    def watch(self, connector: type) -> None:
+        """Times every public method of the connector that an engine calls while it serves."""
+        for name, method in vars(connector).items():
+            if inspect.isfunction(method) and not name.startswith("_"):
+                setattr(connector, name, self._timed(method))
+
+    def _timed(self, method: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(method)
+        def hook(*arguments: Any, **more: Any) -> Any:
+            if self._inside:
+                return method(*arguments, **more)
+            self._inside = True
+            begin = time.perf_counter()
+            try:
+                return method(*arguments, **more)
+            finally:
+                self.seconds += time.perf_counter() - begin
+                self.calls += 1
+                self._inside = False
+
+        return hook
+
+
+class Engine:
+    """The commands; the scheduler, the worker and the model run in this thread."""
+
+    def __init__(self, transfer: dict[str, Any] | None, **arguments: Any) -> None:
+        from vllm import LLM
+        from vllm.config import KVTransferConfig
+
+        self._clock = HookClock()
+        if transfer is not None:
+            from kmesh_vllm.connector import KMeshConnector
+
+            self._clock.watch(KMeshConnector)
+            arguments["kv_transfer_config"] = KVTransferConfig(**transfer)
+        self._engine = LLM(
+            skip_tokenizer_init=True,
+            enforce_eager=True,
+            seed=0,
+            enable_prefix_caching=False,
+            **arguments,
+        ).llm_engine
+        self._count = 0
+
+    def run(self, prompts: list[list[int]], max_tokens: int) -> dict[str, Any]:
+        """Runs prompts together.
+
+        Returns seconds of all, of the hooks in them, and of each step and its hooks; seconds until
+        the first token of any; prompt tokens that came from a cache.
+        """
+        from vllm import SamplingParams
+
+        options = SamplingParams(
+            temperature=0, max_tokens=max_tokens, ignore_eos=True, detokenize=False
+        )
+        clock = self._clock
+        steps, cached, first, last = [], 0, 0.0, 0
+        hooks, calls = clock.seconds, clock.calls
+        begin = time.perf_counter()
+        for prompt in prompts:
+            self._count += 1
+            self._engine.add_request(str(self._count), {"prompt_token_ids": prompt}, options)
+        while self._engine.has_unfinished_requests():
+            at, inside = time.perf_counter(), clock.seconds
+            outputs = self._engine.step()
+            now = time.perf_counter()
+            if outputs and not first:
+                first = now - begin
+            steps.append((now - at, clock.seconds - inside))
+            for output in outputs:
+                if output.finished:
+                    cached += output.num_cached_tokens or 0
+                    last = output.outputs[0].token_ids[-1]
+        return {
+            "seconds": time.perf_counter() - begin,
+            "hooks": clock.seconds - hooks,
+            "calls": clock.calls - calls,
+            "steps": steps,
+            "first": first,
+            "cached": cached,
+            "last": last,
+        }
+
+
+def main() -> None:
+    """Serves commands until stdin ends."""
+    answers = os.fdopen(os.dup(1), "w", buffering=1)
+    os.dup2(2, 1)
+    engine = Engine(**json.loads(sys.stdin.readline()))
+    print("null", file=answers)
+    for line in sys.stdin:
+        print(json.dumps(engine.run(**json.loads(line))), file=answers)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,121 @@
+"""Starts the engines that are measured, and talks to them."""
+
+from __future__ import annotations
+
+import json
+import os
+import select
+import signal
+import subprocess
+import sys
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from benchmarks.spand import environment
+
+START_SECONDS = 300.0
+RUN_SECONDS = 300.0
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """What a run came to; seconds. See ``engine_child.Engine.run``."""
+
+    seconds: float
+    hooks: float
+    calls: int
+    steps: list[tuple[float, float]]
+    first: float
+    cached: int
+    last: int
+
+
+class Engine:
+    """One engine process. Making it returns at once; ``up`` waits until it has started.
+
+    Args:
+        transfer: vLLM's KV transfer config, or None for an engine without a connector.
+    """
+
+    def __init__(self, model: str, transfer: dict[str, Any] | None, **arguments: Any) -> None:
+        self._log = tempfile.TemporaryFile()  # noqa: SIM115
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "benchmarks.engine_child"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self._log,
+            env=environment(
+                VLLM_ENABLE_V1_MULTIPROCESSING="0",
+                VLLM_CPU_KVCACHE_SPACE="1",
+                VLLM_CPU_OMP_THREADS_BIND="nobind",
+                VLLM_NO_USAGE_STATS="1",
+                VLLM_LOGGING_LEVEL="WARNING",
+                TORCHDYNAMO_DISABLE="1",
+                HF_HUB_OFFLINE="1",
+            ),
+            text=True,
+            start_new_session=True,
+        )
+        self._send({"model": model, "transfer": transfer, **arguments})
+
+    def __enter__(self) -> Engine:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        try:
+            self._process.stdin.close()
+            self._process.wait(20)
+        except (OSError, subprocess.TimeoutExpired):
+            os.killpg(self._process.pid, signal.SIGKILL)
+            self._process.wait()
+        self._process.stdout.close()
+        self._log.close()
+
+    def up(self) -> Engine:
+        """Waits until it has started.
+
+        Raises:
+            RuntimeError: it could not; the end of its log says why.
+        """
+        self._receive(START_SECONDS)
+        return self
+
+    def run(self, prompts: list[list[int]], max_tokens: int = 1) -> Run:
+        """Runs prompts together; errors as ``up``."""
+        self._send({"prompts": prompts, "max_tokens": max_tokens})
+        return Run(**self._receive(RUN_SECONDS))
+
+    def _send(self, message: Any) -> None:
+        assert self._process.stdin is not None
+        print(json.dumps(message), file=self._process.stdin, flush=True)
+
+    def _receive(self, wait: float) -> Any:
+        assert self._process.stdout is not None
+        ready, _, _ = select.select([self._process.stdout], [], [], wait)
+        line = self._process.stdout.readline() if ready else ""
+        if not line:
+            self._log.seek(0)
+            tail = self._log.read().decode(errors="replace")[-3000:]
+            raise RuntimeError(f"the engine gave no answer\n{tail}")
+        return json.loads(line)
+
+
+def transfer(socket_dir: Path, **settings: Any) -> dict[str, Any]:
+    """vLLM's KV transfer config for KMesh."""
+    return {
+        "kv_connector": "KMeshConnector",
+        "kv_connector_module_path": "kmesh_vllm",
+        "kv_role": "kv_both",
+        "kv_load_failure_policy": "recompute",
+        "kv_connector_extra_config": {"socket_dir": str(socket_dir), **settings},
+    }

@@ -1,0 +1,201 @@
+"""What a new epoch takes over."""
+
+from __future__ import annotations
+
+import pytest
+from asking import A, B, C, D, E, F, reasons
+from world import OTHER_SHARD, World, key
+
+from kmesh.layout import TILE_BYTES
+from kmesh_spand.core import effects as fx
+from kmesh_spand.core import events as ev
+from kmesh_spand.core.codes import Reason
+from kmesh_spand.core.core import Core
+from kmesh_spand.core.record import decode
+
+
+def test_recovered_spans_are_served_after_a_verification(world: World) -> None:
+    one = world.connect()
+    world.store(one, [A, B, C])
+    world.store(one, [D], tokens=48, sub_keys=(E, F))
+    world.flip(0, 1)
+    damaged = next(row.key for row in world.core.spans(now_ms=0) if row.offset == TILE_BYTES)
+    world.restart()
+    assert len(world.verifies) == world.config.max_verify
+    assert world.core.status().recovering == 4
+    one = world.connect()
+    assert not world.index
+    assert reasons(world.acquire(one, [A, E, key("x")])) == [
+        Reason.PENDING,
+        Reason.PENDING,
+        Reason.MISS,
+    ]
+    world.settle()
+    for name in (A, B, C, D, E, F):
+        expected = Reason.MISS if name == damaged else Reason.OK
+        assert reasons(world.acquire(one, [name])) == [expected]
+    counters = world.core.counters
+    assert (counters["recovered"], counters["verified"], counters["corrupt"]) == (4, 3, 1)
+    world.check()
+
+
+def test_a_wanted_span_is_verified_first() -> None:
+    world = World({0: 8}, max_verify=1)
+    one = world.connect()
+    world.store(one, [A, B, C, D])
+    world.restart()
+    one = world.connect()
+    last = world.core.spans(now_ms=0)[-1]
+    world.acquire(one, [last.key])
+    (job,) = world.verifies
+    world.verify_ends(job)
+    (verify,) = world.verifies.values()
+    assert verify.offset == last.offset
+    # A whole prefix is wanted at once, not key by key.
+    names = [row.key for row in world.core.spans(now_ms=0) if row.state == "recovered"]
+    answer = world.acquire(one, [last.key, *names], prefix=True)
+    assert reasons(answer)[0] == Reason.PENDING
+    assert list(world.core._verifier._urgent) == [
+        row.slot + 1 for row in world.core.spans(now_ms=0) if row.key in names
+    ]
+
+
+def test_a_payload_that_kills_the_worker_is_given_up() -> None:
+    world = World({0: 8}, max_verify=1)
+    world.store(world.connect(), [A])
+    world.restart()
+    for _ in range(3):
+        assert len(world.verifies) == 1
+        world.verify_ends(min(world.verifies), answered=False)
+    assert not world.verifies
+    assert world.core.counters["corrupt"] == 1
+    assert world.core.spans(now_ms=0) == []
+    world.check()
+
+
+def test_ranges_of_an_earlier_epoch_rest_until_grace_has_ended() -> None:
+    world = World({0: 3}, max_spans=4)
+    world.store(world.connect(), [A, B])
+    bad = next(row for row in world.core.spans(now_ms=0) if row.key == A)
+    world.flip(0, bad.offset // TILE_BYTES)
+    world.restart()
+    world.settle()
+    one = world.connect()
+    world.store(one, [C])
+    assert reasons(world.reserve(one, [D])) == [Reason.NOT_READY]
+    assert world.core.counters["evicted"] == 0
+    world.check()
+    world.send(ev.GraceEnded())
+    world.store(one, [D])
+    assert world.core.counters["evicted"] == 0
+    world.check()
+
+
+def test_records_that_contradict_each_other_are_dropped(world: World) -> None:
+    world.store(world.connect(), [A, B, C, D], length=2 * TILE_BYTES)
+    rows = {row.key: row for row in world.core.spans(now_ms=0)}
+    catalog = dict(world.catalog)
+    catalog[40] = catalog[rows[A].slot]
+    for name, field, value in (
+        (B, "offset", rows[A].offset + TILE_BYTES),
+        (C, "tokens", 65),
+        (D, "offset", 7 * TILE_BYTES),
+    ):
+        record = world.record(rows[name].slot)
+        values = {n: getattr(record, n) for n in record.__slots__}
+        catalog[rows[name].slot] = type(record)(**{**values, field: value}).encode()
+    world.restart(catalog)
+    world.settle()
+    world.check()
+    left = [row.key for row in world.core.spans(now_ms=0)]
+    assert left in ([A], [B])  # whichever of the two that overlap has the lower slot
+    assert world.core.counters["recovered_dropped"] == 4
+    assert reasons(world.acquire(world.connect(), [C, D])) == [Reason.MISS] * 2
+    world.send(ev.GraceEnded())
+    world.check()
+
+
+def test_slabs_and_slots_that_are_gone_take_their_records_along(world: World) -> None:
+    world.store(world.connect(), [A, B, C, D])
+    records = [(slot, decode(data)) for slot, data in world.catalog.items()]
+    core = Core(type(world.config)(max_spans=2))
+    core.handle(ev.Recovered([(s, r) for s, r in records if r]), 0)
+    assert core.counters["recovered_dropped"] == 2
+    core.check()
+    effects = core.handle(ev.GraceEnded(), 0)
+    assert [type(effect) for effect in effects] == [fx.PutRecord] * 2
+    core.check()
+    core.handle(ev.SlabAdded(0, 8 * TILE_BYTES), 0)
+    assert core.status().spans == 0
+    with pytest.raises(ValueError, match="slab 0"):
+        core.handle(ev.SlabAdded(0, 8 * TILE_BYTES), 0)
+
+
+def test_of_two_records_with_one_key_one_is_dropped(world: World) -> None:
+    world.store(world.connect(), [A, B])
+    catalog = dict(world.catalog)
+    slot = next(row.slot for row in world.core.spans(now_ms=0) if row.key == B)
+    record = world.record(slot)
+    values = {name: getattr(record, name) for name in record.__slots__}
+    catalog[slot] = type(record)(**{**values, "key": A}).encode()
+    world.restart(catalog)
+    world.check()
+    assert [row.key for row in world.core.spans(now_ms=0)] == [A]
+    assert world.core.counters["recovered_dropped"] == 1
+    # What the dropped one named is not reused yet either.
+    assert world.core.status().slabs[0].used == 2 * TILE_BYTES
+    world.send(ev.GraceEnded())
+    assert world.core.status().slabs[0].used == TILE_BYTES
+    world.check()
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("root", 99),
+        ("offset", 7 * TILE_BYTES),
+        ("shard", OTHER_SHARD),
+        ("namespace", key("other")),
+        ("tokens", 48),
+        ("tokens", 8),
+        ("primary", 60),
+        ("key", A),
+    ],
+)
+def test_an_alias_that_does_not_fit_its_span_is_dropped(
+    world: World, field: str, value: object
+) -> None:
+    world.store(world.connect(), [A], tokens=48, sub_keys=(E, F))
+    catalog = dict(world.catalog)
+    slot = next(slot for slot in catalog if world.record(slot).key == E)
+    record = world.record(slot)
+    values = {name: getattr(record, name) for name in record.__slots__}
+    catalog[slot] = type(record)(**{**values, field: value}).encode()
+    world.restart(catalog)
+    world.settle()
+    world.check()
+    assert world.core.counters["recovered_dropped"] == 1
+    assert reasons(world.acquire(world.connect(), [A, E, F])) == [0, Reason.MISS, 0]
+
+
+def test_spans_above_the_populated_memory_are_not_evicted_in_vain(world: World) -> None:
+    """Evicting them gives no range that may be handed out yet."""
+    world.store(world.connect(), [A, B], length=4 * TILE_BYTES)
+    records = [(slot, decode(data)) for slot, data in world.catalog.items()]
+    core = Core(world.config)
+    core.handle(ev.Recovered([(slot, record) for slot, record in records if record]), 0)
+    for event in (
+        ev.SlabAdded(0, 8 * TILE_BYTES),
+        ev.Populated(0, 2 * TILE_BYTES),
+        ev.GraceEnded(),
+        ev.SessionOpened(1, 0, "", 3),
+    ):
+        effects = core.handle(event, 0)
+        jobs = [effect.job for effect in effects if isinstance(effect, fx.Verify)]
+        for job in jobs:
+            core.handle(ev.VerifyDone(job, True), 0)
+    reserve = ev.Reserve(1, 1, key("space"), OTHER_SHARD, C, [64], [0], [TILE_BYTES])
+    effects = core.handle(reserve, core.config.patience_ms)
+    assert effects == [fx.Reply(1, 1, fx.ReserveResult([Reason.POOL_FULL], [0]))]
+    assert core.counters["evicted"] == 0
+    core.check()

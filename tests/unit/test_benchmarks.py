@@ -1,0 +1,275 @@
+"""How figures are made of samples and judged; nothing is measured here."""
+
+from __future__ import annotations
+
+import json
+import math
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from benchmarks import check, machine, suite
+from benchmarks.bench_eviction import by_core, by_lru, by_optimum, leading, next_uses
+from benchmarks.check import Target, TargetError, Verdict, judge, judge_all, read_targets
+from benchmarks.results import REDUCE, Row, bootstrap, p99, unavailable
+from benchmarks.timing import in_turn
+from tools.verify_evidence import check_file, derive
+
+ROOT = Path(__file__).parents[2]
+TARGETS = ROOT / "benchmarks" / "targets.toml"
+
+samples = st.lists(st.floats(0.001, 1e6), min_size=1, max_size=40)
+
+
+def row(value: float = 1.0, unit: str = "ms", name: str = "figure") -> dict[str, Any]:
+    return Row(name, unit, "max", {"values": [value]}).to_json()
+
+
+def result(*rows: dict[str, Any]) -> dict[str, Any]:
+    return {
+        "label": "functional, CPU",
+        "date": "2026-01-01",
+        "commit": "0" * 40,
+        "clean": True,
+        "quick": False,
+        "hardware": {"cpu": "a processor", "cpus": 2, "memory_gib": 1.0, "kernel": "6"},
+        "raw": {"rows": list(rows)},
+    }
+
+
+# Judging.
+
+
+@pytest.mark.parametrize(
+    ("bounds", "value", "verdict"),
+    [
+        ({"at_most": 2.0}, 2.0, Verdict.HOLDS),
+        ({"at_most": 2.0}, 2.001, Verdict.SHORT),
+        ({"at_least": 2.0}, 2.0, Verdict.HOLDS),
+        ({"at_least": 2.0}, 1.999, Verdict.SHORT),
+        ({"at_most": 0.0}, 0.0, Verdict.HOLDS),
+        ({}, 7.0, Verdict.SHOWN),
+    ],
+)
+def test_a_figure_is_compared_with_its_bound(
+    bounds: dict[str, float], value: float, verdict: Verdict
+) -> None:
+    line = judge(Target("figure", "", "ms", **bounds), row(value), ROOT)
+    assert line.verdict is verdict
+    assert line.verdict.fails is (verdict is Verdict.SHORT)
+
+
+def test_a_missing_row_fails_whatever_explains_it(tmp_path: Path) -> None:
+    (tmp_path / "why.md").write_text("because")
+    for target in (Target("figure", "", "ms"), Target("figure", "", "ms", 1.0, adr="why.md")):
+        line = judge(target, None, tmp_path)
+        assert (line.verdict, line.verdict.fails) == (Verdict.MISSING, True)
+
+
+def test_an_adr_explains_a_shortfall_only_if_it_is_there(tmp_path: Path) -> None:
+    target = Target("figure", "", "ms", at_most=1.0, adr="docs/adr/0042-why.md")
+    assert judge(target, row(2.0), tmp_path).verdict is Verdict.SHORT
+    page = tmp_path / target.adr
+    page.parent.mkdir(parents=True)
+    page.write_text("because")
+    line = judge(target, row(2.0), tmp_path)
+    assert (line.verdict, line.verdict.fails) == (Verdict.EXPLAINED, False)
+    assert target.adr in str(line)
+    assert judge(target, row(1.0), tmp_path).verdict is Verdict.HOLDS
+
+
+def test_what_a_machine_does_not_give_is_no_excuse_for_a_target() -> None:
+    gone = unavailable("figure", "ms", "no such pages").to_json()
+    line = judge(Target("figure", "", "ms"), gone, ROOT)
+    assert (line.verdict.fails, line.note) == (False, "no such pages")
+    assert judge(Target("figure", "", "ms", at_most=1.0), gone, ROOT).verdict is Verdict.MISSING
+
+
+def test_another_unit_is_not_compared() -> None:
+    line = judge(Target("figure", "", "µs", at_most=50), row(0.04, "ms"), ROOT)
+    assert line.verdict is Verdict.MISSING
+
+
+def test_a_row_that_no_target_names_is_noticed() -> None:
+    lines = judge_all(result(row(), row(name="other")), [Target("figure", "", "ms")], ROOT)
+    assert [(line.target.row, line.verdict.fails) for line in lines] == [
+        ("figure", False),
+        ("other", True),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("value", "status", "last"), [(1.0, 0, "1 of 1 in order"), (9.0, 1, "0 of 1 in order")]
+)
+def test_the_check_prints_a_line_for_each_target(
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    value: float,
+    status: int,
+    last: str,
+) -> None:
+    path, targets = tmp_path / "bench.json", tmp_path / "targets.toml"
+    path.write_text(json.dumps(result(row(value))))
+    targets.write_text('[[target]]\nrow = "figure"\ntext = "x"\nunit = "ms"\nat_most = 2\n')
+    assert check.main(path, targets, tmp_path) == status
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) == 3
+    assert lines[1].startswith("figure")
+    assert "≤ 2 ms" in lines[1]
+    assert lines[-1] == last
+
+
+def test_the_check_fails_without_a_result(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert check.main(tmp_path / "bench.json", TARGETS, ROOT) == 1
+    assert "make bench" in capsys.readouterr().out
+
+
+# Targets.
+
+
+def test_the_targets_can_be_read_and_their_pages_are_there() -> None:
+    targets = read_targets(TARGETS)
+    assert len(targets) > 30
+    assert [t.adr for t in targets if t.adr and not (ROOT / t.adr).is_file()] == []
+
+
+@pytest.mark.parametrize(
+    ("text", "names"),
+    [
+        ('row = "a"\ntext = ""\nunit = "s"\nat_most = 1\nat_least = 1', "a: both"),
+        ('row = "a"\ntext = ""\nunit = "s"\nadr = "x.md"', "a: an ADR"),
+        ('row = "a"\ntext = ""\nunit = "s"\nat_mots = 1', "at_mots"),
+        (
+            'row = "a"\ntext = ""\nunit = "s"\n[[target]]\nrow = "a"\ntext = ""\nunit = "s"',
+            "twice: a",
+        ),
+    ],
+)
+def test_targets_that_contradict_themselves_are_refused(
+    tmp_path: Path, text: str, names: str
+) -> None:
+    path = tmp_path / "targets.toml"
+    path.write_text(f"[[target]]\n{text}\n")
+    with pytest.raises(TargetError, match=names):
+        read_targets(path)
+
+
+# Figures.
+
+
+@given(samples)
+def test_p99_leaves_at_most_one_in_a_hundred_above(values: list[float]) -> None:
+    found = p99(values)
+    assert found in values
+    assert sum(v > found for v in values) <= len(values) / 100
+
+
+@given(samples, st.sampled_from(sorted(REDUCE)))
+def test_the_verifier_comes_to_the_same_figures_by_itself(values: list[float], name: str) -> None:
+    others = [value * 3 + 1 for value in values]
+    one = Row("figure", "ms", name, {"a": values, "b": others, "more": [1.0]})
+    evidence = {"kind": "bench", "raw": {"rows": [one.to_json()]}}
+    assert one.value is not None
+    assert math.isclose(derive(evidence)["figure"], one.value, rel_tol=1e-6, abs_tol=1e-6)
+
+
+def test_a_row_survives_its_file() -> None:
+    one = Row("figure", "ratio", "median of a/b", {"a": [1.0, 2.0], "b": [2.0, 2.0]}, "n", (0.5, 1))
+    again = Row.from_json(json.loads(json.dumps(one.to_json())))
+    assert again == one
+    assert again.value == 0.75
+
+
+def test_samples_are_written_with_the_digits_that_figures_are_made_of() -> None:
+    one = Row("figure", "s", "median", {"a": [1.23456789]})
+    assert one.value == one.to_json()["series"]["a"]["values"][0] == 1.2346
+
+
+def test_the_interval_holds_the_figure_and_is_the_same_again() -> None:
+    rng = random.Random(1)
+    ours = [rng.uniform(0.9, 1.2) for _ in range(12)]
+    low, high = bootstrap(ours, [1.0] * 12)
+    assert low <= sorted(ours)[5] <= high
+    assert (low, high) == bootstrap(ours, [1.0] * 12)
+    assert low < high
+
+
+def test_both_sides_are_measured_in_turn() -> None:
+    calls: list[str] = []
+    taken = in_turn({"a": lambda: calls.append("a"), "b": lambda: calls.append("b")}, 2, warm=1)
+    assert "".join(calls) == "baabba"
+    assert [len(values) for values in taken.values()] == [2, 2]
+
+
+# Runs.
+
+
+def test_a_run_is_an_evidence_file(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(machine, "busy_cpus", lambda seconds=1.0: 0.0)
+    one = machine.Run(quick=True)
+    one.add("made up", [Row("a", "s", "max", {"v": [2.0]}), unavailable("b", "s", "no")], 1.0)
+    written = json.loads(json.dumps(one.to_json()))
+    assert check_file(written) == []
+    assert written["derived"] == {"a": 2.0}
+    assert written["quick"]
+    written["derived"]["a"] = 1.9
+    assert "a is 2.0" in check_file(written)[0]
+
+
+def test_every_benchmark_has_its_module() -> None:
+    files = {path.stem for path in (ROOT / "benchmarks").glob("bench_*.py")}
+    assert files == {f"bench_{name}" for name in suite.BENCHMARKS}
+
+
+# Eviction.
+
+
+def blocks(seed: int, requests: int = 150) -> list[list[int]]:
+    """Chains that share beginnings: block ids as in a trace."""
+    rng = random.Random(seed)
+    known: list[list[int]] = [[]]
+    fresh = iter(range(10**6))
+    trace = []
+    for _ in range(requests):
+        parent = rng.choice(known[-20:])
+        chain = parent[: rng.randint(0, len(parent))] + [
+            next(fresh) for _ in range(rng.randint(1, 4))
+        ]
+        known.append(chain)
+        trace.append(chain)
+    return trace
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_nobody_beats_the_optimum(seed: int) -> None:
+    trace = blocks(seed)
+    for room in (8, 20, 60):
+        best = by_optimum(trace, room)
+        assert by_lru(trace, room) <= best
+        assert by_core(trace, room) <= best
+
+
+def test_with_room_for_all_everybody_hits_what_was_seen_before() -> None:
+    trace = blocks(7)
+    seen: set[int] = set()
+    repeated = 0
+    for ids in trace:
+        repeated += sum(number in seen for number in ids)
+        seen.update(ids)
+    room = len(seen)
+    assert by_lru(trace, room) == by_optimum(trace, room) == by_core(trace, room) == repeated
+
+
+def test_hits_end_at_the_first_block_that_is_not_there() -> None:
+    assert leading([1, 2, 3, 4], {1: (0, 0), 2: (0, 0), 4: (0, 0)}) == 2
+    assert leading([5], {}) == 0
+
+
+def test_next_uses_look_forward() -> None:
+    assert next_uses([[1, 2], [1], [2, 1]]) == [[1, 2], [2], [3, 3]]
