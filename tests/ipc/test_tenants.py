@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import mmap
 import os
@@ -16,6 +17,13 @@ from daemon_process import Daemon, wait_for
 from foreign import NOBODY, let_in, run_as
 from rawclient import RawClient, Refused
 
+from kmesh.aio import AsyncSession
+from kmesh.calls import ReserveBatch
+from kmesh.errors import ConfigError
+from kmesh.keys import salt_digest
+from kmesh.layout import Shard
+from kmesh.session import Role, Session
+from kmesh.store import put_spans, read_span
 from kmesh.v1 import common_pb2, spans_pb2
 
 Start = Callable[..., Daemon]
@@ -291,3 +299,29 @@ def test_eviction_of_one_salt_leaves_the_other(start_spand: Start) -> None:
     counts = {tenant.name: tenant.counters["evicted"] for tenant in daemon.status().tenants}
     assert counts.pop(str(os.getuid())) > 40
     assert list(counts.values()) == [0]
+
+
+def test_the_client_states_the_salt(start_spand: Start) -> None:
+    daemon = start_spand(**POOL)
+    daemon.wait_populated()
+    salt = bytes.fromhex(salt_digest("alice"))
+    shard = Shard(0, 2, 0, 1)
+    with Session.connect(daemon.socket_dir, role=Role.TOOL) as session:
+        batch = ReserveBatch(bytes(32), shard, KEY, [64], [0], [len(THEIRS)], salt=salt)
+        assert put_spans(session, session.staging(1 << 20), batch, [THEIRS]) == [0]
+        with session.acquire(KEY, [shard], salt=salt) as lease:
+            assert read_span(session, lease, 0) == THEIRS
+        assert session.acquire(KEY, [shard]).hits == 0
+        assert session.acquire_async(KEY, [shard], salt=salt).result(10).hits == 1
+        with pytest.raises(ConfigError, match="salt"):
+            session.acquire(KEY, [shard], salt=b"alice")
+        with pytest.raises(ConfigError, match="salt"):
+            ReserveBatch(bytes(32), shard, KEY, [64], [0], [1], salt=b"alice")
+    assert salt.hex() not in repr(batch)
+    assert str(salt)[2:-1] not in repr(batch)
+
+    async def ask() -> int:
+        async with await AsyncSession.connect(daemon.socket_dir, role=Role.TOOL) as session:
+            return (await session.acquire(KEY, [shard], salt=salt)).hits
+
+    assert asyncio.run(ask()) == 1
