@@ -73,6 +73,7 @@ class Client:
     sent: float = 0.0
     owed: int = 0
     count: int = 0
+    lease: int = 0
 
     def ask(self) -> None:
         self.sent = time.perf_counter()
@@ -80,7 +81,7 @@ class Client:
         self.owed += 1
 
     def hear(self) -> float | None:
-        """Takes one packet: seconds since ``ask`` if it brings the lease, which is given back."""
+        """Takes one packet: seconds since ``ask`` if it brings the lease."""
         response = session_socket_pb2.Response.FromString(self.sock.recv(1 << 17))
         self.owed -= 1
         if response.WhichOneof("body") == "release":
@@ -88,13 +89,15 @@ class Client:
         took = time.perf_counter() - self.sent
         if response.WhichOneof("body") != "acquire" or any(response.acquire.reason):
             raise RuntimeError("not every span was leased")
-        release = session_socket_pb2.Request(
-            id=3, release=spans_pb2.ReleaseRequest(leases=[response.acquire.lease])
-        )
-        self.sock.send(release.SerializeToString())
-        self.owed += 1
+        self.lease = response.acquire.lease
         self.count += 1
         return took
+
+    def release(self) -> None:
+        """Gives the lease back."""
+        request = spans_pb2.ReleaseRequest(leases=[self.lease])
+        self.sock.send(session_socket_pb2.Request(id=3, release=request).SerializeToString())
+        self.owed += 1
 
 
 class Crowd:
@@ -118,13 +121,21 @@ class Crowd:
             self._epoll.register(sock.fileno(), select.EPOLLIN)
 
     def burst(self, clients: list[Client]) -> list[float]:
-        """All of them ask at the same moment; seconds until each has its answer."""
+        """All of them ask at the same moment; seconds until each has its answer.
+
+        Leases are given back when all have one, as engines hold them while they load.
+        """
         for client in clients:
             client.ask()
-        return [took for _, took in self._heard(clients)]
+        taken = [took for _, took in self._heard(clients)]
+        for client in clients:
+            client.release()
+        for _ in self._heard(clients):
+            raise RuntimeError("a lease that nobody asked for")
+        return taken
 
     def race(self, clients: list[Client], seconds: float) -> list[float]:
-        """Each asks again as soon as it has its answer; seconds of every answer."""
+        """Each releases and asks again as soon as it has its answer; seconds of every answer."""
         taken = []
         until = time.perf_counter() + seconds
         for client in clients:
@@ -132,6 +143,7 @@ class Crowd:
             client.ask()
         for client, took in self._heard(clients):
             taken.append(took)
+            client.release()
             if time.perf_counter() < until:
                 client.ask()
         return taken

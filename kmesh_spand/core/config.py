@@ -20,7 +20,7 @@ class CoreConfig:
         span_tokens, sub_tokens: tokens of a full span, and of the step at which tails are found.
         max_batch: entries of one request (keys times shards for Acquire).
         max_reservations: open reservations of one session.
-        max_leases: open leases of one session.
+        max_leases, max_leased_spans: open leases of one session, and spans in them.
         max_verify: verifications in flight at a time.
         patience_ms: how long after a slab last grew Reserve still answers "not ready"
             instead of evicting.
@@ -32,6 +32,7 @@ class CoreConfig:
     max_batch: int = 1024
     max_reservations: int = 4096
     max_leases: int = 65536
+    max_leased_spans: int = 1 << 20
     max_verify: int = 4
     patience_ms: int = 5000
 

@@ -41,7 +41,11 @@ class Reading:
         """Lease what is committed; a lease belongs to the session that asked."""
         if refused := check_acquire(event, self._config):
             return refused
-        if len(session.leases) >= self._config.max_leases:
+        config = self._config
+        if (
+            len(session.leases) >= config.max_leases
+            or session.leased_spans >= config.max_leased_spans
+        ):
             return Refused(Code.EXHAUSTED, "too many open leases", "keys")
         counters, table = self._store.counters, self._store.table
         tenant = self._store.tenants.find(session.group, event.salt)

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 from kmesh.index import Probe
 from kmesh.keys import KEY_BYTES, KeyChain
+from kmesh_vllm.quarantine import Quarantine
 from kmesh_vllm.sharding import Sharding
 
 
@@ -45,13 +46,13 @@ def longest_hit(
     sub_tokens: int,
     block_tokens: int,
     limit: int,
-    avoid: Callable[[bytes], bool],
+    avoid: Quarantine,
 ) -> Hit | None:
     """The longest hit, the first sharding's where several are as long; None for a miss.
 
     Args:
         limit: tokens that are of use, whole blocks.
-        avoid: says of a key that it must not be used now.
+        avoid: keys that must not be used now.
     """
     best: Hit | None = None
     # Most shardings have nothing, so that the same parts are asked for again.
@@ -60,8 +61,8 @@ def longest_hit(
     keys = chain.keys[: count * KEY_BYTES]
     for sharding in shardings:
         spans = index.probe(keys, sharding.codes).hits if keys else 0
-        for i in range(spans):
-            if avoid(keys[i * KEY_BYTES : (i + 1) * KEY_BYTES]):
+        for i in range(spans if avoid else 0):
+            if keys[i * KEY_BYTES : (i + 1) * KEY_BYTES] in avoid:
                 spans = i
                 break
         if spans not in tails:
@@ -69,7 +70,7 @@ def longest_hit(
             tails[spans] = lengths, [chain.key(spans, tokens) for tokens in lengths]
         lengths, parts = tails[spans]
         found = index.probe(b"".join(parts), sharding.codes).hits if parts else 0
-        while found and avoid(parts[found - 1]):
+        while found and parts[found - 1] in avoid:
             found -= 1
         hit = Hit(sharding, spans, lengths[found - 1] if found else 0)
         if hit.tokens(span_tokens) > (best.tokens(span_tokens) if best else 0):

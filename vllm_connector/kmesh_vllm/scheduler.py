@@ -117,6 +117,9 @@ class SchedulerHalf:
         if state.phase is Phase.LOADING:
             raise RuntimeError(f"{request_id}: asked for a match while its load is under way")
         state.local = local
+        if request_id in self._loading:
+            # An aborted request of the same id still loads, and its end would be taken for ours.
+            return 0, False
         session = self._client.session
         block = self._identity.block_tokens
         limit = min((total - 1) // block * block, len(state.tokens) // block * block)
@@ -272,7 +275,7 @@ class SchedulerHalf:
                 sub_tokens=welcome.sub_tokens,
                 block_tokens=self._identity.block_tokens,
                 limit=limit,
-                avoid=self._quarantine.__contains__,
+                avoid=self._quarantine,
             )
             state.remember(at, hit)
         return hit

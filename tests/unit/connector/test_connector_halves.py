@@ -217,6 +217,22 @@ def test_aborted_while_loading_keeps_its_lease_until_the_end(
     until(lambda: daemon.leases == 0)
 
 
+def test_an_id_used_again_during_its_load_computes(engine: Make, daemon: FakeDaemon) -> None:
+    stored_by(engine("a"), daemon, prompt(192))
+    other = engine("b")
+    other.scheduler.add("r", prompt(192), DIGEST)
+    assert other.match("r", 0, 192) == 160
+    other.scheduler.allocated("r", [1, 2, 3, 4, 5], 160)
+    other.scheduler.finished("r")
+    other.scheduler.add("r", prompt(192), DIGEST)
+    assert other.scheduler.match("r", 0, 192) == (0, False)
+    other.run(other.scheduler.plan([], []))
+    other.settle("r")
+    other.scheduler.finished("r")
+    until(lambda: daemon.leases == 0)
+    assert len(other.scheduler) == 0
+
+
 def test_a_failed_forward_pass_stores_nothing(engine: Make, daemon: FakeDaemon) -> None:
     one = engine("a")
     one.scheduler.add("r", prompt(128), DIGEST)

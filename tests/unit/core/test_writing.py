@@ -100,6 +100,18 @@ def test_a_session_may_not_take_more_than_its_share() -> None:
     world.check()
 
 
+def test_a_session_may_not_lease_spans_without_end() -> None:
+    world = World({0: 8}, max_leased_spans=2)
+    one = world.connect()
+    world.store(one, [A])
+    world.acquire(one, [A])
+    lease = world.acquire(one, [A]).lease
+    assert refused(world.ask(ev.Acquire, one, A, [SHARD], False)) == (Code.EXHAUSTED, "keys")
+    world.release(one, [lease])
+    assert reasons(world.acquire(one, [A])) == [0]
+    world.check()
+
+
 def test_draining_lets_only_what_is_in_flight_finish(world: World) -> None:
     one = world.connect()
     world.store(one, [A])
