@@ -5,6 +5,7 @@ Runs in a short-lived process, because the libraries it needs are larger than th
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import tomllib
 from collections.abc import Mapping
@@ -31,6 +32,11 @@ ENV_PREFIX = "KMESH_SPAND_"
 _MEMORY_OF_A_RECORD = 256 << 10
 _HUGE_PAGE = 2 << 20
 _MAX_PATH = 107 - len("/session.sock")
+_TRACE_MODULES = {
+    "console": "opentelemetry.sdk.trace",
+    "file": "opentelemetry.sdk.trace",
+    "otlp": "opentelemetry.exporter.otlp.proto.grpc",
+}
 
 Size = Annotated[int, BeforeValidator(units.parse_size)]
 Mode = Annotated[int, BeforeValidator(units.parse_mode)]
@@ -40,6 +46,7 @@ Quotas = Annotated[
     dict[str, Annotated[int, Field(ge=0)]], NoDecode, BeforeValidator(units.parse_quotas)
 ]
 Listen = Annotated[str, AfterValidator(units.check_listen)]
+Trace = Annotated[str, AfterValidator(units.check_trace)]
 Level = Literal["debug", "info", "warning", "error"]
 
 
@@ -97,6 +104,9 @@ class Config(BaseSettings):
     grace_ms: int = _set("time for engines to re-attach after a restart", 10_000, ge=0)
     shutdown_timeout_ms: int = _set("time to finish on SIGTERM", 10_000, ge=0)
     metrics_listen: Listen = _set("HOST:PORT of the metrics page over HTTP [none]", "")
+    stuck_ms: int = _set("a store worker that owes an answer for longer is not ready", 3000, ge=100)
+    slow_call_ms: int = _set("calls that take longer are logged; 0: none", 1000, ge=0)
+    trace: Trace = _set("OpenTelemetry: off, console, file:PATH or otlp:ENDPOINT", "off")
     log_level: Level = _set("least severe line that is logged", "info")
     log_format: Literal["text", "json"] = _set("form of a log line", "text")
 
@@ -149,6 +159,9 @@ class Config(BaseSettings):
             tenants=self.tenants,
             hardened=self.hardened,
             memory_headroom=self.memory_headroom,
+            stuck_ms=self.stuck_ms,
+            slow_call_ms=self.slow_call_ms,
+            trace=self.trace,
             log_level=self.log_level,
             log_format=self.log_format,
         )
@@ -186,6 +199,16 @@ def _check(settings: Settings) -> None:
     if settings.session_staging > settings.staging_memory:
         limit = units.format_size(settings.staging_memory)
         raise ConfigError(f"session_staging: over staging_memory, {limit}")
+    needed = _TRACE_MODULES.get(settings.trace.partition(":")[0])
+    if needed and not _installed(needed):
+        raise ConfigError("trace: OpenTelemetry is not installed: pip install 'kmesh[otel]'")
+
+
+def _installed(module: str) -> bool:
+    try:
+        return importlib.util.find_spec(module) is not None
+    except ModuleNotFoundError:
+        return False
 
 
 class Loaded(NamedTuple):

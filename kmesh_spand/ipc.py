@@ -14,6 +14,12 @@ import msgspec
 
 MAX_BYTES = 4096
 
+#: What ``Fallback`` can say, and what it means.
+FALLBACKS = {
+    "hugepages": "a slab has small pages, although huge ones were asked for",
+    "populate": "the kernel can't fill mapped memory: a slab was filled through its file",
+}
+
 
 class Message(msgspec.Struct, frozen=True, tag=True, array_like=True):
     """One packet."""
@@ -41,6 +47,7 @@ class Copy(Message, frozen=True):
     slab: int
     offset: int
     length: int
+    request: int = 0
 
 
 class Verify(Message, frozen=True):
@@ -65,8 +72,11 @@ class Wiped(Message, frozen=True):
 
 
 class CopyDone(Message, frozen=True):
+    """``seconds`` that the copy itself took."""
+
     job: int
     root: int
+    seconds: float
 
 
 class Verified(Message, frozen=True):
@@ -102,10 +112,24 @@ class PopulatePaused(Message, frozen=True):
     reason: str
 
 
+class Fallback(Message, frozen=True):
+    """From the worker: a slab was filled in a lesser way; ``kind`` is one of ``FALLBACKS``."""
+
+    kind: str
+    slab: int
+
+
+class Beat(Message, frozen=True):
+    """To the worker, and back at once: it takes messages."""
+
+    number: int
+
+
 class NewWorker(Message, frozen=True):
     """To control: a store worker was started; its fd is the way to it, any earlier is dead."""
 
     restarts: int
+    pid: int
 
 
 class Drain(Message, frozen=True):
@@ -114,6 +138,12 @@ class Drain(Message, frozen=True):
 
 class Ready(Message, frozen=True):
     """From control: it serves."""
+
+
+class Health(Message, frozen=True):
+    """From control: why it is not ready, or nothing."""
+
+    text: str
 
 
 class RestartWorker(Message, frozen=True):
@@ -135,9 +165,12 @@ AnyMessage = (
     | Populated
     | PopulateFailed
     | PopulatePaused
+    | Fallback
+    | Beat
     | NewWorker
     | Drain
     | Ready
+    | Health
     | RestartWorker
 )
 

@@ -6,12 +6,45 @@ import json
 import logging
 import sys
 import time
+from contextvars import ContextVar, Token
 
 _STANDARD = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime", "taskName"}
 
+_about: ContextVar[tuple[int, int]] = ContextVar("about", default=(0, 0))
+
+
+class about:
+    """Lines that are logged inside carry these, unless they name their own.
+
+    A class of its own, because every request enters it and a generator takes twice as long.
+    """
+
+    __slots__ = ("_now", "_token")
+
+    def __init__(self, session: int, request: int = 0) -> None:
+        self._now = session, request
+        self._token: Token[tuple[int, int]]
+
+    def __enter__(self) -> None:
+        self._token = _about.set(self._now)
+
+    def __exit__(self, *_: object) -> None:
+        _about.reset(self._token)
+
+
+def current() -> tuple[int, int]:
+    """Session and request that are being handled; 0 is none."""
+    return _about.get()
+
 
 def _extras(record: logging.LogRecord) -> dict[str, object]:
-    return {name: value for name, value in vars(record).items() if name not in _STANDARD}
+    found = {name: value for name, value in vars(record).items() if name not in _STANDARD}
+    session, request = _about.get()
+    if session:
+        found.setdefault("session", session)
+    if request:
+        found.setdefault("request", request)
+    return found
 
 
 class TextFormatter(logging.Formatter):
@@ -60,4 +93,7 @@ def configure(process: str, *, level: str, form: str) -> logging.Logger:
     root = logging.getLogger()
     root.handlers[:] = [handler]
     root.setLevel(level.upper())
+    # What libraries say while they work is of no use to an operator.
+    for name in ("asyncio", "grpc", "opentelemetry"):
+        logging.getLogger(name).setLevel(max(root.level, logging.WARNING))
     return logging.getLogger("kmesh_spand")

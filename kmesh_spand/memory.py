@@ -95,8 +95,11 @@ def hugepages_granted(address: int) -> bool:
     return False
 
 
-def populate_range(fd: int, address: int, offset: int, length: int, *, huge: bool) -> None:
+def populate_range(fd: int, address: int, offset: int, length: int, *, huge: bool) -> bool:
     """Puts pages behind a range of a memfd that is mapped at ``address``.
+
+    Returns:
+        Whether that was done as asked: False if the kernel can't fill a mapping.
 
     Raises:
         OSError: there is no memory for it. It would be a SIGBUS later.
@@ -109,8 +112,9 @@ def populate_range(fd: int, address: int, offset: int, length: int, *, huge: boo
             if code not in (errno.EAGAIN, errno.EINTR):
                 raise OSError(code, os.strerror(code))
         else:
-            return
+            return True
     os.posix_fallocate(fd, offset, length)
+    return not huge
 
 
 class Populator:
@@ -120,6 +124,9 @@ class Populator:
         gate: asked before a chunk, told after it.
         done: told how many bytes from the first range's start, counted through the ranges in
             order, are filled without a gap; from any of the threads, growing.
+
+    Attributes:
+        fell_back: some range was filled through the file instead of its mapping.
     """
 
     def __init__(
@@ -142,6 +149,7 @@ class Populator:
             for offset, length in ranges
             for begin in range(offset, offset + length, _CHUNK_BYTES)
         ]
+        self.fell_back = False
         self._next = 0
         self._finished = [False] * len(self._chunks)
         self._leading = 0
@@ -177,7 +185,7 @@ class Populator:
             if self._gate is not None:
                 self._gate.enter(length)
             try:
-                populate_range(self._fd, self._address, offset, length, huge=self._huge)
+                as_asked = populate_range(self._fd, self._address, offset, length, huge=self._huge)
             except OSError as failed:
                 with self._lock:
                     self._failed = failed
@@ -187,6 +195,7 @@ class Populator:
                     self._gate.leave(length)
             with self._lock:
                 self._finished[number] = True
+                self.fell_back |= not as_asked
                 before = self._filled
                 while self._leading < len(self._chunks) and self._finished[self._leading]:
                     self._filled += self._chunks[self._leading][1]

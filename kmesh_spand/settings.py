@@ -13,6 +13,7 @@ from kmesh_spand.core.tenants import SHARED, Tenancy
 LOCK_NAME = "daemon.lock"
 SESSION_SOCKET = "session.sock"
 GRPC_SOCKET = "grpc.sock"
+METRICS_SOCKET = "metrics.sock"
 
 #: Below this a slab isn't worth its file descriptor.
 MIN_SLAB_BYTES = 1 << 20
@@ -44,6 +45,9 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     tenants: dict[str, int]
     hardened: bool
     memory_headroom: int
+    stuck_ms: int
+    slow_call_ms: int
+    trace: str
     log_level: str
     log_format: str
 

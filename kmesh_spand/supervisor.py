@@ -18,7 +18,13 @@ import time
 from kmesh.errors import ConfigError
 from kmesh_spand import child, ipc, logs, memory
 from kmesh_spand.notify import notify
-from kmesh_spand.settings import GRPC_SOCKET, LOCK_NAME, SESSION_SOCKET, Settings
+from kmesh_spand.settings import (
+    GRPC_SOCKET,
+    LOCK_NAME,
+    METRICS_SOCKET,
+    SESSION_SOCKET,
+    Settings,
+)
 from kmesh_spand.storage import Storage, table_bytes
 
 logger = logging.getLogger(__name__)
@@ -135,7 +141,7 @@ class Supervisor:
         self._remove_sockets()
 
     def _remove_sockets(self) -> None:
-        for name in (SESSION_SOCKET, GRPC_SOCKET):
+        for name in (SESSION_SOCKET, GRPC_SOCKET, METRICS_SOCKET):
             with contextlib.suppress(FileNotFoundError):
                 os.unlink(os.path.join(self._settings.socket_dir, name))
 
@@ -289,7 +295,7 @@ class Supervisor:
         keep = [*(fd for fd, _ in slabs), theirs.fileno()]
         self._worker_pid = child.fork("worker", keep, main)
         theirs.close()
-        self._tell_control(ipc.NewWorker(self._worker_restarts), ours.fileno())
+        self._tell_control(ipc.NewWorker(self._worker_restarts, self._worker_pid), ours.fileno())
         ours.close()
         self._worker_backoff.started(now)
 
@@ -312,6 +318,8 @@ class Supervisor:
         match message:
             case ipc.Ready():
                 self._on_ready()
+            case ipc.Health():
+                notify("STATUS=" + (f"not ready: {message.text}" if message.text else "ready"))
             case ipc.RestartWorker():
                 logger.error("restarting the store worker: %s", message.reason)
                 if self._worker_pid:

@@ -89,3 +89,23 @@ def check_listen(value: str) -> str:
     if value and (found is None or not 0 < int(found[2]) < 65536):
         raise ValueError(f"{value!r} is no address: write 127.0.0.1:9464, or nothing")
     return value
+
+
+def check_trace(value: str) -> str:
+    """``off``, ``console``, ``file:PATH`` or ``otlp:ENDPOINT``.
+
+    Raises:
+        ValueError: it is none of these.
+    """
+    kind, colon, target = value.partition(":")
+    if value in ("off", "console"):
+        return value
+    if colon and (
+        (kind == "file" and target.startswith("/"))
+        or (kind == "otlp" and target.startswith(("unix:/", "http://", "https://")))
+    ):
+        return value
+    raise ValueError(
+        f"{value!r} is no trace: write off, console, file:/PATH, otlp:unix:/PATH or "
+        "otlp:http://HOST:PORT"
+    )

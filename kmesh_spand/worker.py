@@ -19,13 +19,15 @@ from concurrent.futures import ThreadPoolExecutor
 
 from kmesh import _host, layout
 from kmesh.mapping import Mapping
-from kmesh_spand import ipc, memory
+from kmesh_spand import ipc, logs, memory
 from kmesh_spand.budget import Gate
 from kmesh_spand.settings import Settings
 
 logger = logging.getLogger(__name__)
 
 _WIPE_BYTES = 32 << 20
+#: Until memory that could not be had is asked for again.
+_RETRY_SECONDS = 2.0
 
 
 class Slab:
@@ -127,6 +129,8 @@ class Worker:
                     copies.submit(self._job, message)
                 case ipc.Verify() | ipc.Wipe():
                     checks.submit(self._job, message)
+                case ipc.Beat():
+                    self._send(message)
                 case ipc.Staging() if fd is not None:
                     self._map_staging(message, fd)
                 case ipc.DropStaging():
@@ -147,18 +151,20 @@ class Worker:
 
     def _job(self, job: ipc.Copy | ipc.Verify | ipc.Wipe) -> None:
         answer: ipc.AnyMessage
-        try:
-            match job:
-                case ipc.Copy():
-                    answer = self._copy(job)
-                case ipc.Verify():
-                    answer = self._verify(job)
-                case ipc.Wipe():
-                    self._slab(job.slab).wipe()
-                    answer = ipc.Wiped(job.job)
-        except Exception as failed:
-            logger.exception("a job failed", extra={"job": job.job})
-            answer = ipc.Failed(job.job, f"{type(failed).__name__}: {failed}")
+        about = (job.session, job.request) if isinstance(job, ipc.Copy) else (0, 0)
+        with logs.about(*about):
+            try:
+                match job:
+                    case ipc.Copy():
+                        answer = self._copy(job)
+                    case ipc.Verify():
+                        answer = self._verify(job)
+                    case ipc.Wipe():
+                        self._slab(job.slab).wipe()
+                        answer = ipc.Wiped(job.job)
+            except Exception as failed:
+                logger.exception("a job failed", extra={"job": job.job})
+                answer = ipc.Failed(job.job, f"{type(failed).__name__}: {failed}")
         self._send(answer)
 
     def _copy(self, job: ipc.Copy) -> ipc.AnyMessage:
@@ -171,8 +177,9 @@ class Worker:
         # The view keeps the staging mapped should it be dropped meanwhile.
         view = staging.view(job.staging_offset, job.length)
         payload, sums = self._slab(job.slab).place(job.offset, job.length)
+        began = time.perf_counter()
         root = _host.copy_with_sums(payload, _host.address(view), job.length, sums)
-        return ipc.CopyDone(job.job, root)
+        return ipc.CopyDone(job.job, root, time.perf_counter() - began)
 
     def _verify(self, job: ipc.Verify) -> ipc.AnyMessage:
         self._throttle.wait(job.length)
@@ -187,16 +194,21 @@ class Worker:
     def _populate(self) -> None:
         huge = self._settings.hugepages and memory.hugepages_allowed()
         started = time.monotonic()
-        for number, slab in enumerate(self._slabs):
-            try:
-                granted = self._populate_slab(number, slab, huge)
-            except OSError as failed:
-                logger.error(
-                    "no memory for the rest of a slab: %s", failed.strerror, extra={"slab": number}
-                )
-                self._send(ipc.PopulateFailed(number, str(failed.strerror)))
-                continue
-            self._send(ipc.Populated(number, slab.capacity, granted))
+        waiting = dict(enumerate(self._slabs))
+        while waiting:
+            for number, slab in list(waiting.items()):
+                try:
+                    granted = self._populate_slab(number, slab, huge)
+                except OSError as failed:
+                    self._send(ipc.PopulateFailed(number, str(failed.strerror)))
+                    continue
+                del waiting[number]
+                if self._settings.hugepages and not granted:
+                    self._send(ipc.Fallback("hugepages", number))
+                self._send(ipc.Populated(number, slab.capacity, granted))
+            if waiting:
+                # What is missing now may be there later.
+                time.sleep(_RETRY_SECONDS)
         logger.info("memory is populated", extra={"seconds": round(time.monotonic() - started, 3)})
 
     def _populate_slab(self, number: int, slab: Slab, huge: bool) -> bool:
@@ -215,6 +227,8 @@ class Worker:
         gate = None if slab.populated() else self._gate
         filler = memory.Populator(slab.fd, base, ranges, huge=asked, done=report, gate=gate)
         filler.run(self._settings.populate_threads)
+        if filler.fell_back:
+            self._send(ipc.Fallback("populate", number))
         return asked and memory.hugepages_granted(base)
 
     def _paused(self, reason: str | None) -> None:

@@ -157,6 +157,7 @@ class Connection:
 
     def _last_words(self, number: int, failed: errors.RequestError) -> None:
         """Answers a request and ends the connection."""
+        self._handler.count_refusal(failed)
         self._respond(number, None, -1, failed)
         # What lies unread when a socket is closed makes the peer lose what it was told.
         with contextlib.suppress(OSError):
@@ -174,6 +175,7 @@ class Connection:
         failed: errors.RequestError
         if name is None:
             failed = errors.InvalidArgument("no known request", field="body")
+            self._handler.count_refusal(failed)
             self._respond(number, None, -1, failed)
         elif name == "hello":
             self._hello(request)
@@ -186,6 +188,7 @@ class Connection:
                 getattr(request, name),
                 request.deadline_ms,
                 lambda body, fd, failed: self._respond(number, body, fd, failed),
+                number,
             )
 
     def _hello(self, request: session_socket_pb2.Request) -> None:
@@ -197,6 +200,7 @@ class Connection:
             if self._member is None:
                 self._last_words(request.id, refused)
             else:
+                self._handler.count_refusal(refused)
                 self._respond(request.id, None, -1, refused)
             return
         self._member = member

@@ -13,8 +13,10 @@ from google.protobuf.message import Message
 
 from kmesh import __version__, errors, layout
 from kmesh.v1 import common_pb2, sessions_pb2
+from kmesh_spand import logs
 from kmesh_spand.control import limits, translate
 from kmesh_spand.control.applier import Applier
+from kmesh_spand.control.observer import Call, Observer
 from kmesh_spand.control.registry import Member, Peer, Registry
 from kmesh_spand.control.staging import StagingPool
 from kmesh_spand.core import effects, events
@@ -33,13 +35,17 @@ def _refused(code: int) -> str:
     return "refused_" + name.removeprefix("CODE_").lower()
 
 
+#: Codes that only clients give: for what moved under them, or is gone.
+_CLIENTS_OWN = (common_pb2.CODE_STALE, common_pb2.CODE_UNAVAILABLE)
+
 _COUNTERS = (
     "connections_refused",
     "protocol_errors",
     "sessions_opened",
     "sessions_closed",
     *(f"requests_{name}" for name in translate.NAMES.values()),
-    *(_refused(code) for code in common_pb2.Code.values() if code),
+    # The daemon itself never answers these two.
+    *(_refused(c) for c in common_pb2.Code.values() if c not in (0, *_CLIENTS_OWN)),
 )
 
 
@@ -59,6 +65,7 @@ class _Pending:
     session: int
     name: str
     done: Done
+    call: Call
     timer: asyncio.TimerHandle | None = None
     late: bool = False
 
@@ -80,7 +87,9 @@ class Handler:
         staging: StagingPool,
         exported: Exported,
         epoch: int,
+        observer: Observer,
     ) -> None:
+        self.observer = observer
         self.epoch = epoch
         self.settings = settings
         self.core = core
@@ -150,25 +159,33 @@ class Handler:
         """A session ended: all that it held ends."""
         ended = [self._take(number) for number in list(self._of_session.get(session, ()))]
         self.registry.close(session)
-        self.event(events.SessionClosed(session))
+        with logs.about(session):
+            self.event(events.SessionClosed(session))
         self.counters["sessions_closed"] += 1
         logger.info("session closed", extra={"session": session, "reason": reason})
         # Its own connection is gone, but a gRPC call still waits.
         for pending in ended:
             if pending is not None:
+                self.observer.drop(pending.call)
                 pending.done(None, -1, errors.Unauthenticated("the session has ended"))
 
     # Requests.
 
-    def call(self, session: int, body: Message, deadline_ms: int, done: Done) -> None:
+    def call(
+        self, session: int, body: Message, deadline_ms: int, done: Done, wire: int = 0
+    ) -> None:
         """Answers a request of an open session through ``done``, at once or later.
+
+        Args:
+            wire: the number that the client gave the request, for the log.
 
         Never raises: what goes wrong here is answered with CODE_INTERNAL and logged.
         """
         self._last += 1
         number = self._last
         name = translate.NAMES[type(body)]
-        pending = _Pending(session, name, done)
+        call = self.observer.begin(name, session, number, wire, body)
+        pending = _Pending(session, name, done, call)
         self._pending[number] = pending
         numbers = self._of_session.setdefault(session, set())
         numbers.add(number)
@@ -176,7 +193,8 @@ class Handler:
         try:
             if len(numbers) > limits.MAX_PENDING:
                 raise errors.Exhausted(f"{limits.MAX_PENDING} requests are pending")
-            self._start(session, number, body)
+            with logs.about(session, number):
+                self._start(session, number, body)
         except errors.RequestError as refused:
             self._answer(number, None, -1, refused)
         except Exception:
@@ -256,21 +274,25 @@ class Handler:
             return
         pending.late = True
         try:
-            if pending.name == "commit":
-                # Not a request of anyone: no answer to it is expected.
-                self.event(events.Abort(pending.session, 0, tuple(body.reservation)))  # type: ignore[attr-defined]
-            elif isinstance(body, sessions_pb2.AttachStaging):
-                self.staging.drop(pending.session)
+            with logs.about(pending.session, number):
+                self._end_late(pending, body)
         except Exception:
             logger.exception("ending a late request failed", extra={"request": number})
         self._answer(number, None)
 
+    def _end_late(self, pending: _Pending, body: Message) -> None:
+        if pending.name == "commit":
+            # Not a request of anyone: no answer to it is expected.
+            self.event(events.Abort(pending.session, 0, tuple(body.reservation)))  # type: ignore[attr-defined]
+        elif isinstance(body, sessions_pb2.AttachStaging):
+            self.staging.drop(pending.session)
+
     def _broke(self, number: int) -> None:
         pending = self._pending.get(number)
-        logger.exception(
-            "a request failed",
-            extra={"request": number, "kind": pending.name if pending else ""},
-        )
+        extra: dict[str, object] = {"request": number}
+        if pending is not None:
+            extra |= {"session": pending.session, "kind": pending.name, "wire": pending.call.wire}
+        logger.exception("a request failed", extra=extra)
         self._answer(number, None, -1, errors.InternalError("a bug in the daemon, see its log"))
 
     def _answer(
@@ -286,11 +308,18 @@ class Handler:
         if pending.late:
             body, fd, failed = None, -1, errors.DeadlineExceeded("not done in time")
         if failed is not None:
-            self.counters[_refused(failed.code)] += 1
+            self.count_refusal(failed)
         try:
             pending.done(body, fd, failed)
         except Exception:
-            logger.exception("an answer could not be sent", extra={"request": number})
+            logger.exception(
+                "an answer could not be sent", extra={"request": number, "session": pending.session}
+            )
+        self.observer.end(pending.call, body, failed)
+
+    def count_refusal(self, failed: errors.RequestError) -> None:
+        """Something was refused, with this code."""
+        self.counters[_refused(failed.code)] += 1
 
     def _take(self, number: int) -> _Pending | None:
         pending = self._pending.pop(number, None)

@@ -128,6 +128,7 @@ class Listener:
             self._pause()
 
     def _say_and_close(self, sock: socket.socket, failed: errors.RequestError) -> None:
+        self._handler.count_refusal(failed)
         response = session_socket_pb2.Response(epoch=self._handler.epoch, status=status_of(failed))
         with contextlib.suppress(OSError):
             sock.setblocking(False)

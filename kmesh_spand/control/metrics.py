@@ -1,30 +1,51 @@
-"""The metrics page, for Prometheus: HTTP on an address that the operator chose."""
+"""The metrics page, for Prometheus. Names and meanings are in ``docs/metrics.md``."""
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Iterator
+import os
+from collections.abc import Iterator, Mapping
 
 from prometheus_client import CollectorRegistry, generate_latest
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.core import (
+    CounterMetricFamily,
+    GaugeMetricFamily,
+    HistogramMetricFamily,
+    Metric,
+)
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
 from prometheus_client.registry import Collector
 
+from kmesh.v1 import admin_pb2
+from kmesh_spand.control.histogram import Histogram
+from kmesh_spand.control.readiness import REASONS, WARNINGS
 from kmesh_spand.control.report import Report
+from kmesh_spand.control.usage import read_all
 from kmesh_spand.core.tenants import TENANT_COUNTERS
-
-_REQUEST_BYTES = 8192
-_SECONDS = 5.0
 
 
 class Metrics(Collector):
-    """Makes all metrics from one Status. Names and meanings are in ``docs/metrics.md``."""
+    """Makes all metrics anew for each look at them; nothing is kept."""
 
     def __init__(self, report: Report) -> None:
         self._report = report
 
     def collect(self) -> Iterator[Metric]:
         status = self._report.status()
+        yield from self._gauges(status)
+        yield from _slabs(status)
+        yield from _tenants(status)
+        yield from self._conditions(status)
+        yield from self._worker()
+        yield from self._processes()
+        yield from self._times()
+        counters = dict(status.counters)
+        counters["control_restarts"] = status.control_restarts
+        counters["worker_restarts"] = status.worker_restarts
+        for name, count in sorted(counters.items()):
+            yield CounterMetricFamily(f"kmesh_{name}", _text(name), count)
+
+    def _gauges(self, status: admin_pb2.StatusResponse) -> Iterator[Metric]:
+        records, leased_spans, recovering = self._report.catalog()
         gauges = {
             "up": 1,
             "draining": int(status.draining),
@@ -32,8 +53,11 @@ class Metrics(Collector):
             "spans": status.spans,
             "span_bytes": status.span_bytes,
             "max_spans": status.max_spans,
+            "catalog_records": records,
+            "recovering_spans": recovering,
             "sessions": status.sessions,
             "leases": status.leases,
+            "leased_spans": leased_spans,
             "leased_bytes": status.leased_bytes,
             "reservations": status.reservations,
             "staging_bytes": status.staging_bytes,
@@ -41,64 +65,102 @@ class Metrics(Collector):
             "index_entries": status.index_entries,
         }
         for name, value in gauges.items():
-            yield GaugeMetricFamily(f"kmesh_{name}", name.replace("_", " "), value)
-        for name in ("size", "capacity", "populated", "used"):
-            family = GaugeMetricFamily(
-                f"kmesh_slab_{name}_bytes", f"{name} of a slab", None, ["slab"]
-            )
-            for slab in status.slabs:
-                family.add_metric([str(slab.slab)], getattr(slab, name))
-            yield family
-        for name in ("quota", "used", "spans", "span_bytes", "slabs"):
-            family = GaugeMetricFamily(
-                f"kmesh_tenant_{name}", f"{name} of a tenant", None, ["tenant"]
-            )
-            for tenant in status.tenants:
-                family.add_metric([tenant.name], getattr(tenant, name))
-            yield family
-        for name in TENANT_COUNTERS:
-            count = CounterMetricFamily(
-                f"kmesh_tenant_{name}", f"{name} of a tenant", None, ["tenant"]
-            )
-            for tenant in status.tenants:
-                count.add_metric([tenant.name], tenant.counters[name])
-            yield count
+            yield GaugeMetricFamily(f"kmesh_{name}", _text(name), value)
+        yield _labelled("sessions_by_role", "role", self._report.sessions_by_role())
+
+    def _conditions(self, status: admin_pb2.StatusResponse) -> Iterator[Metric]:
+        yield GaugeMetricFamily("kmesh_ready", "ready", int(not status.not_ready))
+        for metric, names, found in (
+            ("not_ready", REASONS, status.not_ready),
+            ("warning", WARNINGS, status.warnings),
+        ):
+            held = {condition.name for condition in found}
+            yield _labelled(metric, "reason", {name: int(name in held) for name in names})
+
+    def _worker(self) -> Iterator[Metric]:
+        worker = self._report.worker
+        gauges = {
+            "worker_up": int(worker.up),
+            "worker_copies": worker.copies,
+            "worker_checks": worker.checks,
+            "worker_silent_seconds": worker.silent_seconds,
+            "worker_owed_seconds": worker.owed_seconds,
+        }
+        for name, value in gauges.items():
+            yield GaugeMetricFamily(f"kmesh_{name}", _text(name), value)
+
+    def _processes(self) -> Iterator[Metric]:
+        worker = self._report.worker.pid
+        used = read_all({"supervisor": os.getppid(), "control": os.getpid(), "worker": worker})
+        for name in ("resident_bytes", "private_bytes", "open_files"):
+            values = {process: getattr(usage, name) for process, usage in used.items()}
+            yield _labelled(f"process_{name}", "process", values)
         yield GaugeMetricFamily(
-            "kmesh_population_paused", "slabs do not grow for want of memory", bool(status.paused)
+            "kmesh_process_max_files", "process max files", self._report.readiness.max_files
         )
-        counters = dict(status.counters)
-        counters["control_restarts"] = status.control_restarts
-        counters["worker_restarts"] = status.worker_restarts
-        for name, value in sorted(counters.items()):
-            yield CounterMetricFamily(f"kmesh_{name}", name.replace("_", " "), value)
+        cpu = CounterMetricFamily("kmesh_process_cpu_seconds", "cpu", labels=["process"])
+        for process, usage in used.items():
+            cpu.add_metric([process], usage.cpu_seconds)
+        yield cpu
+
+    def _times(self) -> Iterator[Metric]:
+        observer = self._report.observer
+        requests = HistogramMetricFamily(
+            "kmesh_request_seconds", "request seconds", labels=["request"]
+        )
+        for name, histogram in observer.requests.items():
+            _fill(requests, [name], histogram)
+        yield requests
+        for name in ("copy_seconds", "copy_wait_seconds", "copy_bytes"):
+            family = HistogramMetricFamily(f"kmesh_{name}", _text(name))
+            _fill(family, [], getattr(observer, name))
+            yield family
 
 
-async def serve(address: str, report: Report) -> asyncio.Server:
-    """Serves ``GET /metrics`` on ``HOST:PORT`` until it is closed.
+def _tenants(status: admin_pb2.StatusResponse) -> Iterator[Metric]:
+    for name in ("quota", "used", "spans", "span_bytes", "slabs"):
+        values = {tenant.name: getattr(tenant, name) for tenant in status.tenants}
+        yield _labelled(f"tenant_{name}", "tenant", values)
+    for name in TENANT_COUNTERS:
+        count = CounterMetricFamily(f"kmesh_tenant_{name}", _text(name), labels=["tenant"])
+        for tenant in status.tenants:
+            count.add_metric([tenant.name], tenant.counters[name])
+        yield count
+    paused = GaugeMetricFamily("kmesh_population_paused", "slabs do not grow for want of memory")
+    paused.add_metric([], int(bool(status.paused)))
+    yield paused
 
-    Raises:
-        OSError: the address can't be had.
-    """
-    registry = CollectorRegistry(auto_describe=False)
-    registry.register(Metrics(report))
 
-    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        try:
-            head = await asyncio.wait_for(reader.readuntil(b"\r\n\r\n"), _SECONDS)
-            if head.startswith((b"GET /metrics ", b"GET /metrics?")):
-                status, kind, body = "200 OK", CONTENT_TYPE_LATEST, generate_latest(registry)
-            else:
-                status, kind, body = "404 Not Found", "text/plain", b"GET /metrics\n"
-            writer.write(
-                f"HTTP/1.1 {status}\r\nContent-Type: {kind}\r\nContent-Length: {len(body)}\r\n"
-                "Connection: close\r\n\r\n".encode()
-                + body
-            )
-            await asyncio.wait_for(writer.drain(), _SECONDS)
-        except (TimeoutError, OSError, EOFError, asyncio.LimitOverrunError):
-            return
-        finally:
-            writer.close()
+def _text(name: str) -> str:
+    return name.replace("_", " ")
 
-    host, _, port = address.rpartition(":")
-    return await asyncio.start_server(answer, host.strip("[]"), int(port), limit=_REQUEST_BYTES)
+
+def _labelled(name: str, label: str, values: Mapping[str, float]) -> GaugeMetricFamily:
+    family = GaugeMetricFamily(f"kmesh_{name}", _text(name), labels=[label])
+    for key, value in values.items():
+        family.add_metric([key], value)
+    return family
+
+
+def _slabs(status: admin_pb2.StatusResponse) -> Iterator[Metric]:
+    for name in ("size", "capacity", "populated", "used"):
+        values = {str(slab.slab): getattr(slab, name) for slab in status.slabs}
+        yield _labelled(f"slab_{name}_bytes", "slab", values)
+    huge = {str(slab.slab): int(slab.hugepages) for slab in status.slabs}
+    yield _labelled("slab_hugepages", "slab", huge)
+
+
+def _fill(family: HistogramMetricFamily, labels: list[str], histogram: Histogram) -> None:
+    family.add_metric(labels, list(histogram.cumulative()), histogram.sum)
+
+
+class Page:
+    """The page as it is asked for; cheap enough for every few seconds."""
+
+    def __init__(self, report: Report) -> None:
+        self._registry = CollectorRegistry(auto_describe=False)
+        self._registry.register(Metrics(report))
+
+    def __call__(self) -> tuple[str, bytes]:
+        """Content type and text."""
+        return CONTENT_TYPE_LATEST, generate_latest(self._registry)

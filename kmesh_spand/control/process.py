@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 import uvloop
 
+from kmesh import __version__
 from kmesh.index import IndexWriter
 from kmesh.layout import slab_capacity
 from kmesh.mapping import Mapping
@@ -20,20 +21,25 @@ from kmesh_spand.control.handler import Exported, Handler
 from kmesh_spand.control.limits import MAX_BATCH
 from kmesh_spand.control.link import Link
 from kmesh_spand.control.listener import Listener
+from kmesh_spand.control.observer import Observer
+from kmesh_spand.control.readiness import Readiness
 from kmesh_spand.control.report import Report
 from kmesh_spand.control.staging import StagingPool
 from kmesh_spand.control.storeworker import SlabState, StoreWorker
+from kmesh_spand.control.web import Web
 from kmesh_spand.core import events
 from kmesh_spand.core.config import CoreConfig
 from kmesh_spand.core.core import Core
 from kmesh_spand.core.record import RECORD_BYTES, Record, decode
 from kmesh_spand.core.tenants import OWNER_BYTES, decode_owner
 from kmesh_spand.memory import reopen_read_only
-from kmesh_spand.settings import GRPC_SOCKET, Settings
+from kmesh_spand.settings import GRPC_SOCKET, METRICS_SOCKET, Settings
 from kmesh_spand.storage import Storage, owners_offset
 
 if TYPE_CHECKING:
+    from kmesh_spand.control.metrics import Page
     from kmesh_spand.control.rpc import RpcServer
+    from kmesh_spand.tracing import Tracer
 
 logger = logging.getLogger(__name__)
 
@@ -64,6 +70,7 @@ class Control:
             writers[group].set_slab_count(len(storage.slabs))
         self._owners = self._catalog.view(owners_offset(settings))
         exported = _export(storage)
+        observer = Observer(settings.slow_call_ms, _tracer(settings))
         self._worker = StoreWorker(
             loop,
             [SlabState(slab.size, slab_capacity(slab.size)) for slab in storage.slabs],
@@ -71,6 +78,7 @@ class Control:
             verify_rate=settings.verify_rate,
             event=self._event,
             restart=self._restart_worker,
+            observer=observer,
         )
         staging = StagingPool(
             loop, self._worker, total=settings.staging_memory, each=settings.session_staging
@@ -83,7 +91,7 @@ class Control:
             ),
             tenancy=settings.tenancy(),
         )
-        self._handler = Handler(loop, settings, core, staging, exported, storage.epoch)
+        self._handler = Handler(loop, settings, core, staging, exported, storage.epoch, observer)
         self._handler.applier = Applier(
             self._catalog.view(0, owners_offset(settings)),
             self._owners,
@@ -92,47 +100,52 @@ class Control:
             staging,
             self._handler.reply,
         )
-        self._report = Report(self._handler, self._worker, restarts)
-        self._recover()
         self._supervisor = Link(loop, supervisor, self._heard, self._orphaned)
+        self._readiness = Readiness(
+            loop, self._handler, self._worker, settings.stuck_ms, self._tell_supervisor
+        )
+        self._report = Report(self._handler, self._worker, restarts, self._readiness)
+        self._recover()
         self._listener = Listener(loop, self._handler, listener)
         loop.call_later(settings.grace_ms / 1000, self._event, events.GraceEnded())
 
     async def run(self) -> None:
         """Serves until told to drain."""
-        # Sessions are served already; these are large to load.
-        from kmesh_spand.control.rpc import RpcServer
-
-        rpc = RpcServer(
-            self._handler, self._report, os.path.join(self._settings.socket_dir, GRPC_SOCKET)
+        settings = self._settings
+        web = Web(self._readiness, frozenset({0, os.geteuid(), *settings.allow_uids}))
+        await web.listen_unix(
+            os.path.join(settings.socket_dir, METRICS_SOCKET), settings.socket_mode
         )
+        # Sessions are served already; these are large to load.
+        make_rpc, make_page = await self._loop.run_in_executor(None, _load)
+        rpc = make_rpc(self._handler, self._report, os.path.join(settings.socket_dir, GRPC_SOCKET))
+        web.page = make_page(self._report)
         await rpc.start()
-        metrics = None
-        if self._settings.metrics_listen:
-            from kmesh_spand.control.metrics import serve
-
-            metrics = await serve(self._settings.metrics_listen, self._report)
+        if settings.metrics_listen:
+            await web.listen_tcp(settings.metrics_listen)
+        self._readiness.serving = True
         self._supervisor.send(ipc.Ready())
         while True:
             self._wake.clear()
             self._worker.check()
+            self._readiness.turn()
             await self._tell_health(rpc)
             if self._handler.draining and self._handler.core.idle:
                 break
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._wake.wait(), self._tick())
         self._listener.close("the daemon is stopping")
-        if metrics is not None:
-            metrics.close()
+        web.close()
         await rpc.stop()
         self._worker.close()
         self._supervisor.close()
+        await self._loop.run_in_executor(None, self._handler.observer.close)
 
     def _tick(self) -> float:
         return 0.01 if self._handler.draining else _TICK_SECONDS
 
     async def _tell_health(self, rpc: RpcServer) -> None:
-        healthy = self._worker.up and not self._handler.draining
+        healthy = not self._readiness.reasons()
         if healthy != self._healthy:
             self._healthy = healthy
             await rpc.set_healthy(healthy)
@@ -156,7 +169,7 @@ class Control:
     def _heard(self, message: ipc.AnyMessage, fd: int | None) -> None:
         match message:
             case ipc.NewWorker() if fd is not None:
-                self._worker.attach(fd, message.restarts)
+                self._worker.attach(fd, message.restarts, message.pid)
                 self._wake.set()
             case ipc.Drain():
                 self._handler.draining = True
@@ -169,9 +182,27 @@ class Control:
     def _restart_worker(self, reason: str) -> None:
         self._supervisor.send(ipc.RestartWorker(reason))
 
+    def _tell_supervisor(self, reasons: dict[str, str]) -> None:
+        self._supervisor.send(ipc.Health("; ".join(reasons.values())))
+
     def _orphaned(self) -> None:
         """The supervisor is gone, and the memory with it."""
         os._exit(1)
+
+
+def _load() -> tuple[type[RpcServer], type[Page]]:
+    from kmesh_spand.control.metrics import Page
+    from kmesh_spand.control.rpc import RpcServer
+
+    return RpcServer, Page
+
+
+def _tracer(settings: Settings) -> Tracer | None:
+    if settings.trace == "off":
+        return None
+    from kmesh_spand.tracing import Tracer
+
+    return Tracer(settings.trace, __version__)
 
 
 def _records(catalog: memoryview, count: int) -> tuple[list[tuple[int, Record]], int]:

@@ -10,10 +10,17 @@ from kmesh.keys import KEY_BYTES
 from kmesh.layout import Shard
 from kmesh.v1 import admin_pb2, sessions_pb2
 from kmesh_spand.control.handler import Handler
+from kmesh_spand.control.observer import Observer
+from kmesh_spand.control.readiness import Readiness
 from kmesh_spand.control.registry import Member
 from kmesh_spand.control.storeworker import StoreWorker
 
 _DEFAULT_LIMIT = 1000
+_ROLES: dict[int, str] = {
+    sessions_pb2.ROLE_SCHEDULER: "scheduler",
+    sessions_pb2.ROLE_WORKER: "worker",
+    sessions_pb2.ROLE_TOOL: "tool",
+}
 _MAX_LIMIT = 10_000
 
 
@@ -24,7 +31,10 @@ class Report:
         restarts: how often control was started again.
     """
 
-    def __init__(self, handler: Handler, worker: StoreWorker, restarts: int) -> None:
+    def __init__(
+        self, handler: Handler, worker: StoreWorker, restarts: int, readiness: Readiness
+    ) -> None:
+        self.readiness = readiness
         self._handler = handler
         self._worker = worker
         self._restarts = restarts
@@ -34,8 +44,10 @@ class Report:
         """All counters, by the names of ``docs/metrics.md``."""
         found = {f"spans_{name}": value for name, value in self._handler.core.counters.items()}
         found.update(self._handler.counters)
+        found.update(self._worker.counters)
         found["index_full"] = self._handler.applier.index_full
         found["population_pauses"] = self._worker.pauses
+        found["slow_calls"] = self._handler.observer.slow_calls
         return found
 
     def group(self, member: Member) -> int | None:
@@ -104,6 +116,8 @@ class Report:
             tenants=tenants,
             paused=self._worker.paused,
             hardened=handler.settings.hardened,
+            not_ready=_conditions(self.readiness.reasons()),
+            warnings=_conditions(self.readiness.warnings()),
         )
         if group is not None:
             status.ClearField("sessions")
@@ -119,6 +133,26 @@ class Report:
                 if info.tenant not in shown:
                     info.ClearField("used")
         return status
+
+    def sessions_by_role(self) -> dict[str, int]:
+        """Open sessions by role, in lower case."""
+        found = {name: 0 for name in _ROLES.values()}
+        for member in self._handler.registry.members.values():
+            found[_ROLES[member.role]] += 1
+        return found
+
+    def catalog(self) -> tuple[int, int, int]:
+        """Catalog records in use, spans that are leased, spans that wait to be verified."""
+        core = self._handler.core.status()
+        return core.slots, core.leased_spans, core.recovering
+
+    @property
+    def observer(self) -> Observer:
+        return self._handler.observer
+
+    @property
+    def worker(self) -> StoreWorker:
+        return self._worker
 
     def spans(
         self, request: admin_pb2.ListRequest, member: Member | None = None
@@ -206,3 +240,7 @@ class Report:
                 if group in (None, tenancy.group(other.peer.uid))
             ]
         )
+
+
+def _conditions(found: dict[str, str]) -> list[admin_pb2.Condition]:
+    return [admin_pb2.Condition(name=name, text=text) for name, text in found.items()]

@@ -90,6 +90,7 @@ class Authenticator(aio.ServerInterceptor):  # type: ignore[misc]
             try:
                 self._handler.registry.by_token(_token(handler_call_details.invocation_metadata))
             except errors.RequestError as failed:
+                self._handler.count_refusal(failed)
                 return _refusing(await continuation(handler_call_details), failed)
         return await continuation(handler_call_details)
 

@@ -9,21 +9,34 @@ import socket
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from kmesh_spand import ipc
+from kmesh_spand import ipc, logs
 from kmesh_spand.control.link import Link
+from kmesh_spand.control.observer import CopyMark, Observer
 from kmesh_spand.core import effects, events
 
 logger = logging.getLogger(__name__)
 
+_BEAT_SECONDS = 1.0
+#: A worker is not ended for less silence than this.
+_SILENT_SECONDS = 15.0
+
 
 @dataclass(slots=True)
 class SlabState:
-    """What the worker said of a slab. ``populated`` counts payload bytes with pages."""
+    """What the worker said of a slab.
+
+    Attributes:
+        populated: payload bytes with pages.
+        hugepages, small_pages: huge pages were granted, or asked for and not granted.
+        failed: why the rest could not be populated, until it could.
+    """
 
     size: int
     capacity: int
     populated: int = 0
     hugepages: bool = False
+    small_pages: bool = False
+    failed: str = ""
 
 
 class StoreWorker:
@@ -46,11 +59,15 @@ class StoreWorker:
         verify_rate: int,
         event: Callable[[events.Event], None],
         restart: Callable[[str], None],
+        observer: Observer,
     ) -> None:
         self.slabs = slabs
         self.restarts = 0
         self.paused = ""
         self.pauses = 0
+        self.pid = 0
+        self.counters = {f"fallback_{kind}": 0 for kind in ipc.FALLBACKS} | {"populate_failed": 0}
+        self._observer = observer
         self._loop = loop
         self._timeout = timeout
         self._verify_rate = verify_rate
@@ -58,12 +75,15 @@ class StoreWorker:
         self._restart = restart
         self._link: Link | None = None
         self._staging: dict[int, tuple[int, int]] = {}
-        self._copies: set[int] = set()
+        self._copies: dict[int, CopyMark] = {}
         self._checks: dict[int, int] = {}
         self._wipes: dict[int, effects.Wipe] = {}
         self._waiting: list[effects.Verify] = []
         self._heard_at = loop.time()
         self._given_up = False
+        self._beats = 0
+        self._beat_at: float | None = None
+        self._next_beat = 0.0
 
     @property
     def up(self) -> bool:
@@ -75,11 +95,29 @@ class StoreWorker:
         """Copies that were not answered yet."""
         return len(self._copies)
 
-    def attach(self, fd: int, restarts: int) -> None:
+    @property
+    def checks(self) -> int:
+        """Verifications that were not answered yet, or wait for a worker."""
+        return len(self._checks) + len(self._waiting)
+
+    @property
+    def silent_seconds(self) -> float:
+        """How long the worker has owed a heartbeat; 0 if it owes none."""
+        return 0.0 if self._beat_at is None else self._loop.time() - self._beat_at
+
+    @property
+    def owed_seconds(self) -> float:
+        """How long no copy was answered, while some were owed."""
+        return self._loop.time() - self._heard_at if self._copies else 0.0
+
+    def attach(self, fd: int, restarts: int, pid: int) -> None:
         """A worker was started; takes ``fd``, the way to it."""
         self.restarts = restarts
+        self.pid = pid
         self._detach()
         self._given_up = False
+        self._beats = 0
+        self._beat_at = None
         self._heard_at = self._loop.time()
         self._link = Link(self._loop, socket.socket(fileno=fd), self._heard, self._detach)
         for session, (staging, size) in self._staging.items():
@@ -124,9 +162,17 @@ class StoreWorker:
             self._loop.call_soon(self._event, events.CopyFailed(job.job))
             return
         self._wakes()
-        self._copies.add(job.job)
+        mark = self._copies[job.job] = self._observer.copy_begins(job.job, job.length)
         self._link.send(
-            ipc.Copy(job.job, job.session, job.staging_offset, job.slab, job.offset, job.length)
+            ipc.Copy(
+                job.job,
+                job.session,
+                job.staging_offset,
+                job.slab,
+                job.offset,
+                job.length,
+                mark.request,
+            )
         )
 
     def verify(self, job: effects.Verify) -> None:
@@ -148,6 +194,7 @@ class StoreWorker:
 
     def check(self) -> None:
         """Called now and then: a worker that owes answers for too long is given up."""
+        self._beat()
         allowed = self._timeout
         if not self._copies and self._checks and self._verify_rate:
             allowed += sum(self._checks.values()) / self._verify_rate
@@ -155,6 +202,19 @@ class StoreWorker:
         if self.up and owes and self._loop.time() - self._heard_at > allowed:
             self._given_up = True
             self._restart(f"no answer for {allowed:.1f} s")
+        # One that has never answered may be slow to start.
+        patience = max(self._timeout, _SILENT_SECONDS)
+        if self.up and self._beats > 1 and self.silent_seconds > patience:
+            self._given_up = True
+            self._restart(f"no heartbeat for {patience:.1f} s")
+
+    def _beat(self) -> None:
+        now = self._loop.time()
+        if self._link is not None and self._beat_at is None and now >= self._next_beat:
+            self._beats += 1
+            self._beat_at = now
+            self._next_beat = now + _BEAT_SECONDS
+            self._link.send(ipc.Beat(self._beats))
 
     def _wakes(self) -> None:
         if not self._copies and not self._checks and not self._wipes:
@@ -166,19 +226,28 @@ class StoreWorker:
             self._link.close()
             self._link = None
         self.paused = ""
-        copies, self._copies = self._copies, set()
+        self._beat_at = None
+        copies, self._copies = self._copies, {}
         checks, self._checks = self._checks, {}
-        for job in copies:
-            self._event(events.CopyFailed(job))
+        for job, mark in copies.items():
+            self._copy_failed(job, mark)
         for job in checks:
             self._event(events.VerifyDone(job, None))
 
     def _heard(self, message: ipc.AnyMessage, _fd: int | None) -> None:
+        if isinstance(message, ipc.Beat):
+            if message.number == self._beats:
+                self._beat_at = None
+            return
         self._heard_at = self._loop.time()
         match message:
             case ipc.CopyDone():
-                self._copies.discard(message.job)
-                self._event(events.CopyDone(message.job, message.root))
+                mark = self._copies.pop(message.job, None)
+                if mark is None:
+                    return
+                self._observer.copy_ends(mark, message.seconds)
+                with logs.about(mark.session, mark.request):
+                    self._event(events.CopyDone(message.job, message.root))
             case ipc.Verified():
                 self._checks.pop(message.job, None)
                 self._event(events.VerifyDone(message.job, message.good))
@@ -194,21 +263,45 @@ class StoreWorker:
                 slab = self.slabs[message.slab]
                 slab.hugepages = slab.hugepages or message.hugepages
                 # A restarted worker begins again; pages that are there stay there.
+                if message.capacity == slab.capacity:
+                    slab.failed = ""
                 if message.capacity > slab.populated:
                     slab.populated = message.capacity
                     self._event(events.Populated(message.slab, message.capacity))
             case ipc.PopulateFailed():
-                logger.error(
-                    "a slab stays smaller: %s", message.error, extra={"slab": message.slab}
-                )
+                self.counters["populate_failed"] += 1
+                slab = self.slabs[message.slab]
+                if not slab.failed:
+                    logger.error(
+                        "a slab stays smaller: %s", message.error, extra={"slab": message.slab}
+                    )
+                slab.failed = message.error
+            case ipc.Fallback():
+                self._fell_back(message)
             case _:
                 logger.error("unexpected message %s", type(message).__name__)
 
+    def _fell_back(self, message: ipc.Fallback) -> None:
+        if message.kind == "hugepages":
+            self.slabs[message.slab].small_pages = True
+        name = f"fallback_{message.kind}"
+        if not self.counters[name]:
+            logger.info(ipc.FALLBACKS[message.kind], extra={"slab": message.slab})
+        self.counters[name] += 1
+
+    def _copy_failed(self, job: int, mark: CopyMark) -> None:
+        self._observer.copy_ends(mark, None)
+        with logs.about(mark.session, mark.request):
+            self._event(events.CopyFailed(job))
+
     def _fail(self, message: ipc.Failed) -> None:
-        logger.error("the store worker: %s", message.error, extra={"job": message.job})
-        if message.job in self._copies:
-            self._copies.discard(message.job)
-            self._event(events.CopyFailed(message.job))
+        mark = self._copies.pop(message.job, None)
+        extra = {"job": message.job}
+        if mark is not None:
+            extra |= {"session": mark.session, "request": mark.request}
+        logger.error("the store worker: %s", message.error, extra=extra)
+        if mark is not None:
+            self._copy_failed(message.job, mark)
         elif self._wipes.pop(message.job, None) is not None:
             self._event(events.WipeDone(message.job, False))
         elif self._checks.pop(message.job, None) is not None:

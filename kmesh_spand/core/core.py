@@ -183,6 +183,17 @@ class Core:
         """Whether new reservations are refused."""
         return self._writing.draining
 
+    @property
+    def policy_faults(self) -> tuple[int, int]:
+        """How often the eviction policy failed since it last did well, and when last (ms)."""
+        return self._store.policy_faults
+
+    @property
+    def place_failures(self) -> tuple[int, int]:
+        """How often no room was found since some was, although spans may be evicted; and when
+        last (ms)."""
+        return self._store.place_failures
+
     def status(self) -> CoreStatus:
         """Counts of everything; O(slabs)."""
         store, book, table = self._store, self._book, self._store.table

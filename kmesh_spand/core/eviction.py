@@ -42,13 +42,15 @@ class Evictor:
                     break
                 if self._may_evict(row, tenant):
                     given += 1
+                    if not fault:
+                        store.policy_faults = (0, 0)
                     yield row
                 else:
                     fault = True
         except Exception:
             fault = True
         if fault or not given:
-            store.counters["policy_faults"] += 1
+            store.policy_failed()
             yield from self._walk(tenant)
 
     def _may_evict(self, row: int, tenant: Tenant) -> bool:
@@ -96,6 +98,7 @@ class Evictor:
             start = slabs[number].allocate(count, row)
             if start is not None:
                 tenant.tiles += count
+                store.place_failures = (0, 0)
                 return row, number, start
         raise AssertionError(f"no range of {count} tiles where one was made")
 
@@ -119,7 +122,10 @@ class Evictor:
             store.reclaim(number)
             return Reason.NOT_READY
         window = self.plan(count, tenant)
-        return Reason.POOL_FULL if window is None else window
+        if window is None:
+            store.place_failed(tenant)
+            return Reason.POOL_FULL
+        return window
 
     def _shrink(self, window: list[int], over: int, tenant: Tenant) -> list[int] | None:
         """``window`` and what else must go for ``over`` tiles to be the tenant's no more."""

@@ -38,6 +38,8 @@ class SpanStore:
         grew_ms: when each slab was last seen growing.
         by_state: number of rows in each state (FREE and ALIAS are not counted).
         space_spans, space_bytes: stored spans by namespace number.
+        policy_faults, place_failures: how often the eviction policy failed, or no room was found
+            although something may be evicted, since that last went well; and when last (ms).
     """
 
     def __init__(
@@ -68,6 +70,8 @@ class SpanStore:
         self.by_state = [0] * len(State)
         self.space_spans: dict[int, int] = {}
         self.space_bytes: dict[int, int] = {}
+        self.policy_faults = (0, 0)
+        self.place_failures = (0, 0)
         self._first_alias: dict[int, int] = {}
 
     def begin(self, out: list[Effect], now_ms: int) -> None:
@@ -364,7 +368,7 @@ class SpanStore:
         try:
             tenant.order.add(rows)
         except Exception:
-            self.counters["policy_faults"] += 1
+            self.policy_failed()
 
     def _disallow(self, rows: Sequence[int]) -> None:
         tenant = self.tenant_of(rows[0])
@@ -373,7 +377,17 @@ class SpanStore:
         try:
             tenant.order.discard(rows)
         except Exception:
-            self.counters["policy_faults"] += 1
+            self.policy_failed()
+
+    def policy_failed(self) -> None:
+        """The policy raised, or named what it must not."""
+        self.counters["policy_faults"] += 1
+        self.policy_faults = (self.policy_faults[0] + 1, self.now_ms)
+
+    def place_failed(self, tenant: Tenant) -> None:
+        """No room was found. While nothing of the tenant may be evicted, that is as it must be."""
+        if tenant.evictable:
+            self.place_failures = (self.place_failures[0] + 1, self.now_ms)
 
     def may_evict(self, row: int) -> bool:
         """Whether a row is a span that nobody leases and no job reads."""

@@ -30,9 +30,10 @@ def run(*flags: str, **env: str) -> subprocess.CompletedProcess[str]:
 
 
 def test_start_and_stop(spand: Daemon) -> None:
-    assert {"session.sock", "grpc.sock", "daemon.lock"} == set(os.listdir(spand.socket_dir))
+    sockets = {"session.sock", "grpc.sock", "metrics.sock"}
+    assert sockets | {"daemon.lock"} == set(os.listdir(spand.socket_dir))
     assert spand.socket_dir.stat().st_mode & 0o777 == 0o700
-    for name in ("session.sock", "grpc.sock"):
+    for name in sockets:
         assert (spand.socket_dir / name).stat().st_mode & 0o777 == 0o660
     children = process_tree(spand.pid)
     assert len(children) == 2
@@ -133,8 +134,12 @@ def test_tells_systemd(start_spand: Start, socket_dir: Path) -> None:
         notify.settimeout(20)
         daemon = start_spand(env={"NOTIFY_SOCKET": str(address)})
         assert notify.recv(100) == b"READY=1"
+        assert notify.recv(100).startswith(b"STATUS=")
         daemon.stop()
-        assert notify.recv(100) == b"STOPPING=1"
+        said = [notify.recv(100)]
+        while said[-1] != b"STOPPING=1":
+            said.append(notify.recv(100))
+        assert all(line == b"STATUS=ready" for line in said[:-1])
 
 
 def test_more_memory_than_there_is_is_refused(socket_dir: Path) -> None:

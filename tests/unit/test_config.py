@@ -82,6 +82,9 @@ def test_every_setting_has_all_three_forms(tmp_path: Path) -> None:
         "tenants": "all=1GiB,default=2GiB",
         "hardened": "true",
         "memory_headroom": "5MiB",
+        "stuck_ms": "1500",
+        "slow_call_ms": "16",
+        "trace": "console",
         "log_level": "debug",
         "log_format": "json",
     }
@@ -163,6 +166,9 @@ def test_defaults_follow_the_machine_and_each_other() -> None:
         ),
         ({"metrics_listen": "9464"}, {}, "", "metrics_listen: '9464' is no address"),
         ({"metrics_listen": "h:99999"}, {}, "", "metrics_listen: "),
+        ({"trace": "on"}, {}, "", "trace: 'on' is no trace"),
+        ({"trace": "file:relative"}, {}, "", "trace: "),
+        ({"trace": "otlp"}, {}, "", "trace: "),
     ],
 )
 def test_errors_name_the_setting(

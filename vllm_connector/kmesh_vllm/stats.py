@@ -51,6 +51,10 @@ class KMeshPromMetrics(KVConnectorPromMetrics):  # type: ignore[misc]
             )
             for name, what in NAMES.items()
         }
+        for values in per_engine_labelvalues.values():
+            for counter in self._counters.values():
+                # A rate needs the zero from which a counter begins.
+                counter.labels(*values)
 
     def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
         values = self.per_engine_labelvalues[engine_idx]

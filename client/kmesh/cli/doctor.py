@@ -80,7 +80,7 @@ def examine(socket_dir: str, timeout: float) -> Report:
         welcome = tool.session.welcome
         seen = f"session {welcome.session_id} with daemon {welcome.daemon_version} at {socket_dir}"
         found.append(Check("socket", "ok", f"{seen}, uid {os.getuid()} is allowed"))
-        found.append(attempt("health", partial(_health, socket_dir, timeout)))
+        found.append(attempt("health", partial(_health, socket_dir, timeout, tool)))
         found.append(attempt("slabs", partial(_slabs, tool)))
         found.append(attempt("pattern", partial(_pattern, tool, socket_dir)))
         found.append(attempt("cgroup", partial(_cgroup, tool)))
@@ -101,13 +101,19 @@ def _no_session(socket_dir: str, refused: errors.KMeshError) -> Check:
     return Check("socket", "fail", str(refused), fix)
 
 
-def _health(socket_dir: str, timeout: float) -> Check:
+def _health(socket_dir: str, timeout: float, tool: Tool | None = None) -> Check:
     try:
         serving = healthy(socket_dir, timeout)
     except errors.DaemonUnavailable as silent:
         return Check("health", "fail", str(silent), "look at the daemon's log")
+    status = tool.status() if tool is not None else None
     if not serving:
-        return Check("health", "fail", "the daemon says NOT_SERVING", "look at kmesh status")
+        why = "; ".join(c.text for c in status.not_ready) if status is not None else ""
+        seen = "the daemon says NOT_SERVING" + (f": {why}" if why else "")
+        return Check("health", "fail", seen, "look at kmesh status and the daemon's log")
+    if status is not None and any(c.name == "memory" for c in status.warnings):
+        seen = "SERVING, but " + "; ".join(c.text for c in status.warnings if c.name == "memory")
+        return Check("health", "warn", seen, "give the daemon's host more memory")
     return Check("health", "ok", "gRPC health says SERVING")
 
 

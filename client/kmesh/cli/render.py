@@ -63,6 +63,8 @@ def status_json(status: admin_pb2.StatusResponse) -> Json:
         "epoch": f"{status.epoch:016x}",
         "uptime_ms": status.uptime_ms,
         "draining": status.draining,
+        "not_ready": [{"name": c.name, "text": c.text} for c in status.not_ready],
+        "warnings": [{"name": c.name, "text": c.text} for c in status.warnings],
         "socket_dir": status.socket_dir,
         "span_tokens": status.span_tokens,
         "spans": status.spans,
@@ -96,6 +98,8 @@ def status_json(status: admin_pb2.StatusResponse) -> Json:
 def print_status(status: admin_pb2.StatusResponse) -> None:
     out = console()
     state = "draining" if status.draining else "serving"
+    if status.not_ready and not status.draining:
+        state = "not ready: " + "; ".join(reason.text for reason in status.not_ready)
     capacity = sum(slab.capacity for slab in status.slabs)
     used = sum(slab.used for slab in status.slabs)
     rows = [

@@ -80,6 +80,30 @@ class SlabInfo(_message.Message):
 Global___SlabInfo: _TypeAlias = SlabInfo  # noqa: Y015
 
 @_typing.final
+class Condition(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NAME_FIELD_NUMBER: _builtins.int
+    TEXT_FIELD_NUMBER: _builtins.int
+    name: _builtins.str
+    """a reason of docs/metrics.md"""
+    text: _builtins.str
+    """one sentence for a person"""
+    def __init__(
+        self,
+        *,
+        name: _builtins.str = ...,
+        text: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["name", b"name", "text", b"text"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Condition: _TypeAlias = Condition  # noqa: Y015
+
+@_typing.final
 class StatusResponse(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -126,6 +150,8 @@ class StatusResponse(_message.Message):
     TENANTS_FIELD_NUMBER: _builtins.int
     PAUSED_FIELD_NUMBER: _builtins.int
     HARDENED_FIELD_NUMBER: _builtins.int
+    NOT_READY_FIELD_NUMBER: _builtins.int
+    WARNINGS_FIELD_NUMBER: _builtins.int
     version: _builtins.str
     epoch: _builtins.int
     uptime_ms: _builtins.int
@@ -159,6 +185,14 @@ class StatusResponse(_message.Message):
     def tenants(self) -> _containers.RepeatedCompositeFieldContainer[Global___TenantInfo]:
         """that the caller may see"""
 
+    @_builtins.property
+    def not_ready(self) -> _containers.RepeatedCompositeFieldContainer[Global___Condition]:
+        """why the data path is stuck; none: ready"""
+
+    @_builtins.property
+    def warnings(self) -> _containers.RepeatedCompositeFieldContainer[Global___Condition]:
+        """what is not as it should be, while it serves"""
+
     def __init__(
         self,
         *,
@@ -185,10 +219,12 @@ class StatusResponse(_message.Message):
         tenants: _abc.Iterable[Global___TenantInfo] | None = ...,
         paused: _builtins.str = ...,
         hardened: _builtins.bool = ...,
+        not_ready: _abc.Iterable[Global___Condition] | None = ...,
+        warnings: _abc.Iterable[Global___Condition] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["control_restarts", b"control_restarts", "counters", b"counters", "draining", b"draining", "epoch", b"epoch", "hardened", b"hardened", "index_entries", b"index_entries", "leased_bytes", b"leased_bytes", "leases", b"leases", "max_spans", b"max_spans", "max_staging_bytes", b"max_staging_bytes", "paused", b"paused", "reservations", b"reservations", "sessions", b"sessions", "slabs", b"slabs", "socket_dir", b"socket_dir", "span_bytes", b"span_bytes", "span_tokens", b"span_tokens", "spans", b"spans", "staging_bytes", b"staging_bytes", "tenants", b"tenants", "uptime_ms", b"uptime_ms", "version", b"version", "worker_restarts", b"worker_restarts"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["control_restarts", b"control_restarts", "counters", b"counters", "draining", b"draining", "epoch", b"epoch", "hardened", b"hardened", "index_entries", b"index_entries", "leased_bytes", b"leased_bytes", "leases", b"leases", "max_spans", b"max_spans", "max_staging_bytes", b"max_staging_bytes", "not_ready", b"not_ready", "paused", b"paused", "reservations", b"reservations", "sessions", b"sessions", "slabs", b"slabs", "socket_dir", b"socket_dir", "span_bytes", b"span_bytes", "span_tokens", b"span_tokens", "spans", b"spans", "staging_bytes", b"staging_bytes", "tenants", b"tenants", "uptime_ms", b"uptime_ms", "version", b"version", "warnings", b"warnings", "worker_restarts", b"worker_restarts"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

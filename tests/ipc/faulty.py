@@ -1,0 +1,106 @@
+"""A daemon whose parts fail on demand: while a file of a fault's name lies in a directory.
+
+Run instead of ``-m kmesh_spand``. Nothing in the daemon knows of it: parts are replaced before
+the supervisor forks, and its children inherit that.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import os
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from kmesh.index import IndexWriter
+from kmesh_spand import memory, worker
+from kmesh_spand.__main__ import main
+from kmesh_spand.control import process
+from kmesh_spand.control.handler import Handler
+from kmesh_spand.core.policy import LRU
+
+DIRECTORY = "KMESH_TEST_FAULTS"
+COMMAND = (sys.executable, __file__)
+
+
+def broken(name: str) -> bool:
+    return Path(os.environ[DIRECTORY], name).exists()
+
+
+def _replace(owner: Any, name: str, fault: str, instead: Any) -> None:
+    """While ``fault`` is there, ``instead`` is called with the same arguments."""
+    inner = getattr(owner, name)
+
+    def chosen(*arguments: Any, **named: Any) -> Any:
+        return (instead if broken(fault) else inner)(*arguments, **named)
+
+    setattr(owner, name, chosen)
+
+
+def _throw(*_: Any) -> Iterator[int]:
+    raise RuntimeError("a policy that throws")
+
+
+def _no_memory(*_: Any, **__: Any) -> bool:
+    raise OSError(errno.ENOMEM, os.strerror(errno.ENOMEM))
+
+
+def _only_the_first(owner: Any) -> Any:
+    inner = owner._populate_slab
+
+    def populate(self: Any, number: int, *arguments: Any) -> Any:
+        return _no_memory() if number else inner(self, number, *arguments)
+
+    return populate
+
+
+def _bug(*_: Any) -> None:
+    raise RuntimeError("a bug that a test put here")
+
+
+async def _while(fault: str) -> None:
+    while broken(fault):  # noqa: ASYNC110
+        await asyncio.sleep(0.02)
+
+
+async def _hang(*_: Any) -> None:
+    await _while("loop")
+
+
+def _slow_to_start() -> tuple[Any, Any]:
+    made, page = _load()
+
+    class Slow(made):  # type: ignore[misc, valid-type]
+        async def start(self) -> None:
+            await _while("starting")
+            await super().start()
+
+    return Slow, page
+
+
+def install() -> None:
+    """Puts every fault in place."""
+    _replace(LRU, "victims", "policy", _throw)
+    _replace(memory, "populate_range", "populate", _no_memory)
+    _replace(worker.Worker, "_populate_slab", "second", _only_the_first(worker.Worker))
+    _replace(Handler, "_attach_slab", "internal", _bug)
+    _replace(IndexWriter, "insert", "index", lambda *_: False)
+    _replace(IndexWriter, "remove", "remove", lambda *_: None)
+    _replace(process.Control, "_tell_health", "loop", _hang)
+    _replace(worker.Worker, "_copy", "copy", _bug)
+    process._load = _slow_to_start
+    if broken("huge"):
+        # A kernel that gives huge pages, but can't fill a mapping.
+        memory.hugepages_allowed = lambda: True
+        memory.advise_hugepages = lambda *_: True
+        memory.hugepages_granted = lambda *_: True
+        memory._MADV_POPULATE_WRITE = 12345
+
+
+_load = process._load
+
+if __name__ == "__main__":
+    install()
+    sys.exit(main())

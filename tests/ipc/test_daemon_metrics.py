@@ -1,0 +1,383 @@
+"""Every metric of a daemon is seen at a value that means something, and is written down."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+import yaml
+from daemon_process import Daemon, wait_for
+from probe import Faults, get, readiness, samples, wait_for_reasons
+from rawclient import DIGEST, SHARD, RawClient, Refused, engine
+
+from kmesh.v1 import admin_pb2, admin_pb2_grpc, sessions_pb2, spans_pb2
+from kmesh_spand.core.record import RECORD_BYTES
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+
+ROOT = Path(__file__).parents[2]
+MIB = 1 << 20
+
+
+class Seen:
+    """The highest value of each sample over all looks at all daemons."""
+
+    def __init__(self) -> None:
+        self.values: dict[str, float] = {}
+
+    def look(self, daemon: Daemon) -> dict[str, float]:
+        now = samples(daemon)
+        for name, value in now.items():
+            # Each slab tells the same things.
+            name = re.sub(r'slab="\d+"', "slab", name)
+            self.values[name] = max(value, self.values.get(name, 0.0))
+        return now
+
+
+@contextmanager
+def running(**settings: Any) -> Iterator[tuple[Daemon, Faults]]:
+    with tempfile.TemporaryDirectory(prefix="kmesh-") as base:
+        faults = Faults(Path(base) / "faults")
+        for fault in settings.pop("faults", ()):
+            faults.begin(fault)
+        daemon = Daemon(Path(base) / "s", **{**faults.settings, **settings})
+        try:
+            yield daemon, faults
+        finally:
+            for name in ("worker", "control"):
+                if daemon.process.poll() is None:
+                    os.kill(daemon.child(name), signal.SIGCONT)
+            daemon.stop()
+            daemon.kill()
+
+
+def key(number: int) -> bytes:
+    return number.to_bytes(32, "little")
+
+
+def refused(client: RawClient, **body: Any) -> None:
+    with pytest.raises(Refused):
+        client.call(**body)
+
+
+@contextmanager
+def stopped(daemon: Daemon) -> Iterator[None]:
+    worker = daemon.child("worker")
+    os.kill(worker, signal.SIGSTOP)
+    try:
+        yield
+    finally:
+        os.kill(worker, signal.SIGCONT)
+
+
+def ordinary_use(seen: Seen) -> None:
+    """Sessions of all roles store, read, report, and ask for what can't be."""
+    with running(slow_call_ms=1, stuck_ms=300) as (daemon, faults):
+        daemon.wait_populated()
+        path = daemon.socket_dir
+        scheduler, worker = sessions_pb2.ROLE_SCHEDULER, sessions_pb2.ROLE_WORKER
+        with (
+            RawClient(path, **engine(scheduler)),
+            RawClient(path, **engine(worker)) as client,
+            RawClient(path) as tool,
+        ):
+            client.call(ping={})
+            client.call(attach_index={})
+            client.attach_staging(MIB)
+            for number in range(4):
+                assert client.store(key(number), b"x" * 100_000) == 0
+            lease = client.acquire([key(0), key(1), key(9)])
+            seen.look(daemon)
+            # One is damaged, one is not.
+            daemon.flip(lease.offset[0] + 5)
+            report = spans_pb2.ReportCorruptRequest(lease=lease.lease, entry=[0, 1])
+            client.call(report_corrupt=report)
+            wait_for(lambda: seen.look(daemon)["kmesh_spans_corrupt_false_total"])
+            client.release(lease.lease)
+            client.release(lease.lease)
+            client.read(key(1))
+            # What Reserve may answer.
+            assert list(client.reserve([key(1)], 1000).reason) == [4]
+            held = client.reserve([key(20), key(21)], 1000).reservation
+            assert list(tool.reserve([key(20)], 1000).reason) == [2]
+            tool.acquire([key(20)])
+            assert list(client.reserve([key(22)], 64 * MIB).reason) == [7]
+            client.call(abort=spans_pb2.AbortRequest(reservation=[held[0]]))
+            assert client.commit([held[0]], [0]) == [8]
+            with stopped(daemon):
+                client.send(commit={"reservation": [held[1]], "staging_offset": [0]})
+                wait_for_reasons(daemon, "worker")
+                assert seen.look(daemon)["kmesh_worker_copies"] == 1
+                wait_for(lambda: seen.look(daemon)["kmesh_worker_silent_seconds"])
+                client.send(abort=spans_pb2.AbortRequest(reservation=[held[1]]))
+                client.receive()
+            client.receive()
+            late = client.reserve([key(23)], 1000).reservation[0]
+            with stopped(daemon):
+                client.send(deadline_ms=50, commit={"reservation": [late], "staging_offset": [0]})
+                response, _ = client.receive()
+                assert response.status.code == 9
+            # What is refused.
+            too_many = spans_pb2.ReleaseRequest(leases=[1] * 2000)
+            refused(client, release=too_many)
+            refused(client, acquire=spans_pb2.AcquireRequest(keys=b"short", shards=[SHARD]))
+            refused(client, attach_slab={"slab": 99})
+            refused(client, attach_staging={"size": MIB})
+            refused(tool, attach_staging={"size": 4 << 30})
+            with RawClient(path) as greedy:
+                greedy.attach_staging(32 * MIB)
+                refused(tool, attach_staging={"size": 32 * MIB})
+            with faults.during("internal"):
+                refused(client, attach_slab={"slab": 0})
+            with faults.during("index"):
+                assert client.store(key(30), b"never found") == 0
+        for wrong in (
+            {"protocol_version": 99},
+            {"role": 77},
+        ):
+            with pytest.raises(Refused):
+                RawClient(path, **wrong)
+        with RawClient(path, **engine(scheduler)), pytest.raises(Refused):
+            RawClient(path, **engine(worker, dtype="float16"))
+        with RawClient(path, hello=False) as stranger, pytest.raises(Refused):
+            stranger.call(ping={})
+        with RawClient(path) as rude:
+            rude.sock.send(b"\xff" * 10)
+            response, _ = rude.receive()
+            assert response.status.code == 1
+        channel = grpc.insecure_channel(f"unix:{path}/grpc.sock")
+        with channel, pytest.raises(grpc.RpcError):
+            admin_pb2_grpc.AdminStub(channel).Status(admin_pb2.StatusRequest(), timeout=20)
+        with faults.during("loop"):
+            wait_for(lambda: get(path, "/livez")[0] == 503)
+            assert "loop" in readiness(daemon)
+            seen.look(daemon)
+        wait_for_reasons(daemon)
+        seen.look(daemon)
+
+
+def full_pools(seen: Seen) -> None:
+    """Memory and catalog run out; the policy throws; allocation fails although it could work."""
+    with running(host_memory="4MiB", max_spans=40) as (daemon, faults):
+        daemon.wait_populated()
+        with RawClient(daemon.socket_dir) as client:
+            client.attach_staging(MIB)
+            for number in range(10):
+                assert client.store(key(number), b"x" * (MIB // 2)) == 0
+            with faults.during("policy"):
+                for number in range(10, 15):
+                    assert client.store(key(number), b"x" * (MIB // 2)) == 0
+                wait_for_reasons(daemon, "evictor")
+                seen.look(daemon)
+            leased = [n for n in range(15) if client.acquire([key(n)]).reason[0] == 0]
+            assert len(leased) == 7
+            everything = list(client.reserve([key(99)], MIB).reason)
+            assert everything == [5]
+    with running(max_spans=31) as (daemon, _):
+        daemon.wait_populated()
+        with RawClient(daemon.socket_dir) as client:
+            client.attach_staging(MIB)
+            leases = {}
+            for number in range(31):
+                assert client.store(key(number), b"x" * MIB) == 0
+                leases[number] = client.acquire([key(number)]).lease
+            client.reserve([key(77)], 1000)
+            for number in range(1, 31, 2):
+                client.release(leases[number])
+            for _ in range(3):
+                client.reserve([key(99)], 3 * MIB)
+            wait_for_reasons(daemon, "pool")
+            seen.look(daemon)
+    with running(max_spans=8) as (daemon, _):
+        daemon.wait_populated()
+        with RawClient(daemon.socket_dir) as client:
+            for number in range(8):
+                assert client.store(key(number), b"bytes") == 0
+                client.acquire([key(number)])
+            assert list(client.reserve([key(99)], 10).reason) == [11]
+        seen.look(daemon)
+
+
+def restarts(seen: Seen) -> None:
+    """Worker and control die; one catalog record is damaged meanwhile."""
+    with running(verify_rate=300_000, grace_ms=200) as (daemon, _):
+        daemon.wait_populated()
+        with RawClient(daemon.socket_dir) as client:
+            client.attach_staging(MIB)
+            for number in range(4):
+                assert client.store(key(number), b"x" * 200_000) == 0
+            reserved = client.reserve([key(9)], 1000).reservation[0]
+            worker = daemon.child("worker")
+            os.kill(worker, signal.SIGSTOP)
+            client.send(commit={"reservation": [reserved], "staging_offset": [0]})
+            time.sleep(0.1)
+            os.kill(worker, signal.SIGKILL)
+            response, _ = client.receive()
+            assert list(response.commit.reason) == [9]
+        seen.look(daemon)
+        copy_a_record(daemon)
+        os.kill(daemon.child("control"), signal.SIGKILL)
+        daemon.wait_ready(2)
+        looked = seen.look(daemon)
+        assert looked["kmesh_recovering_spans"] > 0
+        wait_for(lambda: seen.look(daemon)["kmesh_spans_verified_total"], 30)
+        with RawClient(daemon.socket_dir) as client:
+            client.attach_staging(MIB)
+            reserved = client.reserve([key(9)], 1000).reservation[0]
+            os.kill(daemon.child("worker"), signal.SIGSTOP)
+            client.send(commit={"reservation": [reserved], "staging_offset": [0]})
+            wait_for(lambda: seen.look(daemon)["kmesh_worker_copies"])
+            daemon.process.send_signal(signal.SIGTERM)
+            wait_for(lambda: "draining" in readiness(daemon))
+            refused_by_drain = client.send(reserve=reserve_request(key(10)))
+            response, _ = client.receive()
+            assert (response.id, response.status.code) == (refused_by_drain, 10)
+            seen.look(daemon)
+
+
+def reserve_request(of: bytes) -> spans_pb2.ReserveRequest:
+    return spans_pb2.ReserveRequest(
+        namespace=DIGEST, shard=SHARD, keys=of, tokens=[64], start=[0], length=[1000]
+    )
+
+
+def copy_a_record(daemon: Daemon) -> None:
+    """The catalog says the same thing twice, as a broken machine might."""
+    for path in Path(f"/proc/{daemon.pid}/fd").iterdir():
+        if os.readlink(path).startswith("/memfd:kmesh-catalog "):
+            path.chmod(0o600)
+            fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+            record = os.pread(fd, RECORD_BYTES, 0)
+            os.pwrite(fd, record, 100 * RECORD_BYTES)
+            os.close(fd)
+            return
+    raise AssertionError("no catalog")
+
+
+def poor_machines(seen: Seen) -> None:
+    """Start is slow, memory is not there at first, file descriptors run out."""
+    with running(ready=False, faults=["starting", "populate", "huge"]) as (daemon, faults):
+        wait_for(lambda: answers(daemon))
+        wait_for(lambda: seen.look(daemon)['kmesh_not_ready{reason="starting"}'])
+        faults.end("starting")
+        daemon.wait_ready()
+        wait_for_reasons(daemon, "memory")
+        with RawClient(daemon.socket_dir) as client:
+            assert list(client.reserve([key(1)], 1000).reason) == [6]
+        seen.look(daemon)
+        faults.end("populate")
+        daemon.wait_populated()
+        wait_for_reasons(daemon)
+        seen.look(daemon)
+    with running(slab_size="16MiB", faults=["second"]) as (daemon, _):
+        wait_for(lambda: seen.look(daemon)['kmesh_warning{reason="memory"}'])
+        assert readiness(daemon) == set()
+    with running(nofile=64) as (daemon, _):
+        daemon.wait_populated()
+        crowd: list[RawClient] = []
+        try:
+            while len(crowd) < 64:
+                crowd.append(RawClient(daemon.socket_dir))
+        except Refused:
+            wait_for_reasons(daemon, "files")
+            seen.look(daemon)
+        finally:
+            for client in crowd:
+                client.close()
+    with running(allow_uids=os.geteuid() + 1) as (daemon, _):
+        with pytest.raises(Refused, match="PERMISSION_DENIED"):
+            RawClient(daemon.socket_dir)
+        seen.look(daemon)
+
+
+def answers(daemon: Daemon) -> bool:
+    try:
+        return get(daemon.socket_dir, "/metrics")[0] == 200
+    except OSError:
+        return False
+
+
+@pytest.fixture(scope="module")
+def seen() -> Seen:
+    found = Seen()
+    ordinary_use(found)
+    full_pools(found)
+    restarts(found)
+    poor_machines(found)
+    return found
+
+
+def test_every_metric_says_something(seen: Seen) -> None:
+    assert len(seen.values) > 100
+    assert not {name for name, value in seen.values.items() if not value}
+
+
+def families(values: dict[str, float]) -> set[str]:
+    """Names as documents write them: no prefix, no labels, no ending of a counter."""
+    found = set()
+    for name in values:
+        short = name.partition("{")[0].removeprefix("kmesh_")
+        found.add(re.sub(r"_(total|sum|count)$", "", short))
+    return found
+
+
+def test_every_metric_is_written_down(seen: Seen) -> None:
+    text = (ROOT / "docs" / "metrics.md").read_text()
+    written = set(re.findall(r"`([a-z_]+)`", text))
+    for name in families(seen.values):
+        assert name in written or name.startswith(("requests_", "refused_")), name
+    for reason in re.findall(r'reason="(\w+)"', " ".join(seen.values)):
+        assert reason in written, reason
+
+
+def test_documented_metrics_exist(seen: Seen) -> None:
+    text = (ROOT / "docs" / "metrics.md").read_text().partition("## The connector's")[0]
+    rows = re.findall(r"^\| (`[^|]+) \|", text, re.MULTILINE)
+    known = families(seen.values) | set(re.findall(r'reason="(\w+)"', " ".join(seen.values)))
+    for name in re.findall(r"`([a-z_]+)`", " ".join(rows)):
+        assert name in known, name
+
+
+def _names_in(text: str) -> set[str]:
+    return set(re.findall(r"\bkmesh_[a-z_]+", text))
+
+
+def _exported(seen: Seen) -> set[str]:
+    plain = {name.partition("{")[0] for name in seen.values}
+    return plain | {name[: -len("count")] + "bucket" for name in plain if name.endswith("_count")}
+
+
+def test_the_dashboard_shows_what_exists(seen: Seen) -> None:
+    board = json.loads((ROOT / "deploy" / "grafana-dashboard.json").read_text())
+    queries = [t["expr"] for panel in board["panels"] for t in panel.get("targets", ())]
+    assert len(queries) > 15
+    named = _names_in(" ".join(queries))
+    assert named
+    assert named <= _exported(seen)
+    assert all(any(_names_in(query)) for query in queries)
+    assert len({panel["id"] for panel in board["panels"]}) == len(board["panels"])
+
+
+def test_the_alerts_ask_for_what_exists(seen: Seen) -> None:
+    rules = yaml.safe_load((ROOT / "deploy" / "prometheus-rules.yaml").read_text())
+    alerts = [rule for group in rules["groups"] for rule in group["rules"]]
+    names = _names_in(" ".join(alert["expr"] for alert in alerts))
+    assert names <= _exported(seen)
+    assert {"kmesh_ready", "kmesh_spans_corrupt_total", "kmesh_worker_restarts_total"} <= names
+    for alert in alerts:
+        assert alert["labels"]["severity"] in ("critical", "warning")
+        assert set(re.findall(r"\$labels\.(\w+)", str(alert["annotations"]))) <= {
+            "instance",
+            "reason",
+            "slab",
+        }

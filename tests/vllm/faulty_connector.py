@@ -1,0 +1,39 @@
+"""The connector, whose loads wait or fail while a file of that name lies in a directory."""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+from kmesh_vllm import loading
+from kmesh_vllm.connector import KMeshConnector
+
+__all__ = ["KMeshConnector"]
+
+DIRECTORY = "KMESH_TEST_LOADS"
+
+
+def _there(name: str) -> bool:
+    return Path(os.environ[DIRECTORY], name).exists()
+
+
+_parts = loading.Loader._parts
+_scatter = loading.scatter
+
+
+def _held(self: Any, job: Any) -> Any:
+    while _there("held"):
+        time.sleep(0.02)
+    return _parts(self, job)
+
+
+def _failing(*arguments: Any) -> bytes:
+    if _there("failing"):
+        raise RuntimeError("a load that a test made fail")
+    return _scatter(*arguments)
+
+
+loading.Loader._parts = _held
+loading.scatter = _failing

@@ -1,0 +1,294 @@
+"""Each counter of the connector arrives on the ``/metrics`` page of a real vLLM server."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import os
+import re
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from daemon_process import Daemon, wait_for
+from driver import HERE, ROOT, tokens
+from faulty import COMMAND, DIRECTORY
+from rawclient import RawClient
+
+from demo.processes import Process
+from kmesh.v1 import admin_pb2, admin_pb2_grpc, common_pb2, spans_pb2
+from kmesh_vllm.counts import NAMES
+
+SHARD = common_pb2.Shard(layer_begin=0, layer_end=4, head_begin=0, head_end=2)
+SPAN_BYTES = 4 * 2 * 2 * 32 * 4 * 64
+_SAMPLE = re.compile(r"^vllm:kmesh_(\w+)_total\{[^}]*\} (\S+)$", re.MULTILINE)
+
+_TOKENIZER = """
+import sys
+from tokenizers import Tokenizer, models
+from transformers import PreTrainedTokenizerFast
+words = Tokenizer(models.WordLevel({f"t{i}": i for i in range(2048)}, unk_token="t0"))
+PreTrainedTokenizerFast(tokenizer_object=words, eos_token="t2").save_pretrained(sys.argv[1])
+"""
+
+
+class Server:
+    """vLLM's OpenAI server."""
+
+    def __init__(self, port: int) -> None:
+        self._port = port
+
+    def ask(self, method: str, path: str, body: Any = None) -> tuple[int, str]:
+        connection = http.client.HTTPConnection("127.0.0.1", self._port, timeout=120)
+        try:
+            data = None if body is None else json.dumps(body)
+            connection.request(method, path, data, {"Content-Type": "application/json"})
+            with connection.getresponse() as response:
+                return response.status, response.read().decode()
+        finally:
+            connection.close()
+
+    def up(self) -> bool:
+        try:
+            return self.ask("GET", "/health")[0] == 200
+        except OSError:
+            return False
+
+    def complete(self, prompt: list[int]) -> None:
+        body = {"model": "tiny", "prompt": prompt, "max_tokens": 2, "temperature": 0}
+        status, text = self.ask("POST", "/v1/completions", body)
+        assert status == 200, text
+
+    @contextmanager
+    def completing(self, prompt: list[int]) -> Iterator[None]:
+        """The request runs meanwhile, and must end well."""
+        failed: list[BaseException] = []
+
+        def run() -> None:
+            try:
+                self.complete(prompt)
+            except BaseException as wrong:
+                failed.append(wrong)
+
+        thread = threading.Thread(target=run)
+        thread.start()
+        try:
+            yield
+        finally:
+            thread.join()
+        assert not failed, failed
+
+    def counts(self) -> dict[str, float]:
+        return {
+            name: float(value) for name, value in _SAMPLE.findall(self.ask("GET", "/metrics")[1])
+        }
+
+    def wait_count(self, name: str) -> None:
+        """What a step counted is told with a later step."""
+
+        def there() -> bool:
+            self.complete([5, 6, 7])
+            return self.counts()[name] > 0
+
+        wait_for(there, 30, name)
+
+
+@pytest.fixture
+def folder() -> Iterator[Path]:
+    with tempfile.TemporaryDirectory(prefix="kmesh-") as base:
+        yield Path(base)
+
+
+@pytest.fixture
+def spand(folder: Path) -> Iterator[Daemon]:
+    (folder / "faults").mkdir()
+    daemon = Daemon(
+        folder / "s",
+        command=COMMAND,
+        env={DIRECTORY: str(folder / "faults")},
+        host_memory="6MiB",
+        staging_memory="64MiB",
+        grace_ms=200,
+        stuck_ms=60_000,
+    )
+    daemon.wait_populated()
+    yield daemon
+    daemon.stop()
+    daemon.kill()
+
+
+@pytest.fixture
+def server(folder: Path, spand: Daemon, model: Path, cache: Path) -> Iterator[Server]:
+    speaking = folder / "tiny"
+    shutil.copytree(model, speaking)
+    subprocess.run([sys.executable, "-c", _TOKENIZER, speaking], check=True, capture_output=True)
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        port = probe.getsockname()[1]
+    transfer = {
+        "kv_connector": "KMeshConnector",
+        "kv_connector_module_path": "faulty_connector",
+        "kv_role": "kv_both",
+        "kv_load_failure_policy": "recompute",
+        "kv_connector_extra_config": {
+            "socket_dir": str(spand.socket_dir),
+            "staging_bytes": 4 * SPAN_BYTES,
+            "acquire_timeout_ms": 300,
+            "load_timeout_ms": 3000,
+            "reserve_timeout_ms": 500,
+            "retry_after_ms": 1,
+        },
+    }
+    command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server"]
+    command += ["--model", str(speaking), "--served-model-name", "tiny"]
+    command += ["--host", "127.0.0.1", "--port", str(port), "--dtype", "float32"]
+    command += ["--block-size", "32", "--enforce-eager", "--no-enable-prefix-caching"]
+    command += ["--max-model-len", "4096", "--max-num-batched-tokens", "4096"]
+    command += ["--num-gpu-blocks-override", "400", "--kv-transfer-config", json.dumps(transfer)]
+    paths = [ROOT / "client", ROOT / "vllm_connector", ROOT, HERE]
+    (folder / "loads").mkdir()
+    env = {
+        "PYTHONPATH": os.pathsep.join(map(str, paths)),
+        "XDG_CACHE_HOME": str(cache),
+        "KMESH_TEST_LOADS": str(folder / "loads"),
+        "VLLM_CPU_KVCACHE_SPACE": "1",
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+        "TORCHDYNAMO_DISABLE": "1",
+        "HF_HUB_OFFLINE": "1",
+        "VLLM_NO_USAGE_STATS": "1",
+    }
+    log = folder / "server.log"
+    with Process("vLLM", command, log, env=env) as process:
+        served = Server(port)
+        process.wait_ready(served.up, 400)
+        yield served
+
+
+@contextmanager
+def fault(file: Path) -> Iterator[None]:
+    file.touch()
+    try:
+        yield
+    finally:
+        file.unlink()
+
+
+@contextmanager
+def stopped(daemon: Daemon, name: str) -> Iterator[None]:
+    pid = daemon.child(name)
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        yield
+    finally:
+        os.kill(pid, signal.SIGCONT)
+
+
+def stored(daemon: Daemon) -> list[admin_pb2.SpanInfo]:
+    with daemon.rpc() as (channel, metadata):
+        answer = admin_pb2_grpc.AdminStub(channel).List(admin_pb2.ListRequest(), metadata=metadata)
+        return list(answer.spans)
+
+
+def settle(daemon: Daemon, spans: int) -> None:
+    daemon.wait_status(lambda s: s.spans >= spans and not s.reservations and not s.leases)
+
+
+def drop_but_keep_in_index(daemon: Daemon, folder: Path) -> None:
+    """Damages every span and reports it, while the index forgets nothing."""
+    with fault(folder / "faults" / "remove"), RawClient(daemon.socket_dir) as client:
+        before = daemon.status().counters["spans_corrupt"]
+        spans = stored(daemon)
+        for span in spans:
+            daemon.flip(span.offset, span.slab)
+            request = spans_pb2.AcquireRequest(keys=span.key, shards=[SHARD])
+            lease = client.call(acquire=request)[0].lease
+            report = spans_pb2.ReportCorruptRequest(lease=lease, entry=[0])
+            assert client.call(report_corrupt=report)[0].accepted == 1
+            client.release(lease)
+        daemon.wait_status(lambda s: s.counters["spans_corrupt"] == before + len(spans))
+
+
+def test_every_counter_arrives(server: Server, spand: Daemon, folder: Path) -> None:
+    faults, loads = folder / "faults", folder / "loads"
+    # All are there from the start, so that a rate can be taken.
+    server.complete([5, 6, 7])
+    assert server.counts() == dict.fromkeys(NAMES, 0.0)
+
+    prompt = tokens(400, seed=1)
+    server.complete(prompt)
+    settle(spand, 6)
+    server.complete(prompt)
+    for name in ("stored_spans", "stored_tokens", "stored_bytes"):
+        server.wait_count(name)
+    for name in ("restores", "restored_tokens", "restored_bytes"):
+        server.wait_count(name)
+    assert server.counts()["restored_tokens"] == 384
+
+    # Loads that fail: each is computed instead.
+    with fault(loads / "failing"):
+        server.complete(prompt)
+    server.wait_count("load_failed_error")
+    with fault(loads / "held"):
+        server.complete(prompt)
+        server.wait_count("load_failed_late")
+    settle(spand, 6)
+    for span in stored(spand):
+        spand.flip(span.offset + 1000, span.slab)
+    server.complete(prompt)
+    server.wait_count("load_failed_corrupt")
+
+    # Leases that do not come.
+    prompt = tokens(400, seed=2)
+    server.complete(prompt)
+    settle(spand, 6)
+    drop_but_keep_in_index(spand, folder)
+    server.complete(prompt)
+    server.wait_count("acquire_refused")
+    prompt = tokens(400, seed=3)
+    server.complete(prompt)
+    settle(spand, 6)
+    with stopped(spand, "control"):
+        server.complete(prompt)
+        server.wait_count("acquire_late")
+        # Nor does a reservation.
+        server.complete(tokens(400, seed=4))
+        server.wait_count("store_skipped_late")
+
+    # What is not stored.
+    with fault(faults / "index"):
+        prompt = tokens(400, seed=5)
+        before = spand.status().counters["spans_committed"]
+        server.complete(prompt)
+        spand.wait_status(lambda s: s.counters["spans_committed"] >= before + 6)
+        server.complete(prompt)
+        server.wait_count("store_skipped_exists")
+    with fault(faults / "copy"):
+        server.complete(tokens(400, seed=6))
+        server.wait_count("store_skipped_error")
+    server.complete(tokens(4000, seed=7))
+    server.wait_count("store_skipped_full")
+    with stopped(spand, "worker"):
+        server.complete(tokens(900, seed=8))
+        server.wait_count("store_skipped_staging")
+
+    # A load whose daemon goes away.
+    prompt = tokens(400, seed=9)
+    before = spand.status().counters["spans_committed"]
+    server.complete(prompt)
+    spand.wait_status(lambda s: s.counters["spans_committed"] >= before + 6)
+    with server.completing(prompt), fault(loads / "held"):
+        spand.wait_status(lambda s: s.leases > 0)
+        os.kill(spand.child("control"), signal.SIGKILL)
+        # What is mapped already could still be read, until the worker knows.
+        time.sleep(0.5)
+    server.wait_count("load_failed_lost")
+    assert all(server.counts().values())
