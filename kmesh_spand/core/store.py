@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterator, Sequence
 
 from kmesh.layout import TILE_BYTES, tiles
@@ -28,8 +27,7 @@ class SpanStore:
     the shell must carry them out.
 
     Attributes:
-        tenants: whose spans these are.
-        wipes: slab by wipe job in flight.
+        tenants: whose spans these are. wipes: slab by wipe job in flight.
         evictable: rows that may be evicted now.
         pinned, leased_bytes: spans that at least one lease holds, and their payload bytes.
         published: keys in the index.
@@ -47,15 +45,15 @@ class SpanStore:
         max_spans: int,
         policy: Policy,
         counters: dict[str, int],
-        tenancy: Tenancy | None = None,
-        job_ids: Iterator[int] | None = None,
+        tenancy: Tenancy,
+        job_ids: Iterator[int],
     ) -> None:
         self.table = SpanTable(max_spans)
         self.slabs: dict[int, Slab] = {}
-        self.tenants = TenantBook(tenancy or Tenancy(), policy, max_spans, TILE_BYTES)
+        self.tenants = TenantBook(tenancy, policy, max_spans, TILE_BYTES)
         self.wipes: dict[int, int] = {}
         self.counters = counters
-        self._job_ids = job_ids or itertools.count(1)
+        self._job_ids = job_ids
         self.out: list[Effect] = []
         self.now_ms = 0
         self.tick = 0
@@ -108,10 +106,7 @@ class SpanStore:
     def assign(self, number: int, tenant: Tenant) -> None:
         """Give a clean slab of nobody to a tenant."""
         slab = self.slabs[number]
-        assert slab.tenant is None
-        assert slab.clean
-        assert not slab.lost
-        assert not slab.used
+        assert (slab.tenant, slab.clean, slab.lost, slab.used) == (None, True, False, 0)
         assert slab.group in (None, tenant.group)
         slab.tenant, slab.group = tenant, tenant.group
         self.tenants.own(tenant, number)
@@ -398,7 +393,7 @@ class SpanStore:
         """Drop a span that ``may_evict``."""
         self.counters["evicted"] += 1
         self.counters["evicted_bytes"] += self.table.length[row]
-        counters = self.tenant_of(row).counters
-        counters["evicted"] += 1
-        counters["evicted_bytes"] += self.table.length[row]
+        mine = self.tenant_of(row).counters
+        mine["evicted"] += 1
+        mine["evicted_bytes"] += self.table.length[row]
         self.move(row, Trigger.EVICT)
