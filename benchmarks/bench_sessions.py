@@ -25,6 +25,8 @@ SPANS = 256
 #: A prompt of 4,096 tokens.
 CROWD_SPANS = 64
 SESSIONS, CLIENTS = 300, 64
+#: Calls of one kind in a row: an engine's transport is not in turn with another one.
+BLOCK = 20
 
 
 def alone(spand: Spand, keys: bytes, rounds: int) -> Iterator[Row]:
@@ -52,7 +54,7 @@ def alone(spand: Spand, keys: bytes, rounds: int) -> Iterator[Row]:
         taken = in_turn(
             {"session": over_session, "grpc": over_grpc, "waited": waited, "ping": session.ping},
             rounds,
-            warm=20,
+            block=BLOCK,
         )
     ms = {name: [value * 1e3 for value in values] for name, values in taken.items()}
     what = f"Acquire and Release of {SPANS} spans; Release is not waited for"
@@ -197,6 +199,6 @@ def run(quick: bool) -> Iterator[Row]:
     with serve(host_memory="64MiB", staging_memory="64MiB") as spand:
         with spand.connect() as tool:
             store(tool, chain.keys, SHARD, length=TILE_BYTES)
-        yield from alone(spand, chain.keys, 100 if quick else 500)
+        yield from alone(spand, chain.keys, 5 if quick else 25)
         keys = chain.keys[: CROWD_SPANS * KEY_BYTES]
         yield from crowd(spand, keys, 8 if quick else 40, 1.0 if quick else 4.0)

@@ -14,17 +14,21 @@ def seconds(call: Callable[[], object]) -> float:
 
 
 def in_turn(
-    calls: dict[str, Callable[[], object]], rounds: int, warm: int = 2
+    calls: dict[str, Callable[[], object]], rounds: int, warm: int = 2, block: int = 1
 ) -> dict[str, list[float]]:
     """Seconds of each call, ``rounds`` times one after the other; every other round backwards.
 
     The first ``warm`` rounds are not kept.
+
+    Args:
+        block: how often a call is repeated before it is another one's turn.
     """
     taken: dict[str, list[float]] = {name: [] for name in calls}
     names = list(calls)
     for number in range(-warm, rounds):
         for name in names if number % 2 == 0 else reversed(names):
-            took = seconds(calls[name])
-            if number >= 0:
-                taken[name].append(took)
+            for _ in range(block):
+                took = seconds(calls[name])
+                if number >= 0:
+                    taken[name].append(took)
     return taken
