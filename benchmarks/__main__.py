@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import argparse
 import json
+import signal
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from types import FrameType
+from typing import NoReturn
 
 from rich.console import Console
 
@@ -22,6 +25,8 @@ TARGETS = Path(__file__).with_name("targets.toml")
 def main(argv: Sequence[str] | None = None) -> int:
     """Returns the exit status: 0, 1 (something failed or falls short) or 2 (wrong usage)."""
     options = _parse(argv)
+    # What was started ends with us, however we are told to end.
+    signal.signal(signal.SIGTERM, _terminated)
     if options.command == "run":
         return run(options.names, quick=options.quick, out=options.out)
     if options.command == "check":
@@ -30,6 +35,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         for row in measure(options.name, quick=options.quick):
             print(json.dumps(row.to_json()), file=out)
     return 0
+
+
+def _terminated(number: int, frame: FrameType | None) -> NoReturn:
+    raise KeyboardInterrupt
 
 
 def run(names: Sequence[str], *, quick: bool, out: Path | None) -> int:

@@ -51,6 +51,7 @@ def run(quick: bool) -> Iterator[Row]:
         cast(StoreWorker, NoWorker()),
         cast(StagingPool, None),
         lambda reply: None,
+        lambda event: None,
     )
     gc.collect()
     before = pss([os.getpid()])

@@ -45,12 +45,18 @@ def run_apart(name: str, *, quick: bool) -> tuple[list[Row], float, bool]:
         out = Path(folder) / "rows.jsonl"
         command = [sys.executable, "-m", "benchmarks", "measure", name, str(out)]
         began = time.monotonic()
-        done = subprocess.run(
+        child = subprocess.Popen(
             [*command, *(["--quick"] if quick else [])], cwd=ROOT, env=_environment()
         )
+        try:
+            status = child.wait()
+        except BaseException:
+            child.terminate()
+            child.wait()
+            raise
         took = time.monotonic() - began
         lines = out.read_text().splitlines() if out.exists() else []
-        return [Row.from_json(json.loads(line)) for line in lines], took, done.returncode == 0
+        return [Row.from_json(json.loads(line)) for line in lines], took, status == 0
 
 
 def _environment() -> dict[str, str]:

@@ -103,6 +103,10 @@ class Config(BaseSettings):
     )
     grace_ms: int = _set("time for engines to re-attach after a restart", 10_000, ge=0)
     shutdown_timeout_ms: int = _set("time to finish on SIGTERM", 10_000, ge=0)
+    remembered_keys: int = _set(
+        "ends of keys that are remembered, to explain misses", 32768, ge=0, le=1 << 24
+    )
+    watch_events: int = _set("events that are remembered for who watches", 4096, ge=1, le=1 << 20)
     metrics_listen: Listen = _set("HOST:PORT of the metrics page over HTTP [none]", "")
     stuck_ms: int = _set("a store worker that owes an answer for longer is not ready", 3000, ge=100)
     slow_call_ms: int = _set("calls that take longer are logged; 0: none", 1000, ge=0)
@@ -154,6 +158,8 @@ class Config(BaseSettings):
             verify_rate=self.verify_rate,
             grace_ms=self.grace_ms,
             shutdown_timeout_ms=self.shutdown_timeout_ms,
+            remembered_keys=self.remembered_keys,
+            watch_events=self.watch_events,
             metrics_listen=self.metrics_listen,
             share=self.share,
             tenants=self.tenants,

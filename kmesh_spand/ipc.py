@@ -152,6 +152,10 @@ class RestartWorker(Message, frozen=True):
     reason: str
 
 
+class Stop(Message, frozen=True):
+    """From control: an operator wants the daemon to end, as by SIGTERM."""
+
+
 AnyMessage = (
     Staging
     | DropStaging
@@ -172,6 +176,7 @@ AnyMessage = (
     | Ready
     | Health
     | RestartWorker
+    | Stop
 )
 
 _encoder = msgspec.msgpack.Encoder()

@@ -40,6 +40,8 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     verify_rate: int
     grace_ms: int
     shutdown_timeout_ms: int
+    remembered_keys: int
+    watch_events: int
     metrics_listen: str
     share: str
     tenants: dict[str, int]

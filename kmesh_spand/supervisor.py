@@ -324,6 +324,8 @@ class Supervisor:
                 logger.error("restarting the store worker: %s", message.reason)
                 if self._worker_pid:
                     os.kill(self._worker_pid, signal.SIGKILL)
+            case ipc.Stop():
+                self._stop_signal = self._stop_signal or signal.SIGTERM
             case _:
                 logger.error("unexpected message %s", type(message).__name__)
 

@@ -26,6 +26,7 @@ class Applier:
         owners: of the slabs, writable.
         indexes: one for each group of uids.
         reply: where answers go.
+        note: told of spans that came and went.
     """
 
     def __init__(
@@ -36,6 +37,7 @@ class Applier:
         worker: StoreWorker,
         staging: StagingPool,
         reply: Callable[[effects.Reply], None],
+        note: Callable[[effects.SpanCommitted | effects.SpanEnded], None],
     ) -> None:
         self.index_full = 0
         self._catalog = catalog
@@ -44,6 +46,7 @@ class Applier:
         self._worker = worker
         self._staging = staging
         self._reply = reply
+        self._note = note
 
     def apply(self, batch: Sequence[effects.Effect]) -> None:
         """Carries out one batch. Answers see its changes: they go out after the index's version."""
@@ -89,6 +92,8 @@ class Applier:
                 self._worker.verify(effect)
             case effects.DropStaging():
                 self._staging.drop(effect.session)
+            case effects.SpanCommitted() | effects.SpanEnded():
+                self._note(effect)
             case effects.Reply():
                 raise AssertionError("replies come last")
         return None

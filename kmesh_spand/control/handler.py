@@ -16,6 +16,7 @@ from kmesh.v1 import common_pb2, sessions_pb2
 from kmesh_spand import logs
 from kmesh_spand.control import limits, translate
 from kmesh_spand.control.applier import Applier
+from kmesh_spand.control.journal import Journal
 from kmesh_spand.control.observer import Call, Observer
 from kmesh_spand.control.registry import Member, Peer, Registry
 from kmesh_spand.control.staging import StagingPool
@@ -76,6 +77,7 @@ class Handler:
     Attributes:
         epoch: of this control process.
         counters: what happened to requests and connections, by name.
+        journal: what those who watch are told.
         draining: no new session and no new reservation.
     """
 
@@ -97,6 +99,7 @@ class Handler:
         self.staging = staging
         self.counters: Counter[str] = Counter(dict.fromkeys(_COUNTERS, 0))
         self.draining = False
+        self.journal = Journal(epoch, settings.watch_events)
         self.applier: Applier
         self._loop = loop
         self._exported = exported
@@ -127,6 +130,7 @@ class Handler:
         engine = f"{peer.uid}:{member.engine_id}" if member.engine_id else ""
         self.event(events.SessionOpened(member.id, peer.uid, engine, member.role))
         self.counters["sessions_opened"] += 1
+        self.journal.session_opened(member)
         logger.info(
             "session opened",
             extra={
@@ -158,7 +162,10 @@ class Handler:
     def close(self, session: int, reason: str) -> None:
         """A session ended: all that it held ends."""
         ended = [self._take(number) for number in list(self._of_session.get(session, ()))]
+        member = self.registry.members.get(session)
         self.registry.close(session)
+        if member is not None:
+            self.journal.session_closed(member, reason)
         with logs.about(session):
             self.event(events.SessionClosed(session))
         self.counters["sessions_closed"] += 1

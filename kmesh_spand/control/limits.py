@@ -1,6 +1,8 @@
 """Limits of one connection. What an operator may change is in ``Settings``."""
 
 MAX_MESSAGE_BYTES = 128 * 1024
+#: Of a gRPC message: a prompt's token ids, to be explained.
+MAX_RPC_BYTES = 1024 * 1024
 MAX_BATCH = 1024
 #: Requests of one session that wait for something (a copy, memory).
 MAX_PENDING = 256

@@ -22,6 +22,7 @@ from kmesh_spand.control.limits import MAX_BATCH
 from kmesh_spand.control.link import Link
 from kmesh_spand.control.listener import Listener
 from kmesh_spand.control.observer import Observer
+from kmesh_spand.control.operator import Operator
 from kmesh_spand.control.readiness import Readiness
 from kmesh_spand.control.report import Report
 from kmesh_spand.control.staging import StagingPool
@@ -88,6 +89,7 @@ class Control:
                 max_spans=settings.max_spans,
                 span_tokens=settings.span_tokens,
                 max_batch=MAX_BATCH,
+                remembered_keys=settings.remembered_keys,
             ),
             tenancy=settings.tenancy(),
         )
@@ -99,12 +101,14 @@ class Control:
             self._worker,
             staging,
             self._handler.reply,
+            self._handler.journal.span,
         )
         self._supervisor = Link(loop, supervisor, self._heard, self._orphaned)
         self._readiness = Readiness(
             loop, self._handler, self._worker, settings.stuck_ms, self._tell_supervisor
         )
         self._report = Report(self._handler, self._worker, restarts, self._readiness)
+        self._operator = Operator(loop, self._handler, restarts, self._ask_to_stop)
         self._recover()
         self._listener = Listener(loop, self._handler, listener)
         loop.call_later(settings.grace_ms / 1000, self._event, events.GraceEnded())
@@ -118,7 +122,8 @@ class Control:
         )
         # Sessions are served already; these are large to load.
         make_rpc, make_page = await self._loop.run_in_executor(None, _load)
-        rpc = make_rpc(self._handler, self._report, os.path.join(settings.socket_dir, GRPC_SOCKET))
+        path = os.path.join(settings.socket_dir, GRPC_SOCKET)
+        rpc = make_rpc(self._handler, self._report, self._operator, path)
         web.page = make_page(self._report)
         await rpc.start()
         if settings.metrics_listen:
@@ -135,6 +140,7 @@ class Control:
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._wake.wait(), self._tick())
         self._listener.close("the daemon is stopping")
+        self._operator.close()
         web.close()
         await rpc.stop()
         self._worker.close()
@@ -170,14 +176,19 @@ class Control:
         match message:
             case ipc.NewWorker() if fd is not None:
                 self._worker.attach(fd, message.restarts, message.pid)
+                self._handler.journal.worker_started(message.restarts)
                 self._wake.set()
             case ipc.Drain():
                 self._handler.draining = True
+                self._operator.stopping()
                 self._event(events.Drain())
                 self._listener.stop()
                 self._wake.set()
             case _:
                 logger.error("unexpected message %s", type(message).__name__)
+
+    def _ask_to_stop(self) -> None:
+        self._supervisor.send(ipc.Stop())
 
     def _restart_worker(self, reason: str) -> None:
         self._supervisor.send(ipc.RestartWorker(reason))

@@ -125,6 +125,10 @@ class Registry:
         """What an engine said of a namespace; empty if it was derived from a stated one."""
         return self._namespaces.get(digest, {})
 
+    def namespaces(self) -> dict[bytes, dict[str, str]]:
+        """Fields by digest of the namespaces that engines stated, a copy."""
+        return dict(self._namespaces)
+
     def _join(self, uid: int, engine_id: str, namespace: Namespace) -> None:
         engine = self._engines.setdefault((uid, engine_id), _Engine(namespace))
         differing = engine.namespace.differing(namespace)

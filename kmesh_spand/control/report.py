@@ -14,6 +14,7 @@ from kmesh_spand.control.observer import Observer
 from kmesh_spand.control.readiness import Readiness
 from kmesh_spand.control.registry import Member
 from kmesh_spand.control.storeworker import StoreWorker
+from kmesh_spand.core.codes import Reason
 
 _DEFAULT_LIMIT = 1000
 _ROLES: dict[int, str] = {
@@ -84,7 +85,7 @@ class Report:
             version=__version__,
             epoch=handler.epoch,
             uptime_ms=handler.now_ms() - self._started_ms,
-            draining=handler.draining,
+            draining=handler.draining or core.draining,
             socket_dir=handler.settings.socket_dir,
             slabs=[
                 admin_pb2.SlabInfo(
@@ -228,6 +229,13 @@ class Report:
             info.leased_bytes = row.leased_bytes
             info.reservations = row.reservations
             info.reserved_bytes = row.reserved_bytes
+            info.hits = row.hits
+            info.misses = row.misses
+            info.pending = row.pending
+            info.committed = row.committed
+            info.committed_bytes = row.committed_bytes
+            for number, count in row.reasons.items():
+                info.reasons[Reason(number).name.lower()] = count
         return info
 
     def sessions(self, member: Member) -> sessions_pb2.ListSessionsResponse:

@@ -28,7 +28,8 @@ from kmesh.v1 import (
     spans_pb2_grpc,
 )
 from kmesh_spand.control.handler import Handler
-from kmesh_spand.control.limits import MAX_MESSAGE_BYTES
+from kmesh_spand.control.limits import MAX_RPC_BYTES
+from kmesh_spand.control.operator import Operator
 from kmesh_spand.control.registry import Member
 from kmesh_spand.control.report import Report
 
@@ -180,6 +181,10 @@ class Sessions(_Service, sessions_pb2_grpc.SessionsServicer):
 
 
 class Admin(_Service, admin_pb2_grpc.AdminServicer):
+    def __init__(self, handler: Handler, report: Report, operator: Operator) -> None:
+        super().__init__(handler, report)
+        self._operator = operator
+
     async def Status(self, request: admin_pb2.StatusRequest, context: Context) -> Any:
         return await self._shown(context, lambda: self._report.status(self._member(context)))
 
@@ -188,25 +193,62 @@ class Admin(_Service, admin_pb2_grpc.AdminServicer):
             context, lambda: self._report.spans(request, self._member(context))
         )
 
+    def _administrator(self, context: Context) -> Member:
+        """The caller, if it may know and end what is anybody's."""
+        member = self._member(context)
+        if self._report.group(member) is not None:
+            raise errors.PermissionDenied(
+                "where uids are kept apart, this is for root and the daemon's own user", field="uid"
+            )
+        return member
+
+    async def Explain(self, request: admin_pb2.ExplainRequest, context: Context) -> Any:
+        try:
+            self._administrator(context)
+            return await self._operator.explain(request)
+        except errors.RequestError as failed:
+            await _refuse(context, failed)
+
+    async def Evict(self, request: admin_pb2.EvictRequest, context: Context) -> Any:
+        try:
+            return await self._operator.evict(self._administrator(context), request)
+        except errors.RequestError as failed:
+            await _refuse(context, failed)
+
+    async def Drain(self, request: admin_pb2.DrainRequest, context: Context) -> Any:
+        try:
+            async for progress in self._operator.drain(self._administrator(context), request):
+                yield progress
+        except errors.RequestError as failed:
+            await _refuse(context, failed)
+
+    async def Watch(self, request: admin_pb2.WatchRequest, context: Context) -> Any:
+        try:
+            async for answer in self._operator.watch(self._administrator(context), request):
+                yield answer
+        except errors.RequestError as failed:
+            await _refuse(context, failed)
+
 
 class RpcServer:
     """The server on one socket path."""
 
-    def __init__(self, handler: Handler, report: Report, path: str) -> None:
+    def __init__(self, handler: Handler, report: Report, operator: Operator, path: str) -> None:
         self._path = path
         self._mode = handler.settings.socket_mode
         self._health = health.aio.HealthServicer()
         self._server = aio.server(
             interceptors=(Authenticator(handler),),
             options=(
-                ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
+                ("grpc.max_receive_message_length", MAX_RPC_BYTES),
                 ("grpc.max_concurrent_streams", 256),
                 ("grpc.so_reuseport", 0),
             ),
         )
         spans_pb2_grpc.add_SpansServicer_to_server(Spans(handler, report), self._server)
         sessions_pb2_grpc.add_SessionsServicer_to_server(Sessions(handler, report), self._server)
-        admin_pb2_grpc.add_AdminServicer_to_server(Admin(handler, report), self._server)
+        admin = Admin(handler, report, operator)
+        admin_pb2_grpc.add_AdminServicer_to_server(admin, self._server)
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
         reflection.enable_server_reflection(
             (*_SERVICES, health.SERVICE_NAME, reflection.SERVICE_NAME), self._server

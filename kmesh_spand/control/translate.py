@@ -28,7 +28,8 @@ NAMES: dict[type[Message], str] = {
 }
 
 
-def _shard(shard: common_pb2.Shard, field: str) -> int:
+def shard_code(shard: common_pb2.Shard, field: str) -> int:
+    """The code of a shard. InvalidArgument names ``field`` if it is none."""
     try:
         return Shard(shard.layer_begin, shard.layer_end, shard.head_begin, shard.head_end).code()
     except ValueError as failed:
@@ -50,7 +51,7 @@ def to_event(session: int, request: int, body: Message, staging_size: int) -> ev
                     f"{len(body.shards)} entries, at most {MAX_BATCH} are allowed",
                     field="acquire.shards",
                 )
-            shards = [_shard(s, f"acquire.shards[{i}]") for i, s in enumerate(body.shards)]
+            shards = [shard_code(s, f"acquire.shards[{i}]") for i, s in enumerate(body.shards)]
             return events.Acquire(session, request, body.keys, shards, body.prefix, body.salt)
         case spans_pb2.ReleaseRequest():
             return events.Release(session, request, tuple(body.leases))
@@ -59,7 +60,7 @@ def to_event(session: int, request: int, body: Message, staging_size: int) -> ev
                 session,
                 request,
                 body.namespace,
-                _shard(body.shard, "reserve.shard"),
+                shard_code(body.shard, "reserve.shard"),
                 body.keys,
                 tuple(body.tokens),
                 tuple(body.start),

@@ -32,3 +32,26 @@ class Reason(IntEnum):
     ABORTED = 10
     CATALOG_FULL = 11
     QUOTA = 12
+
+
+class Verdict(IntEnum):
+    """What has become of one key (``kmesh.v1.Verdict``)."""
+
+    SERVED = 1
+    WRITING = 2
+    UNVERIFIED = 3
+    SUSPECT = 4
+    ENDED = 5
+    NEVER = 6
+    UNKNOWN = 7
+
+
+class Cause(IntEnum):
+    """By what a key ended (``kmesh.v1.Cause``)."""
+
+    PRESSURE = 1
+    OPERATOR = 2
+    CORRUPT = 3
+    RECOVERY = 4
+    ABORTED = 5
+    COPY_FAILED = 6

@@ -24,6 +24,7 @@ class CoreConfig:
         max_verify: verifications in flight at a time.
         patience_ms: how long after a slab last grew Reserve still answers "not ready"
             instead of evicting.
+        remembered_keys: endings of keys that are remembered, to explain misses; may be 0.
     """
 
     max_spans: int
@@ -35,10 +36,11 @@ class CoreConfig:
     max_leased_spans: int = 1 << 20
     max_verify: int = 4
     patience_ms: int = 5000
+    remembered_keys: int = 0x8000
 
     def __post_init__(self) -> None:
         for name in self.__slots__:
-            if getattr(self, name) < 1:
+            if getattr(self, name) < (name != "remembered_keys"):
                 raise ConfigError(f"{name}: must be positive")
         if self.max_spans >= 0xFFFF_FFFF:
             raise ConfigError("max_spans: must fit in 32 bits")

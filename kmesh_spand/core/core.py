@@ -11,12 +11,15 @@ from kmesh_spand.core.check import check
 from kmesh_spand.core.codes import Code
 from kmesh_spand.core.config import CoreConfig
 from kmesh_spand.core.effects import Effect, Refused, Reply, Result
+from kmesh_spand.core.endings import Endings
+from kmesh_spand.core.fates import Fates
 from kmesh_spand.core.policy import LRU, Policy
 from kmesh_spand.core.reading import Reading
 from kmesh_spand.core.recovery import Recovery
 from kmesh_spand.core.sessions import Session, SessionBook
 from kmesh_spand.core.states import STORED, State
 from kmesh_spand.core.store import TICK_SHIFT, SpanStore
+from kmesh_spand.core.sweep import Sweep
 from kmesh_spand.core.tenants import Tenancy, tenant_name
 from kmesh_spand.core.verify import Verifier
 from kmesh_spand.core.views import (
@@ -51,6 +54,8 @@ COUNTERS = (
     "aborted",
     "evicted",
     "evicted_bytes",
+    "discarded",
+    "discarded_bytes",
     "policy_faults",
     "reported",
     "corrupt",
@@ -74,6 +79,8 @@ class Core:
 
     Attributes:
         counters: see ``COUNTERS``; they only grow.
+        fates: what has become of keys.
+        sweep: which spans an operator's wish names.
     """
 
     def __init__(
@@ -83,9 +90,17 @@ class Core:
         self.tenancy = tenancy or Tenancy()
         self.counters: dict[str, int] = dict.fromkeys(COUNTERS, 0)
         jobs = itertools.count(1)
+        endings = Endings(config.remembered_keys)
         self._store = SpanStore(
-            config.max_spans, policy or LRU(config.max_spans), self.counters, self.tenancy, jobs
+            config.max_spans,
+            policy or LRU(config.max_spans),
+            self.counters,
+            endings,
+            self.tenancy,
+            jobs,
         )
+        self.fates = Fates(self._store, endings)
+        self.sweep = Sweep(self._store)
         self._book = SessionBook()
         self._verifier = Verifier(self._store, config.max_verify, jobs)
         self._reading = Reading(config, self._store, self._book, self._verifier)
@@ -153,8 +168,14 @@ class Core:
             case ev.GraceEnded():
                 self._recovery.give_up()
                 store.end_grace()
+            case ev.Evict(slots):
+                for slot in slots:
+                    if store.may_evict(slot + 1):
+                        store.discard(slot + 1)
             case ev.Drain():
                 self._writing.draining = True
+            case ev.Resume():
+                self._writing.draining = False
 
     def _close(self, number: int) -> None:
         session = self._book.sessions.pop(number, None)
@@ -177,6 +198,11 @@ class Core:
     def idle(self) -> bool:
         """Whether no copy is in flight."""
         return not self._writing.copies
+
+    @property
+    def copies(self) -> int:
+        """Copies in flight."""
+        return len(self._writing.copies)
 
     @property
     def draining(self) -> bool:
@@ -343,4 +369,10 @@ class Core:
             reservations=len(found.reservations),
             reserved_bytes=found.reserved_bytes,
             copies=found.copies,
+            hits=found.hits,
+            misses=found.misses,
+            pending=found.pending,
+            reasons=dict(found.reasons),
+            committed=found.committed,
+            committed_bytes=found.committed_bytes,
         )

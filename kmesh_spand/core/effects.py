@@ -154,4 +154,39 @@ class DropStaging:
     session: int
 
 
-Effect = Reply | Copy | Verify | Wipe | PutOwner | PutRecord | Publish | Unpublish | DropStaging
+@dataclass(frozen=True, slots=True)
+class SpanCommitted:
+    """For who watches: a span became visible for the first time in this epoch."""
+
+    key: bytes
+    namespace: bytes
+    shard: int
+    tokens: int
+    length: int
+
+
+@dataclass(frozen=True, slots=True)
+class SpanEnded:
+    """For who watches: a stored span is gone; ``cause`` is a number of ``kmesh.v1.Cause``."""
+
+    key: bytes
+    namespace: bytes
+    shard: int
+    tokens: int
+    length: int
+    cause: int
+
+
+Effect = (
+    Reply
+    | Copy
+    | Verify
+    | Wipe
+    | PutOwner
+    | PutRecord
+    | Publish
+    | Unpublish
+    | DropStaging
+    | SpanCommitted
+    | SpanEnded
+)

@@ -168,8 +168,20 @@ class GraceEnded:
 
 
 @dataclass(frozen=True, slots=True)
+class Evict:
+    """An operator wants these spans gone. Those that are leased, or no spans now, stay."""
+
+    slots: Sequence[int]
+
+
+@dataclass(frozen=True, slots=True)
 class Drain:
     """No new reservation from now on; what is in flight may finish."""
+
+
+@dataclass(frozen=True, slots=True)
+class Resume:
+    """Reservations are welcome again."""
 
 
 Event = (
@@ -189,5 +201,7 @@ Event = (
     | Populated
     | Recovered
     | GraceEnded
+    | Evict
     | Drain
+    | Resume
 )

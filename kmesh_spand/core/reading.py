@@ -68,14 +68,19 @@ class Reading:
             missing = reasons.count(Reason.MISS)
             values = gather(rows, *columns)
         entries = len(event.keys) // KEY_BYTES * len(event.shards)
+        pending = len(rows) - len(held) - missing
+        missing += entries - len(rows)
         counters["acquires"] += 1
         counters["hits"] += len(held)
-        counters["pending"] += len(rows) - len(held) - missing
-        counters["misses"] += missing + entries - len(rows)
+        counters["pending"] += pending
+        counters["misses"] += missing
         if tenant is not None:
             tenant.counters["acquires"] += 1
             tenant.counters["hits"] += len(held)
-            tenant.counters["misses"] += missing + entries - len(rows)
+            tenant.counters["misses"] += missing
+        session.hits += len(held)
+        session.pending += pending
+        session.misses += missing
         slab, tile, length, tokens, generation, root = values
         lease = 0
         if held:

@@ -6,8 +6,9 @@ from collections.abc import Sequence
 
 from kmesh.layout import TILE_BYTES, Shard, tiles
 from kmesh_spand.core.allocator import QUARANTINE
+from kmesh_spand.core.codes import Cause
 from kmesh_spand.core.config import CoreConfig
-from kmesh_spand.core.effects import PutRecord
+from kmesh_spand.core.effects import PutRecord, SpanEnded
 from kmesh_spand.core.record import Record
 from kmesh_spand.core.states import State, Trigger
 from kmesh_spand.core.store import SpanStore
@@ -125,12 +126,22 @@ class Recovery:
         store = self._store
         store.counters["recovered_dropped"] += 1
         slab = store.slabs.get(dropped.slab)
-        if dropped.state is State.COMMITTED and slab is not None and slab.tenant is not None:
+        tenant = slab.tenant if slab is not None else None
+        if tenant is None or not store.table.find(dropped.key, scope(tenant.number, dropped.shard)):
+            self._tell(dropped)
+        if dropped.state is State.COMMITTED and tenant is not None:
             self._quarantine(dropped)
         record = Record(state=State.FREE, generation=store.table.generation[row])
         store.out.append(PutRecord(row - 1, record.encode()))
         store.table.give_row(row)
         return False
+
+    def _tell(self, record: Record) -> None:
+        store = self._store
+        store.endings.add(record.key, record.shard, Cause.RECOVERY, store.tick)
+        if record.state is State.COMMITTED:
+            about = record.key, record.namespace, record.shard, record.tokens, record.length
+            store.out.append(SpanEnded(*about, Cause.RECOVERY))
 
     def _quarantine(self, record: Record) -> None:
         """Keep what a dropped record named: an engine of the earlier epoch may read it still."""

@@ -46,7 +46,11 @@ class Reservation:
 
 @dataclass(slots=True, eq=False)
 class Session:
-    """One connection. ``copies`` counts jobs that read its staging, also after its end."""
+    """One connection. ``copies`` counts jobs that read its staging, also after its end.
+
+    ``hits``, ``misses`` and ``pending`` count entries of Acquire, ``reasons`` those of Reserve and
+    Commit that were not OK, ``committed`` its spans that became visible.
+    """
 
     id: int
     uid: int
@@ -59,7 +63,17 @@ class Session:
     reservations: dict[int, Reservation] = field(default_factory=dict)
     reserved_bytes: int = 0
     copies: int = 0
+    hits: int = 0
+    misses: int = 0
+    pending: int = 0
+    reasons: dict[int, int] = field(default_factory=dict)
+    committed: int = 0
+    committed_bytes: int = 0
     closed: bool = False
+
+    def refused(self, reason: int) -> None:
+        """One entry of Reserve or Commit was not OK."""
+        self.reasons[reason] = self.reasons.get(reason, 0) + 1
 
     def same_engine(self, other: Session) -> bool:
         """Whether both are the same session or belong to one engine of one user."""

@@ -5,37 +5,53 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from kmesh.layout import TILE_BYTES, tiles
-from kmesh_spand.core.allocator import QUARANTINE, Slab
-from kmesh_spand.core.effects import Effect, Publish, PutOwner, PutRecord, Unpublish, Wipe
+from kmesh_spand.core.allocator import QUARANTINE
+from kmesh_spand.core.codes import Cause
+from kmesh_spand.core.effects import (
+    Effect,
+    Publish,
+    PutRecord,
+    SpanCommitted,
+    SpanEnded,
+    Unpublish,
+)
+from kmesh_spand.core.endings import Endings
+from kmesh_spand.core.grounds import Grounds
 from kmesh_spand.core.policy import Policy
 from kmesh_spand.core.record import Record
 from kmesh_spand.core.states import EVICTABLE, KEYED, STORED, TRANSITIONS, State, Trigger
 from kmesh_spand.core.table import SpanTable, gather
 from kmesh_spand.core.tags import shard_of, tag
-from kmesh_spand.core.tenants import OwnerState, SlabOwner, Tenancy, Tenant, TenantBook
+from kmesh_spand.core.tenants import Tenancy, Tenant, TenantBook
 
 #: A tick is 64 ms: 32 bits of them last eight years.
 TICK_SHIFT = 6
 _TICKS = 0xFFFF_FFFF
+_CAUSES = {
+    Trigger.EVICT: Cause.PRESSURE,
+    Trigger.BAD: Cause.CORRUPT,
+    Trigger.BAD_LEASED: Cause.CORRUPT,
+    Trigger.ABORT: Cause.ABORTED,
+    Trigger.FAILED: Cause.COPY_FAILED,
+}
 
 
-class SpanStore:
-    """Owns the table, the slabs and their tenants.
+class SpanStore(Grounds):
+    """Owns the table; its slabs and tenants are ``Grounds``.
 
     ``move`` is the only way in which a span changes state; it carries out what the columns
     "effects" of ``docs/states.md`` say. Effects are appended to ``out`` in the order in which
     the shell must carry them out.
 
     Attributes:
-        tenants: whose spans these are. wipes: slab by wipe job in flight.
         evictable: rows that may be evicted now.
         pinned, leased_bytes: spans that at least one lease holds, and their payload bytes.
         published: keys in the index.
         stored_bytes: payload bytes of spans with a catalog record.
         grace: ranges that are freed now must not be reused yet.
-        grew_ms: when each slab was last seen growing.
         by_state: number of rows in each state (FREE and ALIAS are not counted).
         space_spans, space_bytes: stored spans by namespace number.
+        endings: keys that are gone.
         policy_faults, place_failures: how often the eviction policy failed, or no room was found
             although something may be evicted, since that last went well; and when last (ms).
     """
@@ -45,17 +61,12 @@ class SpanStore:
         max_spans: int,
         policy: Policy,
         counters: dict[str, int],
+        endings: Endings,
         tenancy: Tenancy,
         job_ids: Iterator[int],
     ) -> None:
+        super().__init__(TenantBook(tenancy, policy, max_spans, TILE_BYTES), counters, job_ids)
         self.table = SpanTable(max_spans)
-        self.slabs: dict[int, Slab] = {}
-        self.tenants = TenantBook(tenancy, policy, max_spans, TILE_BYTES)
-        self.wipes: dict[int, int] = {}
-        self.counters = counters
-        self._job_ids = job_ids
-        self.out: list[Effect] = []
-        self.now_ms = 0
         self.tick = 0
         self.evictable = 0
         self.pinned = 0
@@ -64,10 +75,10 @@ class SpanStore:
         self.stored_bytes = 0
         self.grace = False
         self.quarantine: list[tuple[int, int, int]] = []
-        self.grew_ms: dict[int, int] = {}
         self.by_state = [0] * len(State)
         self.space_spans: dict[int, int] = {}
         self.space_bytes: dict[int, int] = {}
+        self.endings = endings
         self.policy_faults = (0, 0)
         self.place_failures = (0, 0)
         self._first_alias: dict[int, int] = {}
@@ -78,24 +89,7 @@ class SpanStore:
         self.now_ms = now_ms
         self.tick = now_ms >> TICK_SHIFT & _TICKS
 
-    def add_slab(self, number: int, capacity: int, owner: SlabOwner | None = None) -> None:
-        """A slab of ``capacity`` bytes, none of them populated; ValueError if it can't be."""
-        if number in self.slabs or not 0 <= number <= 0xFFFF or capacity < TILE_BYTES:
-            raise ValueError(f"slab {number} of {capacity} bytes is known already, or none")
-        slab = self.slabs[number] = Slab(capacity // TILE_BYTES)
-        self.grew_ms[number] = self.now_ms
-        groups = self.tenants.tenancy.groups
-        if owner is None:
-            slab.group = groups[0] if len(groups) == 1 else None
-            return
-        slab.group, slab.lost = owner.group, owner.state is OwnerState.LOST
-        if owner.state is OwnerState.OWNED:
-            slab.tenant = self.tenants.open(owner.group, owner.salt)
-            self.tenants.own(slab.tenant, number)
-        elif owner.state is OwnerState.DIRTY:
-            self._wipe(number)
-
-    # Tenants
+    # States
 
     def tenant_of(self, row: int) -> Tenant:
         """Whose a row is that has a range."""
@@ -103,59 +97,12 @@ class SpanStore:
         assert tenant is not None
         return tenant
 
-    def assign(self, number: int, tenant: Tenant) -> None:
-        """Give a clean slab of nobody to a tenant."""
-        slab = self.slabs[number]
-        assert (slab.tenant, slab.clean, slab.lost, slab.used) == (None, True, False, 0)
-        assert slab.group in (None, tenant.group)
-        slab.tenant, slab.group = tenant, tenant.group
-        self.tenants.own(tenant, number)
-        owner = SlabOwner(OwnerState.OWNED, tenant.group, tenant.salt)
-        self.out.append(PutOwner(number, owner.encode()))
+    def move(self, row: int, trigger: Trigger, cause: Cause | None = None) -> State:
+        """Change a row's state and do what follows from it; returns the new state.
 
-    def reclaim(self, number: int) -> None:
-        """Take an empty slab from its tenant, and have it wiped."""
-        slab = self.slabs[number]
-        assert slab.tenant is not None
-        assert not slab.used
-        self.tenants.lose(slab.tenant, number)
-        slab.tenant = None
-        self._put_owner(number, OwnerState.DIRTY)
-        self._wipe(number)
-
-    def _wipe(self, number: int) -> None:
-        self.slabs[number].clean = False
-        job = next(self._job_ids)
-        self.wipes[job] = number
-        self.out.append(Wipe(job, number))
-
-    def wiped(self, job: int, ok: bool) -> None:
-        """A wipe has ended."""
-        number = self.wipes.pop(job, None)
-        if number is None:
-            return
-        if ok:
-            self.counters["wiped"] += 1
-            self.slabs[number].clean = True
-            self._put_owner(number, OwnerState.CLEAN)
-        else:
-            self.counters["wipe_failed"] += 1
-            self.slabs[number].lost = True
-
-    def _put_owner(self, number: int, state: OwnerState) -> None:
-        group = self.slabs[number].group
-        assert group is not None
-        self.out.append(PutOwner(number, SlabOwner(state, group).encode()))
-
-    def populate(self, number: int, capacity: int) -> None:
-        """The first ``capacity`` bytes of a slab have pages."""
-        self.slabs[number].populate(capacity // TILE_BYTES)
-        self.grew_ms[number] = self.now_ms
-
-    # States
-
-    def move(self, row: int, trigger: Trigger) -> State:
-        """Change a row's state and do what follows from it; returns the new state."""
+        Args:
+            cause: why its key ends, where the trigger does not say it.
+        """
         table = self.table
         old = State(table.state[row])
         new = TRANSITIONS[old, trigger]
@@ -172,6 +119,7 @@ class SpanStore:
             self._count_stored(row, -1)
             self._forget_record(row)
         if old in KEYED and new not in KEYED:
+            self._end(row, cause or _CAUSES[trigger], recorded=old in STORED)
             self._drop_key(row, recorded=old in STORED)
         table.state[row] = new
         self.by_state[old] -= 1
@@ -185,12 +133,31 @@ class SpanStore:
             tags = self.tags(row)
             self.published += len(tags)
             self.out.append(Publish(row - 1, tags, self.tenant_of(row).group))
+            if old in (State.COPYING, State.VERIFYING):
+                self.out.append(SpanCommitted(*self._about(row)))
         if new in EVICTABLE and old not in EVICTABLE and idle:
             self._allow([row])
         if new is State.FREE:
             self._give_range(row, shown=old in STORED or old is State.DOOMED)
             self._give_row(row)
         return new
+
+    def _end(self, row: int, cause: Cause, *, recorded: bool) -> None:
+        shard = self.shard(row)
+        for name in (row, *self.aliases(row)):
+            self.endings.add(self.table.key_of(name), shard, cause, self.tick)
+        if recorded:
+            self.out.append(SpanEnded(*self._about(row), cause))
+
+    def _about(self, row: int) -> tuple[bytes, bytes, int, int, int]:
+        table = self.table
+        return (
+            table.key_of(row),
+            table.spaces.value(table.space[row]),
+            self.shard(row),
+            table.tokens[row],
+            table.length[row],
+        )
 
     def _count_stored(self, row: int, sign: int) -> None:
         space, length = self.table.space[row], self.table.length[row]
@@ -390,10 +357,16 @@ class SpanStore:
         return 0 < row <= table.rows and table.state[row] in EVICTABLE and not table.pins[row]
 
     def evict(self, row: int) -> None:
-        """Drop a span that ``may_evict``."""
+        """Drop a span that ``may_evict``, to make room."""
         self.counters["evicted"] += 1
         self.counters["evicted_bytes"] += self.table.length[row]
         mine = self.tenant_of(row).counters
         mine["evicted"] += 1
         mine["evicted_bytes"] += self.table.length[row]
         self.move(row, Trigger.EVICT)
+
+    def discard(self, row: int) -> None:
+        """Drop a span that ``may_evict``, because an operator wants it gone."""
+        self.counters["discarded"] += 1
+        self.counters["discarded_bytes"] += self.table.length[row]
+        self.move(row, Trigger.EVICT, Cause.OPERATOR)

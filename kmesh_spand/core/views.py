@@ -94,7 +94,13 @@ class TenantRow:
 
 @dataclass(frozen=True, slots=True)
 class SessionRow:
-    """What one session holds. ``leased_*`` count a span once for each lease on it."""
+    """What one session holds. ``leased_*`` count a span once for each lease on it.
+
+    Attributes:
+        hits, misses, pending: entries of its Acquires.
+        reasons: entries of its Reserves and Commits that were not OK, by ``Reason``.
+        committed, committed_bytes: spans that it stored.
+    """
 
     session: int
     leases: int
@@ -103,3 +109,9 @@ class SessionRow:
     reservations: int
     reserved_bytes: int
     copies: int
+    hits: int
+    misses: int
+    pending: int
+    reasons: dict[int, int]
+    committed: int
+    committed_bytes: int

@@ -63,7 +63,7 @@ class Writing:
         if refused := check_reserve(event, self._config):
             return refused
         if self.draining:
-            return Refused(Code.DRAINING, "the daemon is stopping")
+            return Refused(Code.DRAINING, "the daemon takes no new spans now")
         count = len(event.tokens)
         if len(session.reservations) + count > self._config.max_reservations:
             limit = self._config.max_reservations
@@ -86,6 +86,8 @@ class Writing:
             self._store.counters[f"reserve_{Reason(reason).name.lower()}"] += 1
             if reason in (Reason.POOL_FULL, Reason.QUOTA):
                 tenant.counters[f"reserve_{reason.name.lower()}"] += 1
+            if reason:
+                session.refused(reason)
         self._verifier.pump()
         return ReserveResult(reasons, numbers)
 
@@ -166,6 +168,7 @@ class Writing:
         for entry, (item, offset) in enumerate(zip(found, offsets, strict=True)):
             if item is None or item.commit is not None:
                 self._store.counters["commit_stale"] += 1
+                session.refused(Reason.STALE)
                 continue
             item.commit, item.entry = pending, entry
             pending.left += 1
@@ -200,6 +203,10 @@ class Writing:
                 reason = Reason.OK
                 store.counters["committed"] += 1
                 store.tenant_of(item.row).counters["committed"] += 1
+                session.committed += 1
+                session.committed_bytes += item.length
+        if reason:
+            session.refused(reason)
         pending.reasons[item.entry] = reason
         pending.left -= 1
         session.copies -= 1

@@ -74,6 +74,18 @@ with RawClient(socket_dir) as client:
         said["sums"] = [status.spans, status.index_entries, len(status.counters)]
         said["used"] = [bool(slab.used) for slab in status.slabs]
         said["spans"] = [len(listed.spans), sum(space.spans for space in listed.namespaces)]
+        said["denied"] = []
+        for call, request in (
+            (admin.Explain, admin_pb2.ExplainRequest(keys=key)),
+            (admin.Evict, admin_pb2.EvictRequest(keys=key)),
+            (admin.Drain, admin_pb2.DrainRequest()),
+            (admin.Watch, admin_pb2.WatchRequest()),
+        ):
+            try:
+                answer = call(request, metadata=metadata, timeout=10)
+                said["denied"].append(str(list(answer)))
+            except grpc.RpcError as failed:
+                said["denied"].append(failed.code().name)
         sessions = sessions_pb2_grpc.SessionsStub(channel).List(
             sessions_pb2.ListSessionsRequest(), metadata=metadata
         )
@@ -104,6 +116,7 @@ def test_users_see_nothing_of_each_other(start_spand: Start) -> None:
             "sums": [1, 0, 0],
             "used": [False, True, False, False],
             "spans": [1, 1],
+            "denied": ["PERMISSION_DENIED"] * 4,
             "uids": [NOBODY],
         }
         assert client.read(KEY) == MINE

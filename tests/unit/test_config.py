@@ -77,6 +77,8 @@ def test_every_setting_has_all_three_forms(tmp_path: Path) -> None:
         "verify_rate": "0",
         "grace_ms": "13",
         "shutdown_timeout_ms": "14",
+        "remembered_keys": "15",
+        "watch_events": "16",
         "metrics_listen": "[::1]:9464",
         "share": "all",
         "tenants": "all=1GiB,default=2GiB",

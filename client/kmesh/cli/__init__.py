@@ -10,7 +10,7 @@ _NEEDED = ("grpc", "rich", "typer")
 def main() -> None:
     """Entry point of ``kmesh``."""
     try:
-        from kmesh.cli.app import app
+        from kmesh.cli.commands import app
     except ModuleNotFoundError as missing:
         if (missing.name or "").partition(".")[0] not in _NEEDED:
             raise

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Annotated
 
@@ -16,12 +16,15 @@ from kmesh import errors
 from kmesh.cli import doctor as doctor_module
 from kmesh.cli import render
 from kmesh.cli.rpc import Tool
+from kmesh.keys import Namespace
+from kmesh.v1 import admin_pb2
 
 EXIT_OK, EXIT_CHECK_FAILED, EXIT_USAGE, EXIT_UNAVAILABLE, EXIT_REFUSED = range(5)
 
 app = typer.Typer(
-    help="Looks at a KMesh daemon: what it holds, and whether it works.",
-    epilog="Exit codes: 0 ok, 1 a check failed, 2 usage, 3 daemon unavailable, 4 refused.",
+    help="Looks at a KMesh daemon, and steers it: what it holds, why it misses, whether it works.",
+    epilog="Exit codes: 0 ok, 1 something failed or was not done, 2 usage, 3 daemon unavailable, "
+    "4 refused.",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
 )
@@ -73,12 +76,12 @@ def options(
 @app.command()
 def status(context: typer.Context, as_json: AsJson = False) -> None:
     """Shows what the daemon holds and how it is."""
-    with _tool(context) as tool:
-        answer = tool.status()
+    with connected(context) as tool:
+        answer, clients = tool.status(), tool.sessions()
     if as_json:
-        render.print_json(render.status_json(answer))
+        render.print_json(render.status_json(answer, clients))
     else:
-        render.print_status(answer)
+        render.print_status(answer, clients)
 
 
 @app.command()
@@ -94,13 +97,10 @@ def ls(
     as_json: AsJson = False,
 ) -> None:
     """Lists the stored spans, or the namespaces that have any."""
-    with _tool(context) as tool:
+    with connected(context) as tool:
         spaces = tool.namespaces() if namespaces or namespace else []
         if namespace:
-            spaces = [s for s in spaces if s.digest.hex().startswith(namespace.lower())]
-            if len(spaces) != 1:
-                found = "no namespace" if not spaces else f"{len(spaces)} namespaces"
-                raise typer.BadParameter(f"{found} begins with {namespace!r}")
+            spaces = [pick(spaces, namespace)]
         if namespaces:
             if as_json:
                 render.print_json({"namespaces": [render.namespace_json(s) for s in spaces]})
@@ -131,24 +131,38 @@ def doctor(context: typer.Context, as_json: AsJson = False) -> None:
         raise typer.Exit(EXIT_CHECK_FAILED)
 
 
+def pick(spaces: Sequence[admin_pb2.NamespaceInfo], beginning: str) -> admin_pb2.NamespaceInfo:
+    """The namespace whose digest begins like this, in hex; BadParameter unless it is one."""
+    found = [space for space in spaces if space.digest.hex().startswith(beginning.lower())]
+    if len(found) != 1:
+        count = "no namespace" if not found else f"{len(found)} namespaces"
+        raise typer.BadParameter(f"{count} begins with {beginning!r}")
+    return found[0]
+
+
 @contextlib.contextmanager
-def _tool(context: typer.Context) -> Iterator[Tool]:
-    """A way to the daemon; errors become a line and an exit code."""
+def connected(context: typer.Context, namespace: Namespace | None = None) -> Iterator[Tool]:
+    """A way to the daemon; errors become a line and an exit code.
+
+    Args:
+        namespace: of what is going to be stored.
+    """
     known: Options = context.obj
     try:
-        with Tool(known.socket_dir, known.timeout) as tool:
+        with Tool(known.socket_dir, known.timeout, namespace) as tool:
             yield tool
     except errors.RequestError as refused:
-        _complain(refused)
+        complain(refused)
         code = EXIT_UNAVAILABLE if isinstance(refused, errors.DeadlineExceeded) else EXIT_REFUSED
         raise typer.Exit(code) from None
     except errors.ConfigError as wrong:
-        _complain(wrong)
+        complain(wrong)
         raise typer.Exit(EXIT_USAGE) from None
     except errors.KMeshError as gone:
-        _complain(gone)
+        complain(gone)
         raise typer.Exit(EXIT_UNAVAILABLE) from None
 
 
-def _complain(error: errors.KMeshError) -> None:
+def complain(error: errors.KMeshError) -> None:
+    """One line on standard error."""
     print(f"kmesh: {error}", file=sys.stderr)

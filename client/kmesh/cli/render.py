@@ -9,7 +9,7 @@ from collections.abc import Iterable, Sequence
 from rich.console import Console
 from rich.table import Table
 
-from kmesh.v1 import admin_pb2
+from kmesh.v1 import admin_pb2, sessions_pb2
 
 Json = dict[str, object]
 
@@ -57,7 +57,9 @@ def age(milliseconds: int) -> str:
     return f"{value:.0f} d"
 
 
-def status_json(status: admin_pb2.StatusResponse) -> Json:
+def status_json(
+    status: admin_pb2.StatusResponse, clients: Sequence[sessions_pb2.SessionInfo]
+) -> Json:
     return {
         "version": status.version,
         "epoch": f"{status.epoch:016x}",
@@ -91,11 +93,14 @@ def status_json(status: admin_pb2.StatusResponse) -> Json:
             }
             for slab in status.slabs
         ],
+        "clients": [session_json(client) for client in clients],
         "counters": dict(sorted(status.counters.items())),
     }
 
 
-def print_status(status: admin_pb2.StatusResponse) -> None:
+def print_status(
+    status: admin_pb2.StatusResponse, clients: Sequence[sessions_pb2.SessionInfo]
+) -> None:
     out = console()
     state = "draining" if status.draining else "serving"
     if status.not_ready and not status.draining:
@@ -131,6 +136,7 @@ def print_status(status: admin_pb2.StatusResponse) -> None:
         for slab in status.slabs
     ]
     out.print(table("\nslabs", (">slab", "kind", ">size", ">ready", ">used", "pages"), slabs))
+    out.print(sessions_table(clients))
     counters = [(name, f"{count:,}") for name, count in sorted(status.counters.items()) if count]
     if counters:
         out.print(table("\ncounters", ("counter", ">count"), counters))
@@ -198,3 +204,58 @@ def print_namespaces(spaces: Sequence[admin_pb2.NamespaceInfo]) -> None:
         for space in spaces
     ]
     console().print(table("", ("namespace", ">spans", ">size", "fields"), rows))
+
+
+def session_json(client: sessions_pb2.SessionInfo) -> Json:
+    return {
+        "session": client.session_id,
+        "role": role(client),
+        "client": client.client_name,
+        "client_version": client.client_version,
+        "engine_id": client.engine_id,
+        "uid": client.uid,
+        "pid": client.pid,
+        "age_ms": client.age_ms,
+        "leases": client.leases,
+        "leased_spans": client.leased_spans,
+        "leased_bytes": client.leased_bytes,
+        "reservations": client.reservations,
+        "reserved_bytes": client.reserved_bytes,
+        "staging_bytes": client.staging_bytes,
+        "hits": client.hits,
+        "misses": client.misses,
+        "pending": client.pending,
+        "committed": client.committed,
+        "committed_bytes": client.committed_bytes,
+        "reasons": dict(sorted(client.reasons.items())),
+    }
+
+
+def role(client: sessions_pb2.SessionInfo) -> str:
+    """``scheduler``, ``worker`` or ``tool``."""
+    return sessions_pb2.Role.Name(client.role).removeprefix("ROLE_").lower()
+
+
+def sessions_table(clients: Sequence[sessions_pb2.SessionInfo]) -> Table:
+    """What each session pins, found and stored."""
+    rows = [
+        (
+            str(client.session_id),
+            client.client_name.replace("[", r"\["),
+            role(client),
+            client.engine_id[:12].replace("[", r"\["),
+            str(client.pid),
+            size(client.leased_bytes),
+            size(client.staging_bytes),
+            f"{client.hits:,}",
+            f"{client.misses:,}",
+            f"{client.committed:,}",
+            ", ".join(f"{name} {count:,}" for name, count in sorted(client.reasons.items())),
+        )
+        for client in clients
+    ]
+    columns = (
+        *(">session", "client", "role", "engine", ">pid", ">pinned", ">staging"),
+        *(">hits", ">misses", ">stored", "not stored"),
+    )
+    return table("\nsessions", columns, rows)

@@ -12,13 +12,15 @@ from google.protobuf.message import Message
 from kmesh import errors
 from kmesh.keys import Namespace
 from kmesh.session import Role, Session
-from kmesh.v1 import admin_pb2, admin_pb2_grpc
+from kmesh.v1 import admin_pb2, admin_pb2_grpc, sessions_pb2, sessions_pb2_grpc
 
 GRPC_NAME = "grpc.sock"
 #: ``HealthCheckResponse`` with status SERVING, as it lies on the wire.
 _SERVING = b"\x08\x01"
 #: Spans asked for in one List call.
 _PAGE = 1000
+#: Seconds that an eviction may take, however large.
+_LONG = 600.0
 
 T = TypeVar("T")
 
@@ -29,6 +31,10 @@ _REFUSALS: dict[grpc.StatusCode, type[errors.RequestError]] = {
     grpc.StatusCode.RESOURCE_EXHAUSTED: errors.Exhausted,
     grpc.StatusCode.UNAUTHENTICATED: errors.Unauthenticated,
     grpc.StatusCode.UNIMPLEMENTED: errors.VersionMismatch,
+    grpc.StatusCode.OUT_OF_RANGE: errors.TooLarge,
+    grpc.StatusCode.ABORTED: errors.Stale,
+    grpc.StatusCode.FAILED_PRECONDITION: errors.VersionMismatch,
+    grpc.StatusCode.INTERNAL: errors.InternalError,
 }
 
 
@@ -54,6 +60,7 @@ class Tool:
         )
         self._channel = _channel(socket_dir)
         self._admin = admin_pb2_grpc.AdminStub(self._channel)
+        self._sessions = sessions_pb2_grpc.SessionsStub(self._channel)
 
     def __enter__(self) -> Tool:
         return self
@@ -85,12 +92,56 @@ class Tool:
             if not token:
                 return
 
-    def _ask(self, method: Callable[..., T], request: Message) -> T:
-        metadata = (("kmesh-session", self.session.welcome.token),)
+    def sessions(self) -> list[sessions_pb2.SessionInfo]:
+        """Every open session, this one too."""
+        request = sessions_pb2.ListSessionsRequest()
+        return list(self._ask(self._sessions.List, request).sessions)
+
+    def explain(self, request: admin_pb2.ExplainRequest) -> admin_pb2.ExplainResponse:
+        """Why a prompt misses."""
+        answer: admin_pb2.ExplainResponse = self._ask(self._admin.Explain, request)
+        return answer
+
+    def evict(self, request: admin_pb2.EvictRequest) -> admin_pb2.EvictResponse:
+        """Takes as long as it takes."""
+        answer: admin_pb2.EvictResponse = self._ask(self._admin.Evict, request, _LONG)
+        return answer
+
+    def drain(self, request: admin_pb2.DrainRequest) -> Iterator[admin_pb2.DrainProgress]:
+        """How a drain goes on."""
+        return self._stream(self._admin.Drain, request)
+
+    def watch(self, request: admin_pb2.WatchRequest) -> Iterator[admin_pb2.WatchResponse]:
+        """What happens, until the session ends."""
+        return self._stream(self._admin.Watch, request)
+
+    def call(self, path: str, request: Message, answer: type[T], stream: bool) -> Iterator[T]:
+        """Any method, by its path (``/kmesh.v1.Admin/Status``)."""
+        kind = self._channel.unary_stream if stream else self._channel.unary_unary
+        read = answer.FromString  # type: ignore[attr-defined]
+        method = kind(path, lambda message: message.SerializeToString(), read)
+        if stream:
+            return self._stream(method, request)
+        return iter([self._ask(method, request)])
+
+    def _ask(self, method: Callable[..., T], request: Message, timeout: float = 0) -> T:
         try:
-            return method(request, timeout=self.timeout, metadata=metadata)
+            return method(request, timeout=timeout or self.timeout, metadata=self._metadata)
         except grpc.RpcError as failed:
             raise _error(failed) from None
+
+    def _stream(self, method: Callable[..., Iterator[T]], request: Message) -> Iterator[T]:
+        stream = method(request, metadata=self._metadata)
+        try:
+            yield from stream
+        except grpc.RpcError as failed:
+            raise _error(failed) from None
+        finally:
+            stream.cancel()  # type: ignore[attr-defined]
+
+    @property
+    def _metadata(self) -> tuple[tuple[str, str], ...]:
+        return (("kmesh-session", self.session.welcome.token),)
 
 
 def healthy(socket_dir: str, timeout: float) -> bool:

@@ -7,6 +7,8 @@ from collections import abc as _abc
 from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message
 from google.protobuf.internal import containers as _containers
+from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
+from kmesh.v1 import common_pb2 as _common_pb2
 import builtins as _builtins
 import sys
 import typing as _typing
@@ -17,6 +19,127 @@ else:
     from typing_extensions import TypeAlias as _TypeAlias, Never as _Never
 
 DESCRIPTOR: _descriptor.FileDescriptor
+
+class _Verdict:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _VerdictEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Verdict.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    VERDICT_UNSPECIFIED: _Verdict.ValueType  # 0
+    VERDICT_SERVED: _Verdict.ValueType  # 1
+    """committed: Acquire leases it"""
+    VERDICT_WRITING: _Verdict.ValueType  # 2
+    """not committed yet"""
+    VERDICT_UNVERIFIED: _Verdict.ValueType  # 3
+    """of before a restart; is read again before it is served"""
+    VERDICT_SUSPECT: _Verdict.ValueType  # 4
+    """a reader reported it; is being read again"""
+    VERDICT_ENDED: _Verdict.ValueType  # 5
+    """it was here: `cause` and `ended_ms` say more"""
+    VERDICT_NEVER: _Verdict.ValueType  # 6
+    """never stored since the daemon's start"""
+    VERDICT_UNKNOWN: _Verdict.ValueType  # 7
+    """never stored, or ended longer ago than is remembered"""
+
+class Verdict(_Verdict, metaclass=_VerdictEnumTypeWrapper):
+    """What has become of one key."""
+
+VERDICT_UNSPECIFIED: Verdict.ValueType  # 0
+VERDICT_SERVED: Verdict.ValueType  # 1
+"""committed: Acquire leases it"""
+VERDICT_WRITING: Verdict.ValueType  # 2
+"""not committed yet"""
+VERDICT_UNVERIFIED: Verdict.ValueType  # 3
+"""of before a restart; is read again before it is served"""
+VERDICT_SUSPECT: Verdict.ValueType  # 4
+"""a reader reported it; is being read again"""
+VERDICT_ENDED: Verdict.ValueType  # 5
+"""it was here: `cause` and `ended_ms` say more"""
+VERDICT_NEVER: Verdict.ValueType  # 6
+"""never stored since the daemon's start"""
+VERDICT_UNKNOWN: Verdict.ValueType  # 7
+"""never stored, or ended longer ago than is remembered"""
+Global___Verdict: _TypeAlias = Verdict  # noqa: Y015
+
+class _Cause:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _CauseEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Cause.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    CAUSE_UNSPECIFIED: _Cause.ValueType  # 0
+    CAUSE_PRESSURE: _Cause.ValueType  # 1
+    """evicted to make room for another"""
+    CAUSE_OPERATOR: _Cause.ValueType  # 2
+    """evicted by Admin.Evict"""
+    CAUSE_CORRUPT: _Cause.ValueType  # 3
+    """its bytes did not match their sums"""
+    CAUSE_RECOVERY: _Cause.ValueType  # 4
+    """its record could not be taken over at a restart"""
+    CAUSE_ABORTED: _Cause.ValueType  # 5
+    """its writer gave up or went away before the commit"""
+    CAUSE_COPY_FAILED: _Cause.ValueType  # 6
+    """the store worker could not copy it"""
+
+class Cause(_Cause, metaclass=_CauseEnumTypeWrapper):
+    """By what a key ended."""
+
+CAUSE_UNSPECIFIED: Cause.ValueType  # 0
+CAUSE_PRESSURE: Cause.ValueType  # 1
+"""evicted to make room for another"""
+CAUSE_OPERATOR: Cause.ValueType  # 2
+"""evicted by Admin.Evict"""
+CAUSE_CORRUPT: Cause.ValueType  # 3
+"""its bytes did not match their sums"""
+CAUSE_RECOVERY: Cause.ValueType  # 4
+"""its record could not be taken over at a restart"""
+CAUSE_ABORTED: Cause.ValueType  # 5
+"""its writer gave up or went away before the commit"""
+CAUSE_COPY_FAILED: Cause.ValueType  # 6
+"""the store worker could not copy it"""
+Global___Cause: _TypeAlias = Cause  # noqa: Y015
+
+class _EventKind:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _EventKindEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_EventKind.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    EVENT_KIND_UNSPECIFIED: _EventKind.ValueType  # 0
+    EVENT_KIND_STARTED: _EventKind.ValueType  # 1
+    """control began an epoch; always sequence 1"""
+    EVENT_KIND_SPAN_COMMITTED: _EventKind.ValueType  # 2
+    EVENT_KIND_SPAN_EVICTED: _EventKind.ValueType  # 3
+    """`cause` PRESSURE or OPERATOR"""
+    EVENT_KIND_SPAN_CORRUPT: _EventKind.ValueType  # 4
+    EVENT_KIND_SPAN_DROPPED: _EventKind.ValueType  # 5
+    """`cause` RECOVERY"""
+    EVENT_KIND_SESSION_OPENED: _EventKind.ValueType  # 6
+    EVENT_KIND_SESSION_CLOSED: _EventKind.ValueType  # 7
+    EVENT_KIND_DRAIN_STARTED: _EventKind.ValueType  # 8
+    EVENT_KIND_DRAIN_ENDED: _EventKind.ValueType  # 9
+    """drained, late or cancelled: `text` says which"""
+    EVENT_KIND_WORKER_STARTED: _EventKind.ValueType  # 10
+
+class EventKind(_EventKind, metaclass=_EventKindEnumTypeWrapper): ...
+
+EVENT_KIND_UNSPECIFIED: EventKind.ValueType  # 0
+EVENT_KIND_STARTED: EventKind.ValueType  # 1
+"""control began an epoch; always sequence 1"""
+EVENT_KIND_SPAN_COMMITTED: EventKind.ValueType  # 2
+EVENT_KIND_SPAN_EVICTED: EventKind.ValueType  # 3
+"""`cause` PRESSURE or OPERATOR"""
+EVENT_KIND_SPAN_CORRUPT: EventKind.ValueType  # 4
+EVENT_KIND_SPAN_DROPPED: EventKind.ValueType  # 5
+"""`cause` RECOVERY"""
+EVENT_KIND_SESSION_OPENED: EventKind.ValueType  # 6
+EVENT_KIND_SESSION_CLOSED: EventKind.ValueType  # 7
+EVENT_KIND_DRAIN_STARTED: EventKind.ValueType  # 8
+EVENT_KIND_DRAIN_ENDED: EventKind.ValueType  # 9
+"""drained, late or cancelled: `text` says which"""
+EVENT_KIND_WORKER_STARTED: EventKind.ValueType  # 10
+Global___EventKind: _TypeAlias = EventKind  # noqa: Y015
 
 @_typing.final
 class StatusRequest(_message.Message):
@@ -471,3 +594,518 @@ class ListResponse(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___ListResponse: _TypeAlias = ListResponse  # noqa: Y015
+
+@_typing.final
+class ExplainRequest(_message.Message):
+    """Tokens under a namespace, or keys. Tokens need no extras (images and the
+    like have keys of their own: ask by `keys` for those).
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    @_typing.final
+    class FieldsEntry(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: _builtins.int
+        VALUE_FIELD_NUMBER: _builtins.int
+        key: _builtins.str
+        value: _builtins.str
+        def __init__(
+            self,
+            *,
+            key: _builtins.str = ...,
+            value: _builtins.str = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+    NAMESPACE_FIELD_NUMBER: _builtins.int
+    FIELDS_FIELD_NUMBER: _builtins.int
+    TOKENS_FIELD_NUMBER: _builtins.int
+    KEYS_FIELD_NUMBER: _builtins.int
+    SHARDS_FIELD_NUMBER: _builtins.int
+    namespace: _builtins.bytes
+    """32-byte digest; or"""
+    keys: _builtins.bytes
+    """a chain of full spans, 32 bytes each, at most 8,192"""
+    @_builtins.property
+    def fields(self) -> _containers.ScalarMap[_builtins.str, _builtins.str]:
+        """all of its fields, secrets as digests"""
+
+    @_builtins.property
+    def tokens(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """at most 262,144; or"""
+
+    @_builtins.property
+    def shards(self) -> _containers.RepeatedCompositeFieldContainer[_common_pb2.Shard]:
+        """at most 16; empty: those that these keys ever had here"""
+
+    def __init__(
+        self,
+        *,
+        namespace: _builtins.bytes = ...,
+        fields: _abc.Mapping[_builtins.str, _builtins.str] | None = ...,
+        tokens: _abc.Iterable[_builtins.int] | None = ...,
+        keys: _builtins.bytes = ...,
+        shards: _abc.Iterable[_common_pb2.Shard] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["fields", b"fields", "keys", b"keys", "namespace", b"namespace", "shards", b"shards", "tokens", b"tokens"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ExplainRequest: _TypeAlias = ExplainRequest  # noqa: Y015
+
+@_typing.final
+class ShardExplanation(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SHARD_FIELD_NUMBER: _builtins.int
+    SPANS_FIELD_NUMBER: _builtins.int
+    TOKENS_FIELD_NUMBER: _builtins.int
+    VERDICT_FIELD_NUMBER: _builtins.int
+    CAUSE_FIELD_NUMBER: _builtins.int
+    ENDED_MS_FIELD_NUMBER: _builtins.int
+    KEY_FIELD_NUMBER: _builtins.int
+    LEASES_FIELD_NUMBER: _builtins.int
+    spans: _builtins.int
+    """full spans at the beginning that are served"""
+    tokens: _builtins.int
+    """tokens that are served: those, and a tail's"""
+    verdict: Global___Verdict.ValueType
+    """of the first key that is not; SERVED when all are"""
+    cause: Global___Cause.ValueType
+    """for VERDICT_ENDED"""
+    ended_ms: _builtins.int
+    """how long ago, for VERDICT_ENDED"""
+    key: _builtins.bytes
+    """that key"""
+    leases: _builtins.int
+    """of the last span that is served"""
+    @_builtins.property
+    def shard(self) -> _common_pb2.Shard:
+        """absent when no shard of these keys is known"""
+
+    def __init__(
+        self,
+        *,
+        shard: _common_pb2.Shard | None = ...,
+        spans: _builtins.int = ...,
+        tokens: _builtins.int = ...,
+        verdict: Global___Verdict.ValueType = ...,
+        cause: Global___Cause.ValueType = ...,
+        ended_ms: _builtins.int = ...,
+        key: _builtins.bytes = ...,
+        leases: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["shard", b"shard"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cause", b"cause", "ended_ms", b"ended_ms", "key", b"key", "leases", b"leases", "shard", b"shard", "spans", b"spans", "tokens", b"tokens", "verdict", b"verdict"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ShardExplanation: _TypeAlias = ShardExplanation  # noqa: Y015
+
+@_typing.final
+class NamespaceMatch(_message.Message):
+    """Another namespace under which more of the same tokens is served."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    @_typing.final
+    class FieldsEntry(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: _builtins.int
+        VALUE_FIELD_NUMBER: _builtins.int
+        key: _builtins.str
+        value: _builtins.str
+        def __init__(
+            self,
+            *,
+            key: _builtins.str = ...,
+            value: _builtins.str = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+    DIGEST_FIELD_NUMBER: _builtins.int
+    FIELDS_FIELD_NUMBER: _builtins.int
+    TOKENS_FIELD_NUMBER: _builtins.int
+    DIFFERING_FIELD_NUMBER: _builtins.int
+    digest: _builtins.bytes
+    tokens: _builtins.int
+    """served under it"""
+    @_builtins.property
+    def fields(self) -> _containers.ScalarMap[_builtins.str, _builtins.str]:
+        """empty: only the digest is known"""
+
+    @_builtins.property
+    def differing(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """names of fields; empty if either's fields are not known"""
+
+    def __init__(
+        self,
+        *,
+        digest: _builtins.bytes = ...,
+        fields: _abc.Mapping[_builtins.str, _builtins.str] | None = ...,
+        tokens: _builtins.int = ...,
+        differing: _abc.Iterable[_builtins.str] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["differing", b"differing", "digest", b"digest", "fields", b"fields", "tokens", b"tokens"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___NamespaceMatch: _TypeAlias = NamespaceMatch  # noqa: Y015
+
+@_typing.final
+class ExplainResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    @_typing.final
+    class FieldsEntry(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: _builtins.int
+        VALUE_FIELD_NUMBER: _builtins.int
+        key: _builtins.str
+        value: _builtins.str
+        def __init__(
+            self,
+            *,
+            key: _builtins.str = ...,
+            value: _builtins.str = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+    NAMESPACE_FIELD_NUMBER: _builtins.int
+    FIELDS_FIELD_NUMBER: _builtins.int
+    TOKENS_FIELD_NUMBER: _builtins.int
+    SPANS_FIELD_NUMBER: _builtins.int
+    SHARDS_FIELD_NUMBER: _builtins.int
+    NEAREST_FIELD_NUMBER: _builtins.int
+    REMEMBERED_MS_FIELD_NUMBER: _builtins.int
+    namespace: _builtins.bytes
+    tokens: _builtins.int
+    """asked for"""
+    spans: _builtins.int
+    """full spans of them"""
+    remembered_ms: _builtins.int
+    """how far back endings are known"""
+    @_builtins.property
+    def fields(self) -> _containers.ScalarMap[_builtins.str, _builtins.str]:
+        """empty: only the digest is known"""
+
+    @_builtins.property
+    def shards(self) -> _containers.RepeatedCompositeFieldContainer[Global___ShardExplanation]:
+        """the one that is served least first"""
+
+    @_builtins.property
+    def nearest(self) -> _containers.RepeatedCompositeFieldContainer[Global___NamespaceMatch]:
+        """best first, at most 8"""
+
+    def __init__(
+        self,
+        *,
+        namespace: _builtins.bytes = ...,
+        fields: _abc.Mapping[_builtins.str, _builtins.str] | None = ...,
+        tokens: _builtins.int = ...,
+        spans: _builtins.int = ...,
+        shards: _abc.Iterable[Global___ShardExplanation] | None = ...,
+        nearest: _abc.Iterable[Global___NamespaceMatch] | None = ...,
+        remembered_ms: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["fields", b"fields", "namespace", b"namespace", "nearest", b"nearest", "remembered_ms", b"remembered_ms", "shards", b"shards", "spans", b"spans", "tokens", b"tokens"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ExplainResponse: _TypeAlias = ExplainResponse  # noqa: Y015
+
+@_typing.final
+class EvictRequest(_message.Message):
+    """Exactly one of namespace, keys, all; or an age alone, which means all of it."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NAMESPACE_FIELD_NUMBER: _builtins.int
+    KEYS_FIELD_NUMBER: _builtins.int
+    ALL_FIELD_NUMBER: _builtins.int
+    MIN_AGE_MS_FIELD_NUMBER: _builtins.int
+    MIN_IDLE_MS_FIELD_NUMBER: _builtins.int
+    DRY_RUN_FIELD_NUMBER: _builtins.int
+    namespace: _builtins.bytes
+    """32-byte digest"""
+    keys: _builtins.bytes
+    """32 bytes each, at most 8,192; of every shard"""
+    all: _builtins.bool
+    min_age_ms: _builtins.int
+    """only what was committed at least so long ago"""
+    min_idle_ms: _builtins.int
+    """only what was last leased at least so long ago"""
+    dry_run: _builtins.bool
+    """count, and change nothing"""
+    def __init__(
+        self,
+        *,
+        namespace: _builtins.bytes = ...,
+        keys: _builtins.bytes = ...,
+        all: _builtins.bool = ...,
+        min_age_ms: _builtins.int = ...,
+        min_idle_ms: _builtins.int = ...,
+        dry_run: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["all", b"all", "dry_run", b"dry_run", "keys", b"keys", "min_age_ms", b"min_age_ms", "min_idle_ms", b"min_idle_ms", "namespace", b"namespace"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___EvictRequest: _TypeAlias = EvictRequest  # noqa: Y015
+
+@_typing.final
+class EvictResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SPANS_FIELD_NUMBER: _builtins.int
+    BYTES_FIELD_NUMBER: _builtins.int
+    LEASED_FIELD_NUMBER: _builtins.int
+    BUSY_FIELD_NUMBER: _builtins.int
+    spans: _builtins.int
+    """evicted (dry run: that would be)"""
+    bytes: _builtins.int
+    """of their payloads"""
+    leased: _builtins.int
+    """chosen, but refused: somebody leases them"""
+    busy: _builtins.int
+    """chosen, but being written or verified"""
+    def __init__(
+        self,
+        *,
+        spans: _builtins.int = ...,
+        bytes: _builtins.int = ...,
+        leased: _builtins.int = ...,
+        busy: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["busy", b"busy", "bytes", b"bytes", "leased", b"leased", "spans", b"spans"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___EvictResponse: _TypeAlias = EvictResponse  # noqa: Y015
+
+@_typing.final
+class DrainRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    DEADLINE_MS_FIELD_NUMBER: _builtins.int
+    STOP_FIELD_NUMBER: _builtins.int
+    CANCEL_FIELD_NUMBER: _builtins.int
+    deadline_ms: _builtins.int
+    """0: the daemon's shutdown_timeout_ms"""
+    stop: _builtins.bool
+    """then end the daemon, as SIGTERM would"""
+    cancel: _builtins.bool
+    """instead: end a drain that does not stop"""
+    def __init__(
+        self,
+        *,
+        deadline_ms: _builtins.int = ...,
+        stop: _builtins.bool = ...,
+        cancel: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cancel", b"cancel", "deadline_ms", b"deadline_ms", "stop", b"stop"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___DrainRequest: _TypeAlias = DrainRequest  # noqa: Y015
+
+@_typing.final
+class DrainProgress(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    DRAINING_FIELD_NUMBER: _builtins.int
+    RESERVATIONS_FIELD_NUMBER: _builtins.int
+    COPIES_FIELD_NUMBER: _builtins.int
+    LEASES_FIELD_NUMBER: _builtins.int
+    SESSIONS_FIELD_NUMBER: _builtins.int
+    DONE_FIELD_NUMBER: _builtins.int
+    LATE_FIELD_NUMBER: _builtins.int
+    STOPPING_FIELD_NUMBER: _builtins.int
+    ELAPSED_MS_FIELD_NUMBER: _builtins.int
+    draining: _builtins.bool
+    reservations: _builtins.int
+    """not committed yet, may be until the deadline"""
+    copies: _builtins.int
+    """on their way"""
+    leases: _builtins.int
+    """readers, for whom nobody waits"""
+    sessions: _builtins.int
+    done: _builtins.bool
+    """nothing is being written"""
+    late: _builtins.bool
+    """the deadline passed before that"""
+    stopping: _builtins.bool
+    """the daemon ends now"""
+    elapsed_ms: _builtins.int
+    def __init__(
+        self,
+        *,
+        draining: _builtins.bool = ...,
+        reservations: _builtins.int = ...,
+        copies: _builtins.int = ...,
+        leases: _builtins.int = ...,
+        sessions: _builtins.int = ...,
+        done: _builtins.bool = ...,
+        late: _builtins.bool = ...,
+        stopping: _builtins.bool = ...,
+        elapsed_ms: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["copies", b"copies", "done", b"done", "draining", b"draining", "elapsed_ms", b"elapsed_ms", "late", b"late", "leases", b"leases", "reservations", b"reservations", "sessions", b"sessions", "stopping", b"stopping"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___DrainProgress: _TypeAlias = DrainProgress  # noqa: Y015
+
+@_typing.final
+class WatchRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    AFTER_SEQUENCE_FIELD_NUMBER: _builtins.int
+    EPOCH_FIELD_NUMBER: _builtins.int
+    KINDS_FIELD_NUMBER: _builtins.int
+    ONLY_NEW_FIELD_NUMBER: _builtins.int
+    after_sequence: _builtins.int
+    """Go on after this event of `epoch`. 0: from the oldest that is remembered."""
+    epoch: _builtins.int
+    """0: the present one"""
+    only_new: _builtins.bool
+    """begin with what happens next"""
+    @_builtins.property
+    def kinds(self) -> _containers.RepeatedScalarFieldContainer[Global___EventKind.ValueType]:
+        """empty: all"""
+
+    def __init__(
+        self,
+        *,
+        after_sequence: _builtins.int = ...,
+        epoch: _builtins.int = ...,
+        kinds: _abc.Iterable[Global___EventKind.ValueType] | None = ...,
+        only_new: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["after_sequence", b"after_sequence", "epoch", b"epoch", "kinds", b"kinds", "only_new", b"only_new"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___WatchRequest: _TypeAlias = WatchRequest  # noqa: Y015
+
+@_typing.final
+class WatchEvent(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SEQUENCE_FIELD_NUMBER: _builtins.int
+    TIME_MS_FIELD_NUMBER: _builtins.int
+    KIND_FIELD_NUMBER: _builtins.int
+    KEY_FIELD_NUMBER: _builtins.int
+    NAMESPACE_FIELD_NUMBER: _builtins.int
+    SHARD_FIELD_NUMBER: _builtins.int
+    TOKENS_FIELD_NUMBER: _builtins.int
+    LENGTH_FIELD_NUMBER: _builtins.int
+    CAUSE_FIELD_NUMBER: _builtins.int
+    SESSION_ID_FIELD_NUMBER: _builtins.int
+    UID_FIELD_NUMBER: _builtins.int
+    TEXT_FIELD_NUMBER: _builtins.int
+    sequence: _builtins.int
+    """1, 2, 3, … in an epoch"""
+    time_ms: _builtins.int
+    """Unix time"""
+    kind: Global___EventKind.ValueType
+    key: _builtins.bytes
+    """spans"""
+    namespace: _builtins.bytes
+    tokens: _builtins.int
+    length: _builtins.int
+    cause: Global___Cause.ValueType
+    session_id: _builtins.int
+    """sessions"""
+    uid: _builtins.int
+    text: _builtins.str
+    """a client's name, a reason"""
+    @_builtins.property
+    def shard(self) -> _common_pb2.Shard: ...
+    def __init__(
+        self,
+        *,
+        sequence: _builtins.int = ...,
+        time_ms: _builtins.int = ...,
+        kind: Global___EventKind.ValueType = ...,
+        key: _builtins.bytes = ...,
+        namespace: _builtins.bytes = ...,
+        shard: _common_pb2.Shard | None = ...,
+        tokens: _builtins.int = ...,
+        length: _builtins.int = ...,
+        cause: Global___Cause.ValueType = ...,
+        session_id: _builtins.int = ...,
+        uid: _builtins.int = ...,
+        text: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["shard", b"shard"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cause", b"cause", "key", b"key", "kind", b"kind", "length", b"length", "namespace", b"namespace", "sequence", b"sequence", "session_id", b"session_id", "shard", b"shard", "text", b"text", "time_ms", b"time_ms", "tokens", b"tokens", "uid", b"uid"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___WatchEvent: _TypeAlias = WatchEvent  # noqa: Y015
+
+@_typing.final
+class WatchResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    EPOCH_FIELD_NUMBER: _builtins.int
+    LOST_FIELD_NUMBER: _builtins.int
+    LAST_SEQUENCE_FIELD_NUMBER: _builtins.int
+    EVENTS_FIELD_NUMBER: _builtins.int
+    epoch: _builtins.int
+    lost: _builtins.bool
+    """events before these were missed: too old, or another epoch's"""
+    last_sequence: _builtins.int
+    """seen so far, filtered ones too: `after_sequence` to resume"""
+    @_builtins.property
+    def events(self) -> _containers.RepeatedCompositeFieldContainer[Global___WatchEvent]: ...
+    def __init__(
+        self,
+        *,
+        epoch: _builtins.int = ...,
+        lost: _builtins.bool = ...,
+        last_sequence: _builtins.int = ...,
+        events: _abc.Iterable[Global___WatchEvent] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch", "events", b"events", "last_sequence", b"last_sequence", "lost", b"lost"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___WatchResponse: _TypeAlias = WatchResponse  # noqa: Y015

@@ -44,6 +44,26 @@ class AdminStub(object):
                 request_serializer=kmesh_dot_v1_dot_admin__pb2.ListRequest.SerializeToString,
                 response_deserializer=kmesh_dot_v1_dot_admin__pb2.ListResponse.FromString,
                 _registered_method=True)
+        self.Explain = channel.unary_unary(
+                '/kmesh.v1.Admin/Explain',
+                request_serializer=kmesh_dot_v1_dot_admin__pb2.ExplainRequest.SerializeToString,
+                response_deserializer=kmesh_dot_v1_dot_admin__pb2.ExplainResponse.FromString,
+                _registered_method=True)
+        self.Evict = channel.unary_unary(
+                '/kmesh.v1.Admin/Evict',
+                request_serializer=kmesh_dot_v1_dot_admin__pb2.EvictRequest.SerializeToString,
+                response_deserializer=kmesh_dot_v1_dot_admin__pb2.EvictResponse.FromString,
+                _registered_method=True)
+        self.Drain = channel.unary_stream(
+                '/kmesh.v1.Admin/Drain',
+                request_serializer=kmesh_dot_v1_dot_admin__pb2.DrainRequest.SerializeToString,
+                response_deserializer=kmesh_dot_v1_dot_admin__pb2.DrainProgress.FromString,
+                _registered_method=True)
+        self.Watch = channel.unary_stream(
+                '/kmesh.v1.Admin/Watch',
+                request_serializer=kmesh_dot_v1_dot_admin__pb2.WatchRequest.SerializeToString,
+                response_deserializer=kmesh_dot_v1_dot_admin__pb2.WatchResponse.FromString,
+                _registered_method=True)
 
 
 class AdminServicer(object):
@@ -61,6 +81,37 @@ class AdminServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Explain(self, request, context):
+        """Where a prompt's stored prefix ends, and why there. Changes nothing.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Evict(self, request, context):
+        """Drops stored spans that nobody leases. Others are served meanwhile.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Drain(self, request, context):
+        """Takes no new spans from now on; reads go on. One answer at once, one at
+        each change, the last one when all is written or the deadline has passed.
+        It goes on when the caller goes away.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Watch(self, request, context):
+        """What happens, from a bounded memory of it: a slow reader loses events and
+        is told so. Ends with the session whose token it was called with.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_AdminServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -73,6 +124,26 @@ def add_AdminServicer_to_server(servicer, server):
                     servicer.List,
                     request_deserializer=kmesh_dot_v1_dot_admin__pb2.ListRequest.FromString,
                     response_serializer=kmesh_dot_v1_dot_admin__pb2.ListResponse.SerializeToString,
+            ),
+            'Explain': grpc.unary_unary_rpc_method_handler(
+                    servicer.Explain,
+                    request_deserializer=kmesh_dot_v1_dot_admin__pb2.ExplainRequest.FromString,
+                    response_serializer=kmesh_dot_v1_dot_admin__pb2.ExplainResponse.SerializeToString,
+            ),
+            'Evict': grpc.unary_unary_rpc_method_handler(
+                    servicer.Evict,
+                    request_deserializer=kmesh_dot_v1_dot_admin__pb2.EvictRequest.FromString,
+                    response_serializer=kmesh_dot_v1_dot_admin__pb2.EvictResponse.SerializeToString,
+            ),
+            'Drain': grpc.unary_stream_rpc_method_handler(
+                    servicer.Drain,
+                    request_deserializer=kmesh_dot_v1_dot_admin__pb2.DrainRequest.FromString,
+                    response_serializer=kmesh_dot_v1_dot_admin__pb2.DrainProgress.SerializeToString,
+            ),
+            'Watch': grpc.unary_stream_rpc_method_handler(
+                    servicer.Watch,
+                    request_deserializer=kmesh_dot_v1_dot_admin__pb2.WatchRequest.FromString,
+                    response_serializer=kmesh_dot_v1_dot_admin__pb2.WatchResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -129,6 +200,114 @@ class Admin(object):
             '/kmesh.v1.Admin/List',
             kmesh_dot_v1_dot_admin__pb2.ListRequest.SerializeToString,
             kmesh_dot_v1_dot_admin__pb2.ListResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Explain(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kmesh.v1.Admin/Explain',
+            kmesh_dot_v1_dot_admin__pb2.ExplainRequest.SerializeToString,
+            kmesh_dot_v1_dot_admin__pb2.ExplainResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Evict(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kmesh.v1.Admin/Evict',
+            kmesh_dot_v1_dot_admin__pb2.EvictRequest.SerializeToString,
+            kmesh_dot_v1_dot_admin__pb2.EvictResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Drain(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/kmesh.v1.Admin/Drain',
+            kmesh_dot_v1_dot_admin__pb2.DrainRequest.SerializeToString,
+            kmesh_dot_v1_dot_admin__pb2.DrainProgress.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Watch(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/kmesh.v1.Admin/Watch',
+            kmesh_dot_v1_dot_admin__pb2.WatchRequest.SerializeToString,
+            kmesh_dot_v1_dot_admin__pb2.WatchResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -33,12 +33,38 @@ class AdminStub:
     def __new__(cls, channel: _aio.Channel) -> AdminAsyncStub: ...
     Status: _grpc.UnaryUnaryMultiCallable[_admin_pb2.StatusRequest, _admin_pb2.StatusResponse]
     List: _grpc.UnaryUnaryMultiCallable[_admin_pb2.ListRequest, _admin_pb2.ListResponse]
+    Explain: _grpc.UnaryUnaryMultiCallable[_admin_pb2.ExplainRequest, _admin_pb2.ExplainResponse]
+    """Where a prompt's stored prefix ends, and why there. Changes nothing."""
+    Evict: _grpc.UnaryUnaryMultiCallable[_admin_pb2.EvictRequest, _admin_pb2.EvictResponse]
+    """Drops stored spans that nobody leases. Others are served meanwhile."""
+    Drain: _grpc.UnaryStreamMultiCallable[_admin_pb2.DrainRequest, _admin_pb2.DrainProgress]
+    """Takes no new spans from now on; reads go on. One answer at once, one at
+    each change, the last one when all is written or the deadline has passed.
+    It goes on when the caller goes away.
+    """
+    Watch: _grpc.UnaryStreamMultiCallable[_admin_pb2.WatchRequest, _admin_pb2.WatchResponse]
+    """What happens, from a bounded memory of it: a slow reader loses events and
+    is told so. Ends with the session whose token it was called with.
+    """
 
 @_typing.type_check_only
 class AdminAsyncStub(AdminStub):
     def __init__(self, channel: _aio.Channel) -> None: ...
     Status: _aio.UnaryUnaryMultiCallable[_admin_pb2.StatusRequest, _admin_pb2.StatusResponse]  # type: ignore[assignment]
     List: _aio.UnaryUnaryMultiCallable[_admin_pb2.ListRequest, _admin_pb2.ListResponse]  # type: ignore[assignment]
+    Explain: _aio.UnaryUnaryMultiCallable[_admin_pb2.ExplainRequest, _admin_pb2.ExplainResponse]  # type: ignore[assignment]
+    """Where a prompt's stored prefix ends, and why there. Changes nothing."""
+    Evict: _aio.UnaryUnaryMultiCallable[_admin_pb2.EvictRequest, _admin_pb2.EvictResponse]  # type: ignore[assignment]
+    """Drops stored spans that nobody leases. Others are served meanwhile."""
+    Drain: _aio.UnaryStreamMultiCallable[_admin_pb2.DrainRequest, _admin_pb2.DrainProgress]  # type: ignore[assignment]
+    """Takes no new spans from now on; reads go on. One answer at once, one at
+    each change, the last one when all is written or the deadline has passed.
+    It goes on when the caller goes away.
+    """
+    Watch: _aio.UnaryStreamMultiCallable[_admin_pb2.WatchRequest, _admin_pb2.WatchResponse]  # type: ignore[assignment]
+    """What happens, from a bounded memory of it: a slow reader loses events and
+    is told so. Ends with the session whose token it was called with.
+    """
 
 class AdminServicer(metaclass=_abc_1.ABCMeta):
     @_abc_1.abstractmethod
@@ -54,5 +80,42 @@ class AdminServicer(metaclass=_abc_1.ABCMeta):
         request: _admin_pb2.ListRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_admin_pb2.ListResponse, _abc.Awaitable[_admin_pb2.ListResponse]]: ...
+
+    @_abc_1.abstractmethod
+    def Explain(
+        self,
+        request: _admin_pb2.ExplainRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_admin_pb2.ExplainResponse, _abc.Awaitable[_admin_pb2.ExplainResponse]]:
+        """Where a prompt's stored prefix ends, and why there. Changes nothing."""
+
+    @_abc_1.abstractmethod
+    def Evict(
+        self,
+        request: _admin_pb2.EvictRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_admin_pb2.EvictResponse, _abc.Awaitable[_admin_pb2.EvictResponse]]:
+        """Drops stored spans that nobody leases. Others are served meanwhile."""
+
+    @_abc_1.abstractmethod
+    def Drain(
+        self,
+        request: _admin_pb2.DrainRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_abc.Iterator[_admin_pb2.DrainProgress], _abc.AsyncIterator[_admin_pb2.DrainProgress]]:
+        """Takes no new spans from now on; reads go on. One answer at once, one at
+        each change, the last one when all is written or the deadline has passed.
+        It goes on when the caller goes away.
+        """
+
+    @_abc_1.abstractmethod
+    def Watch(
+        self,
+        request: _admin_pb2.WatchRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_abc.Iterator[_admin_pb2.WatchResponse], _abc.AsyncIterator[_admin_pb2.WatchResponse]]:
+        """What happens, from a bounded memory of it: a slow reader loses events and
+        is told so. Ends with the session whose token it was called with.
+        """
 
 def add_AdminServicer_to_server(servicer: AdminServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

@@ -391,6 +391,26 @@ Global___ListSessionsResponse: _TypeAlias = ListSessionsResponse  # noqa: Y015
 class SessionInfo(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
+    @_typing.final
+    class ReasonsEntry(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: _builtins.int
+        VALUE_FIELD_NUMBER: _builtins.int
+        key: _builtins.str
+        value: _builtins.int
+        def __init__(
+            self,
+            *,
+            key: _builtins.str = ...,
+            value: _builtins.int = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
     SESSION_ID_FIELD_NUMBER: _builtins.int
     ROLE_FIELD_NUMBER: _builtins.int
     ENGINE_ID_FIELD_NUMBER: _builtins.int
@@ -405,6 +425,12 @@ class SessionInfo(_message.Message):
     RESERVATIONS_FIELD_NUMBER: _builtins.int
     RESERVED_BYTES_FIELD_NUMBER: _builtins.int
     STAGING_BYTES_FIELD_NUMBER: _builtins.int
+    HITS_FIELD_NUMBER: _builtins.int
+    MISSES_FIELD_NUMBER: _builtins.int
+    PENDING_FIELD_NUMBER: _builtins.int
+    REASONS_FIELD_NUMBER: _builtins.int
+    COMMITTED_FIELD_NUMBER: _builtins.int
+    COMMITTED_BYTES_FIELD_NUMBER: _builtins.int
     session_id: _builtins.int
     role: Global___Role.ValueType
     engine_id: _builtins.str
@@ -420,6 +446,19 @@ class SessionInfo(_message.Message):
     reservations: _builtins.int
     reserved_bytes: _builtins.int
     staging_bytes: _builtins.int
+    hits: _builtins.int
+    """Entries of its Acquires. Misses that a client finds in the shared index
+    cost no call, so the daemon does not see them.
+    """
+    misses: _builtins.int
+    pending: _builtins.int
+    committed: _builtins.int
+    """spans that it stored"""
+    committed_bytes: _builtins.int
+    @_builtins.property
+    def reasons(self) -> _containers.ScalarMap[_builtins.str, _builtins.int]:
+        """Entries of its Reserves and Commits that were not OK, by Reason in lower case."""
+
     def __init__(
         self,
         *,
@@ -437,10 +476,16 @@ class SessionInfo(_message.Message):
         reservations: _builtins.int = ...,
         reserved_bytes: _builtins.int = ...,
         staging_bytes: _builtins.int = ...,
+        hits: _builtins.int = ...,
+        misses: _builtins.int = ...,
+        pending: _builtins.int = ...,
+        reasons: _abc.Mapping[_builtins.str, _builtins.int] | None = ...,
+        committed: _builtins.int = ...,
+        committed_bytes: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["age_ms", b"age_ms", "client_name", b"client_name", "client_version", b"client_version", "engine_id", b"engine_id", "leased_bytes", b"leased_bytes", "leased_spans", b"leased_spans", "leases", b"leases", "pid", b"pid", "reservations", b"reservations", "reserved_bytes", b"reserved_bytes", "role", b"role", "session_id", b"session_id", "staging_bytes", b"staging_bytes", "uid", b"uid"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["age_ms", b"age_ms", "client_name", b"client_name", "client_version", b"client_version", "committed", b"committed", "committed_bytes", b"committed_bytes", "engine_id", b"engine_id", "hits", b"hits", "leased_bytes", b"leased_bytes", "leased_spans", b"leased_spans", "leases", b"leases", "misses", b"misses", "pending", b"pending", "pid", b"pid", "reasons", b"reasons", "reservations", b"reservations", "reserved_bytes", b"reserved_bytes", "role", b"role", "session_id", b"session_id", "staging_bytes", b"staging_bytes", "uid", b"uid"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -6,6 +6,7 @@ throw the whole walk away. What the walks reached is counted, and too little of 
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
 from collections.abc import Callable
 from typing import ClassVar
@@ -26,7 +27,7 @@ from world import FLIPPED, NAMESPACE, OTHER_SHARD, SHARD, Held, Who, World, key
 from kmesh.layout import TILE_BYTES, tiles
 from kmesh_spand.core import effects as fx
 from kmesh_spand.core import events as ev
-from kmesh_spand.core.codes import Code, Reason
+from kmesh_spand.core.codes import Cause, Code, Reason, Verdict
 from kmesh_spand.core.record import decode
 from kmesh_spand.core.states import State
 from kmesh_spand.core.tags import tag
@@ -53,16 +54,8 @@ TENANCIES = [
 ]
 
 # What walks that deserve the name always reach; rarer things have tests of their own.
-MUST_REACH = (
-    "hits",
-    "released",
-    "committed",
-    "aborted",
-    "evicted",
-    "recovered",
-    "verified",
-    "reserve_quota",
-)
+MUST_REACH = ("hits", "released", "committed", "aborted", "recovered", "verified")
+MUST_REACH += ("evicted", "discarded", "reserve_quota")
 # Mostly the case in which something happens.
 seldom = st.sampled_from([False, False, False, True])
 lengths = st.integers(1, 3 * TILE_BYTES)
@@ -96,8 +89,13 @@ class CoreMachine(RuleBasedStateMachine):
             max_reservations=5,
             max_verify=2,
             patience_ms=100,
+            remembered_keys=1024,
         )
         self.grace: list[Held] = []
+        # Why keys may end in the present rule; names that were found at some time, and last.
+        self.causes: set[Cause | None] = set()
+        self.known: set[tuple[bytes, int]] = set()
+        self.found: set[tuple[bytes, int]] = set()
         self.world.store(self.world.connect("a"), stored)
 
     def pick(self, data: st.DataObject, items: object) -> int:
@@ -132,6 +130,7 @@ class CoreMachine(RuleBasedStateMachine):
     @precondition(having("open"))
     @rule(data=st.data())
     def close(self, data: st.DataObject) -> None:
+        self.causes.add(Cause.ABORTED)
         self.world.close(self.pick(data, self.world.open))
 
     @precondition(having("open"))
@@ -223,6 +222,7 @@ class CoreMachine(RuleBasedStateMachine):
         salt: bytes = b"",
     ) -> None:
         world = self.world
+        self.causes.add(Cause.PRESSURE)
         session = session or self.pick(data, world.open)
         keys = self.salted(keys, salt)
         who = world.who(session, salt)
@@ -315,6 +315,7 @@ class CoreMachine(RuleBasedStateMachine):
     @precondition(having("wanted"))
     @rule(data=st.data(), lie=seldom)
     def abort(self, data: st.DataObject, lie: bool) -> None:
+        self.causes.add(Cause.ABORTED)
         world = self.world
         number = self.pick(data, world.wanted)
         session = self.pick(data, world.open) if lie else world.wanted[number].session
@@ -330,6 +331,7 @@ class CoreMachine(RuleBasedStateMachine):
     def _copy_ends(self, job: int, fail: bool) -> None:
         copy, _ = self.world.copies[job]
         if fail:
+            self.causes.add(Cause.COPY_FAILED)
             place = copy.slab, copy.offset
             self.world.wanted = {
                 number: want
@@ -341,6 +343,7 @@ class CoreMachine(RuleBasedStateMachine):
     @precondition(having("verifies"))
     @rule(data=st.data(), lost=seldom)
     def verify_ends(self, data: st.DataObject, lost: bool) -> None:
+        self.causes.add(Cause.CORRUPT)
         self.world.verify_ends(self.pick(data, self.world.verifies), not lost)
 
     @precondition(having("wipes"))
@@ -362,6 +365,33 @@ class CoreMachine(RuleBasedStateMachine):
         answer = world.ask(ev.ReportCorrupt, owner, lease, entries)
         real = [entry for entry in entries if entry < len(held) and held[entry]]
         assert answer == fx.ReportCorruptResult(len(real))
+
+    @rule(data=st.data(), aged=st.booleans(), many=seldom)
+    def evict(self, data: st.DataObject, aged: bool, many: bool) -> None:
+        world, sweep = self.world, self.world.core.sweep
+        self.causes.add(Cause.OPERATOR)
+        rows = [row for row in world.core.spans(now_ms=world.now) if row.state != "orphaned"]
+        if rows and not many:
+            rows = [data.draw(st.sampled_from(rows))]
+            keys = b"".join(row.key for row in rows)
+            swept = sweep.keys(keys, min_age_ms=0, min_idle_ms=0, now_ms=world.now)
+            rows = [row for row in world.core.spans(now_ms=world.now) if row.key in keys]
+            rows = [row for row in rows if row.state not in ("orphaned", "doomed")]
+        else:
+            idle = 64 if aged else 0
+            swept = sweep.part(0, 100, NAMESPACE, min_idle_ms=idle, now_ms=world.now)
+            if aged:
+                rows = [row for row in rows if not row.leases and row.idle_ms >= idle]
+        assert swept.next_slot is None
+        assert len(swept.slots) + swept.leased + swept.busy >= len(rows)
+        may = {row.slot for row in rows if row.state in ("committed", "recovered")}
+        assert set(swept.slots) == {row.slot for row in rows if not row.leases} & may
+        assert swept.size == sum(row.length for row in rows if row.slot in swept.slots)
+        lies = [row.slot for row in rows if row.leases] + [-1, 10**6]
+        world.send(ev.Evict([*swept.slots, *lies]))
+        left = {row.slot for row in world.core.spans(now_ms=world.now)}
+        assert not left & set(swept.slots)
+        assert left >= {row.slot for row in rows if row.leases}
 
     @rule(data=st.data(), now=seldom)
     def restart(self, data: st.DataObject, now: bool) -> None:
@@ -391,6 +421,8 @@ class CoreMachine(RuleBasedStateMachine):
             world.owners[slab] = bytes(raw)
         world.restart(catalog)
         self.in_grace = world.core._store.grace
+        self.known.clear()
+        self.found.clear()
         assert not world.index
 
     def damage(self, data: st.DataObject, catalog: dict[int, bytes], slot: int) -> None:
@@ -418,6 +450,7 @@ class CoreMachine(RuleBasedStateMachine):
     @rule()
     def grace_ends(self) -> None:
         self.grace, self.in_grace = [], False
+        self.causes.add(Cause.RECOVERY)
         self.world.send(ev.GraceEnded())
 
     @invariant()
@@ -426,6 +459,29 @@ class CoreMachine(RuleBasedStateMachine):
         for held in self.grace:
             for tile in range(held.tile, held.tile + held.count):
                 assert self.world.memory[held.slab, tile] in (held.root, FLIPPED)
+
+    @invariant()
+    def fates_are_told(self) -> None:
+        """What the core says of each name, against what is seen of it from outside."""
+        world, found = self.world, set[tuple[bytes, int]]()
+        for name, shard in itertools.product(KEYS, {SHARD, OTHER_SHARD}):
+            may = self.expect(name, shard)
+            fate = world.core.fates.of(name, shard, world.now)
+            if may == {Reason.OK}:
+                assert fate.verdict is Verdict.SERVED
+            elif may == {Reason.PENDING}:
+                assert fate.verdict in (Verdict.WRITING, Verdict.UNVERIFIED, Verdict.SUSPECT)
+            elif may == {Reason.MISS}:
+                assert fate.verdict in (Verdict.ENDED, Verdict.NEVER)
+                assert fate.verdict is Verdict.ENDED or (name, shard) not in self.known
+                if (name, shard) in self.found:
+                    assert fate.cause in self.causes
+                    assert fate.ago_ms == 0
+            if fate.verdict not in (Verdict.ENDED, Verdict.NEVER):
+                found.add((name, shard))
+        self.known |= found
+        self.found = found
+        self.causes.clear()
 
     def teardown(self) -> None:
         world = getattr(self, "world", None)

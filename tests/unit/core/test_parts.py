@@ -13,7 +13,7 @@ from world import OTHER_SHARD, SHARD, key
 from kmesh.errors import ConfigError
 from kmesh_spand.core.allocator import QUARANTINE, Slab
 from kmesh_spand.core.check import _check_slab
-from kmesh_spand.core.codes import Code, Reason
+from kmesh_spand.core.codes import Cause, Code, Reason, Verdict
 from kmesh_spand.core.config import CoreConfig
 from kmesh_spand.core.intern import Interner
 from kmesh_spand.core.policy import LRU
@@ -87,8 +87,11 @@ def test_the_index_has_the_same_tag(name: bytes, shard: int) -> None:
 
 
 def test_codes_are_those_of_the_wire() -> None:
-    from kmesh.v1 import common_pb2
+    from kmesh.v1 import admin_pb2, common_pb2
 
+    for kind, wire in ((Verdict, admin_pb2.Verdict), (Cause, admin_pb2.Cause)):
+        named = {f"{kind.__name__.upper()}_{item.name}": int(item) for item in kind}
+        assert {**named, f"{kind.__name__.upper()}_UNSPECIFIED": 0} == dict(wire.items())
     for code in Code:
         assert common_pb2.Code.Value(f"CODE_{code.name}") == code
     assert {f"REASON_{reason.name}": int(reason) for reason in Reason} == dict(

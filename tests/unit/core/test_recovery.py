@@ -123,7 +123,7 @@ def test_slabs_and_slots_that_are_gone_take_their_records_along(world: World) ->
     assert core.counters["recovered_dropped"] == 2
     core.check()
     effects = core.handle(ev.GraceEnded(), 0)
-    assert [type(effect) for effect in effects] == [fx.PutRecord] * 2
+    assert [type(effect) for effect in effects] == [fx.SpanEnded, fx.PutRecord] * 2
     core.check()
     core.handle(ev.SlabAdded(0, 8 * TILE_BYTES), 0)
     assert core.status().spans == 0

@@ -185,6 +185,7 @@ def test_record_then_index_then_answer(world: World) -> None:
         fx.PutRecord,
         fx.PutRecord,
         fx.Publish,
+        fx.SpanCommitted,
         fx.Reply,
     ]
     put = effects[0]

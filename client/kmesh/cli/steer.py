@@ -1,0 +1,152 @@
+"""``kmesh evict`` and ``kmesh drain``: what changes a running daemon."""
+
+from __future__ import annotations
+
+import re
+import sys
+from typing import Annotated
+
+import typer
+
+from kmesh import errors
+from kmesh.cli import render
+from kmesh.cli.app import EXIT_CHECK_FAILED, EXIT_USAGE, AsJson, app, connected, pick
+from kmesh.cli.rpc import Tool
+from kmesh.v1 import admin_pb2
+
+_UNITS = {"": 1.0, "ms": 0.001, "s": 1.0, "min": 60.0, "h": 3600.0, "d": 86400.0}
+
+
+def milliseconds(text: str) -> int:
+    """``90s``, ``5min``, ``2h``, ``1d``, or seconds without a unit."""
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)(ms|s|min|h|d)?", text.strip())
+    if not found:
+        raise typer.BadParameter(f"{text!r} is no time such as 90s, 5min, 2h or 1d")
+    return int(float(found[1]) * _UNITS[found[2] or ""] * 1000)
+
+
+@app.command()
+def evict(
+    context: typer.Context,
+    namespace: Annotated[str, typer.Option(help="Of this namespace; or")] = "",
+    key: Annotated[list[str] | None, typer.Option(help="these spans, 64 hex digits; or")] = None,
+    every: Annotated[bool, typer.Option("--all", help="all spans.")] = False,
+    older: Annotated[
+        str, typer.Option("--older-than", help="Only what was stored so long ago.")
+    ] = "",
+    idle: Annotated[str, typer.Option(help="Only what was not leased for so long.")] = "",
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only count.")] = False,
+    yes: Annotated[bool, typer.Option("--yes", "-y", help="Don't ask.")] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Drops stored spans that nobody leases."""
+    if bool(namespace) + bool(key) + every > 1 or not (namespace or key or every or older or idle):
+        raise typer.BadParameter("one of --namespace, --key, --all, or an age, is needed")
+    try:
+        keys = b"".join(bytes.fromhex(text) for text in key or [])
+    except ValueError:
+        raise typer.BadParameter("no hex digits", param_hint="--key") from None
+    if any(len(text) != 64 for text in key or []):
+        raise typer.BadParameter("a key has 64 hex digits", param_hint="--key")
+    request = admin_pb2.EvictRequest(
+        keys=keys,
+        all=every,
+        min_age_ms=milliseconds(older) if older else 0,
+        min_idle_ms=milliseconds(idle) if idle else 0,
+        dry_run=dry_run,
+    )
+    with connected(context) as tool:
+        if namespace:
+            request.namespace = pick(tool.namespaces(), namespace).digest
+        if not dry_run and not yes:
+            _confirm(tool, request)
+        answer = tool.evict(request)
+    if as_json:
+        render.print_json(
+            {
+                "dry_run": dry_run,
+                "spans": answer.spans,
+                "bytes": answer.bytes,
+                "leased": answer.leased,
+                "busy": answer.busy,
+            }
+        )
+    else:
+        print(f"{'would evict' if dry_run else 'evicted'} {_count(answer)}")
+    if not dry_run and (answer.leased or answer.busy):
+        raise typer.Exit(EXIT_CHECK_FAILED)
+
+
+def _confirm(tool: Tool, request: admin_pb2.EvictRequest) -> None:
+    if not sys.stdin.isatty():
+        print("kmesh: nobody to ask: say --yes, or --dry-run", file=sys.stderr)
+        raise typer.Exit(EXIT_USAGE)
+    dry = admin_pb2.EvictRequest()
+    dry.CopyFrom(request)
+    dry.dry_run = True
+    typer.confirm(f"Evict {_count(tool.evict(dry))}?", abort=True, err=True)
+
+
+def _count(answer: admin_pb2.EvictResponse) -> str:
+    text = f"{answer.spans:,} spans, {render.size(answer.bytes)}"
+    if answer.leased or answer.busy:
+        text += f"; refused: {answer.leased:,} leased, {answer.busy:,} being written or verified"
+    return text
+
+
+@app.command()
+def drain(
+    context: typer.Context,
+    wait: Annotated[bool, typer.Option("--wait", help="Until nothing is being written.")] = False,
+    deadline: Annotated[
+        str, typer.Option(help="How long writers have; else the daemon's shutdown_timeout_ms.")
+    ] = "",
+    stop: Annotated[bool, typer.Option("--stop", help="Then end the daemon.")] = False,
+    cancel: Annotated[bool, typer.Option("--cancel", help="Take spans again.")] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Takes no new spans; what is stored is served on."""
+    if cancel and (stop or wait or deadline):
+        raise typer.BadParameter("--cancel goes with nothing else")
+    request = admin_pb2.DrainRequest(
+        deadline_ms=milliseconds(deadline) if deadline else 0, stop=stop, cancel=cancel
+    )
+    progress = admin_pb2.DrainProgress()
+    with connected(context) as tool:
+        try:
+            for progress in tool.drain(request):
+                if not wait:
+                    break
+                if not as_json:
+                    print(_state(progress), flush=True)
+        except errors.DaemonUnavailable:
+            # It said that it ends, and did.
+            if not progress.stopping:
+                raise
+    if as_json:
+        render.print_json(
+            {
+                "draining": progress.draining,
+                "done": progress.done,
+                "late": progress.late,
+                "stopping": progress.stopping,
+                "reservations": progress.reservations,
+                "copies": progress.copies,
+                "leases": progress.leases,
+                "sessions": progress.sessions,
+                "elapsed_ms": progress.elapsed_ms,
+            }
+        )
+    elif not wait:
+        print(_state(progress))
+    if wait and progress.late:
+        raise typer.Exit(EXIT_CHECK_FAILED)
+
+
+def _state(progress: admin_pb2.DrainProgress) -> str:
+    if not progress.draining:
+        return "serving: new spans are taken"
+    state = "late" if progress.late else "drained" if progress.done else "draining"
+    text = f"{state}: {progress.reservations:,} reservations, {progress.copies:,} copies in flight"
+    text += f"; {progress.leases:,} leases of readers"
+    return text + ("; the daemon ends now" if progress.stopping else "")

@@ -1,0 +1,96 @@
+"""Which stored spans an operator's wish names, a bounded part of the table at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from kmesh_spand.core.states import STORED, State
+from kmesh_spand.core.store import TICK_SHIFT, SpanStore
+from kmesh_spand.core.table import KEY_BYTES
+
+_BUSY = frozenset({State.RESERVED, State.COPYING, State.VERIFYING, State.SUSPECT})
+
+
+@dataclass(slots=True)
+class Swept:
+    """One part.
+
+    Attributes:
+        slots: spans that may be evicted now, and the bytes of their payloads.
+        leased, busy: spans that are meant too, but somebody leases them, or a job has them.
+        next_slot: where the next part begins; None after the last one.
+    """
+
+    slots: list[int] = field(default_factory=list)
+    size: int = 0
+    leased: int = 0
+    busy: int = 0
+    next_slot: int | None = None
+
+
+class Sweep:
+    """Looks, changes nothing: what ``events.Evict`` is sent with."""
+
+    def __init__(self, store: SpanStore) -> None:
+        self._store = store
+
+    def part(
+        self,
+        begin: int,
+        count: int,
+        namespace: bytes = b"",
+        *,
+        min_age_ms: int = 0,
+        min_idle_ms: int = 0,
+        now_ms: int,
+    ) -> Swept:
+        """Looks at ``count`` slots from ``begin`` on.
+
+        Args:
+            namespace: 32-byte digest, or empty for all.
+            min_age_ms, min_idle_ms: only spans committed, and last leased, at least so long ago.
+        """
+        table = self._store.table
+        swept = Swept()
+        end = min(begin + count, table.rows)
+        wanted = table.spaces.find(namespace) if namespace else 0
+        if namespace and not wanted:
+            return swept
+        for row in range(begin + 1, end + 1):
+            if not wanted or table.space[row] == wanted:
+                self._judge(row, swept, min_age_ms, min_idle_ms, now_ms)
+        if end < table.rows:
+            swept.next_slot = end
+        return swept
+
+    def keys(self, keys: bytes, *, min_age_ms: int, min_idle_ms: int, now_ms: int) -> Swept:
+        """Looks at all spans of these keys (32 bytes each), in every shard."""
+        swept = Swept()
+        for row in dict.fromkeys(self._rows(keys)):
+            self._judge(row, swept, min_age_ms, min_idle_ms, now_ms)
+        return swept
+
+    def _rows(self, keys: bytes) -> Iterator[int]:
+        store = self._store
+        assert len(keys) % KEY_BYTES == 0
+        for _, where in store.table.scopes:
+            yield from (store.resolve(row) for row in store.table.find_all(keys, where) if row)
+
+    def _judge(self, row: int, swept: Swept, min_age_ms: int, min_idle_ms: int, now: int) -> None:
+        table, state = self._store.table, self._store.table.state[row]
+        if state in STORED:
+            tick = now >> TICK_SHIFT
+            idle = 0 if table.pins[row] else tick - table.used[row] << TICK_SHIFT
+            if tick - table.born[row] << TICK_SHIFT < min_age_ms or idle < min_idle_ms:
+                return
+            if self._store.may_evict(row):
+                swept.slots.append(row - 1)
+                swept.size += table.length[row]
+                return
+        elif min_age_ms or min_idle_ms:
+            return
+        if state == State.DOOMED or table.pins[row]:
+            swept.leased += 1
+        elif state in _BUSY:
+            swept.busy += 1
