@@ -462,10 +462,18 @@ class CoreMachine(RuleBasedStateMachine):
 
     @invariant()
     def fates_are_told(self) -> None:
-        """What the core says of each name, against what is seen of it from outside."""
+        """What the core says of each name, against what is seen of it from outside.
+
+        An operator is told of all tenants together.
+        """
         world, found = self.world, set[tuple[bytes, int]]()
+        tenants = {world.tenancy.group(uid) for uid in self.uids}
         for name, shard in itertools.product(KEYS, {SHARD, OTHER_SHARD}):
-            may = self.expect(name, shard)
+            each = [self.expect(name, shard, (group, b"")) for group in tenants]
+            may = next((one for one in each if one == {Reason.OK}), set[Reason]())
+            may = may or next((one for one in each if one == {Reason.PENDING}), set[Reason]())
+            if not may:
+                may = set().union(*each)
             fate = world.core.fates.of(name, shard, world.now)
             if may == {Reason.OK}:
                 assert fate.verdict is Verdict.SERVED
