@@ -30,6 +30,7 @@ from kmesh_spand.settings import MIN_SLAB_BYTES, Settings
 ENV_PREFIX = "KMESH_SPAND_"
 
 _MEMORY_OF_A_RECORD = 256 << 10
+_HUGE_PAGE = 2 << 20
 _MAX_PATH = 107 - len("/session.sock")
 _TRACE_MODULES = {
     "console": "opentelemetry.sdk.trace",
@@ -41,6 +42,9 @@ Size = Annotated[int, BeforeValidator(units.parse_size)]
 Mode = Annotated[int, BeforeValidator(units.parse_mode)]
 Uid = Annotated[int, Field(ge=0, lt=2**32)]
 Uids = Annotated[list[Uid], NoDecode, BeforeValidator(units.parse_list)]
+Quotas = Annotated[
+    dict[str, Annotated[int, Field(ge=0)]], NoDecode, BeforeValidator(units.parse_quotas)
+]
 Listen = Annotated[str, AfterValidator(units.check_listen)]
 Trace = Annotated[str, AfterValidator(units.check_trace)]
 Level = Literal["debug", "info", "warning", "error"]
@@ -60,7 +64,9 @@ class Config(BaseSettings):
     socket_mode: Mode = _set("mode of the sockets, octal", 0o660, ge=0o600, le=0o777)
     host_memory: Size = _set("memory for spans, such as 8GiB", 1 << 30, ge=MIN_SLAB_BYTES)
     slab_size: Size | None = _set(
-        "memory that is exported as one piece [1GiB, or host_memory if less]", ge=MIN_SLAB_BYTES
+        "memory that is exported as one piece "
+        "[an eighth of host_memory, 64MiB to 1GiB; two for each uid]",
+        ge=MIN_SLAB_BYTES,
     )
     hugepages: Literal["auto", "off"] = _set("huge pages where the kernel grants them", "auto")
     populate_threads: int = _set(
@@ -72,6 +78,14 @@ class Config(BaseSettings):
         "spans that can be kept [one for each 256KiB of host_memory]", ge=1, le=1 << 26
     )
     allow_uids: Uids = _set("uids that may connect, such as 1000,1001 [the daemon's own]", [])
+    share: Literal["uid", "all"] = _set(
+        "who may be served what a uid stored: that uid, or all that may connect", "uid"
+    )
+    tenants: Quotas = _set("bytes that tenants may keep, such as 1000=4GiB,default=1GiB", {})
+    hardened: bool = _set("seal slabs so that no other process can ever write them", False)
+    memory_headroom: Size = _set(
+        "memory that growing slabs leave to the machine and the control group", 64 << 20, ge=0
+    )
     max_sessions: int = _set("connections at a time", 1024, ge=1, le=1 << 20)
     staging_memory: Size | None = _set(
         "staging of all sessions, beside host_memory [a quarter of it, at least 64MiB]",
@@ -124,11 +138,12 @@ class Config(BaseSettings):
         host = self.host_memory // TILE_BYTES * TILE_BYTES
         staging = self.staging_memory or max(64 << 20, host // 4)
         records = min(max(host // _MEMORY_OF_A_RECORD, 1024), 1 << 20)
+        groups = 1 if self.share == "all" else len(set(self.allow_uids)) or 1
         settings = Settings(
             socket_dir=os.path.abspath(directory),
             socket_mode=self.socket_mode,
             host_memory=host,
-            slab_size=self.slab_size or min(1 << 30, host),
+            slab_size=self.slab_size or _slab_size(host, groups),
             hugepages=self.hugepages == "auto",
             populate_threads=self.populate_threads or min(8, cpus),
             copy_threads=self.copy_threads or min(4, cpus),
@@ -146,6 +161,10 @@ class Config(BaseSettings):
             remembered_keys=self.remembered_keys,
             watch_events=self.watch_events,
             metrics_listen=self.metrics_listen,
+            share=self.share,
+            tenants=self.tenants,
+            hardened=self.hardened,
+            memory_headroom=self.memory_headroom,
             stuck_ms=self.stuck_ms,
             slow_call_ms=self.slow_call_ms,
             trace=self.trace,
@@ -154,6 +173,14 @@ class Config(BaseSettings):
         )
         _check(settings)
         return settings
+
+
+def _slab_size(host: int, groups: int) -> int:
+    """Several slabs, since each has one tenant, but not many: each takes a file descriptor."""
+    size = min(host, max(64 << 20, min(1 << 30, host // 8 // _HUGE_PAGE * _HUGE_PAGE)))
+    if groups > 1:
+        size = min(size, host // (2 * groups) // TILE_BYTES * TILE_BYTES)
+    return max(size, MIN_SLAB_BYTES)
 
 
 def _check(settings: Settings) -> None:
@@ -165,6 +192,16 @@ def _check(settings: Settings) -> None:
         raise ConfigError(f"slab_size: over host_memory, {units.format_size(settings.host_memory)}")
     if settings.span_tokens % SUB_TOKENS:
         raise ConfigError(f"span_tokens: not a multiple of {SUB_TOKENS}")
+    names = {name.partition(":")[0] for name in settings.tenants} - {"default"}
+    known = {"all"} if settings.share == "all" else set(map(str, settings.allow_uids))
+    if strange := sorted(names - known):
+        raise ConfigError(f"tenants: {strange[0]} is not among those that may connect")
+    groups = len(settings.tenancy().groups)
+    if groups > len(settings.slab_sizes()):
+        raise ConfigError(
+            f"slab_size: {len(settings.slab_sizes())} slabs for {groups} uids, each of which "
+            "needs one of its own; make slabs smaller, or share"
+        )
     if settings.session_staging > settings.staging_memory:
         limit = units.format_size(settings.staging_memory)
         raise ConfigError(f"session_staging: over staging_memory, {limit}")

@@ -10,7 +10,14 @@ from typing import Any, NoReturn
 from kmesh_spand import units
 from kmesh_spand.config import ENV_PREFIX, Config, Loaded, load
 
-_SIZES = {"host_memory", "slab_size", "staging_memory", "session_staging", "verify_rate"}
+_SIZES = {
+    "host_memory",
+    "slab_size",
+    "staging_memory",
+    "session_staging",
+    "verify_rate",
+    "memory_headroom",
+}
 
 
 class Parser(argparse.ArgumentParser):
@@ -68,6 +75,10 @@ def to_toml(loaded: Loaded) -> str:
         value: Any = getattr(loaded.settings, name)
         if name == "hugepages":
             text = '"auto"' if value else '"off"'
+        elif name == "tenants":
+            text = units.format_quotas(value)
+        elif isinstance(value, bool):
+            text = str(value).lower()
         elif name == "allow_uids":
             text = "[" + ", ".join(map(str, value)) + "]"
         elif isinstance(value, str) or name in _SIZES or name == "socket_mode":
@@ -84,4 +95,8 @@ def _value(name: str, value: Any) -> str:
         return units.format_size(value)
     if name == "socket_mode":
         return f"{value:04o}"
+    if name == "tenants":
+        return "none"
+    if isinstance(value, bool):
+        return str(value).lower()
     return str(value)

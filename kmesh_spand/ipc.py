@@ -60,6 +60,17 @@ class Verify(Message, frozen=True):
     root: int
 
 
+class Wipe(Message, frozen=True):
+    """To the worker: write zeros over a slab; answered by Wiped or Failed."""
+
+    job: int
+    slab: int
+
+
+class Wiped(Message, frozen=True):
+    job: int
+
+
 class CopyDone(Message, frozen=True):
     """``seconds`` that the copy itself took."""
 
@@ -93,6 +104,12 @@ class PopulateFailed(Message, frozen=True):
 
     slab: int
     error: str
+
+
+class PopulatePaused(Message, frozen=True):
+    """From the worker: slabs do not grow for this reason; empty: they do again."""
+
+    reason: str
 
 
 class Fallback(Message, frozen=True):
@@ -144,11 +161,14 @@ AnyMessage = (
     | DropStaging
     | Copy
     | Verify
+    | Wipe
+    | Wiped
     | CopyDone
     | Verified
     | Failed
     | Populated
     | PopulateFailed
+    | PopulatePaused
     | Fallback
     | Beat
     | NewWorker

@@ -13,8 +13,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from kmesh.errors import ConfigError
+from kmesh_spand.budget import Gate
 
-SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
+SIZE_SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW
+#: No new mapping may be writable, and nothing may be written but through those that are.
+F_SEAL_FUTURE_WRITE = 0x10
 _MADV_POPULATE_WRITE = 23
 _CHUNK_BYTES = 32 << 20
 _THP = Path("/sys/kernel/mm/transparent_hugepage/shmem_enabled")
@@ -25,10 +28,13 @@ _libc = ctypes.CDLL(None, use_errno=True)
 _libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
 
 
-def make_memfd(name: str, size: int, *, mode: int = 0o400) -> int:
+def make_memfd(name: str, size: int, *, mode: int = 0o400, final: bool = True) -> int:
     """A memfd of ``size`` zero bytes that can neither shrink nor grow; the caller owns it.
 
     Its mode lets other opens of it only read, unless ``mode`` says otherwise.
+
+    Args:
+        final: no further seal may be set.
 
     Raises:
         OSError: no file descriptor or no memory for it.
@@ -37,11 +43,21 @@ def make_memfd(name: str, size: int, *, mode: int = 0o400) -> int:
     try:
         os.ftruncate(fd, size)
         os.fchmod(fd, mode)
-        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, SEALS)
+        seals = SIZE_SEALS | fcntl.F_SEAL_SEAL if final else SIZE_SEALS
+        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, seals)
     except BaseException:
         os.close(fd)
         raise
     return fd
+
+
+def seal_for_good(fd: int) -> None:
+    """Nobody can write the memory any more, but through mappings that are writable already.
+
+    Raises:
+        OSError: the kernel is older than the seal (5.1).
+    """
+    fcntl.fcntl(fd, fcntl.F_ADD_SEALS, F_SEAL_FUTURE_WRITE | fcntl.F_SEAL_SEAL)
 
 
 def reopen_read_only(fd: int) -> int:
@@ -105,6 +121,7 @@ class Populator:
     """Fills ranges of one memfd from several threads, in chunks.
 
     Args:
+        gate: asked before a chunk, told after it.
         done: told how many bytes from the first range's start, counted through the ranges in
             order, are filled without a gap; from any of the threads, growing.
 
@@ -120,8 +137,10 @@ class Populator:
         *,
         huge: bool,
         done: Callable[[int], None],
+        gate: Gate | None = None,
     ) -> None:
         self._fd = fd
+        self._gate = gate
         self._address = address
         self._huge = huge
         self._done = done
@@ -163,12 +182,17 @@ class Populator:
                 number = self._next
                 self._next += 1
             offset, length = self._chunks[number]
+            if self._gate is not None:
+                self._gate.enter(length)
             try:
                 as_asked = populate_range(self._fd, self._address, offset, length, huge=self._huge)
             except OSError as failed:
                 with self._lock:
                     self._failed = failed
                 return
+            finally:
+                if self._gate is not None:
+                    self._gate.leave(length)
             with self._lock:
                 self._finished[number] = True
                 self.fell_back |= not as_asked
@@ -228,8 +252,11 @@ def _lines(file: Path) -> list[str]:
         return []
 
 
-def check_memory(host: int, staging: int, limits: Iterable[MemoryLimit]) -> None:
+def check_memory(host: int, staging: int, tables: int, limits: Iterable[MemoryLimit]) -> None:
     """Refuses to promise memory that the machine doesn't give.
+
+    Args:
+        tables: bytes of catalog and indexes.
 
     Raises:
         ConfigError: names the setting, the limit and the file that sets it.
@@ -239,9 +266,15 @@ def check_memory(host: int, staging: int, limits: Iterable[MemoryLimit]) -> None
             name, size = "host_memory", host
         elif host + staging > limit.size:
             name, size = "staging_memory", host + staging
+        elif host + staging + tables > limit.size:
+            name, size = "max_spans", host + staging + tables
         else:
             continue
-        what = "with host_memory " if name == "staging_memory" else ""
+        what = {
+            "host_memory": "",
+            "staging_memory": "with host_memory ",
+            "max_spans": "catalog and indexes with host_memory and staging_memory ",
+        }[name]
         raise ConfigError(
             f"{name}: {what}{size >> 20} MiB is more than the {limit.size >> 20} MiB "
             f"that {limit.source} allows"

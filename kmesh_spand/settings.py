@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import msgspec
 
+from kmesh_spand.core.tenants import SHARED, Tenancy
+
 LOCK_NAME = "daemon.lock"
 SESSION_SOCKET = "session.sock"
 GRPC_SOCKET = "grpc.sock"
@@ -41,11 +43,23 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     remembered_keys: int
     watch_events: int
     metrics_listen: str
+    share: str
+    tenants: dict[str, int]
+    hardened: bool
+    memory_headroom: int
     stuck_ms: int
     slow_call_ms: int
     trace: str
     log_level: str
     log_format: str
+
+    def tenancy(self) -> Tenancy:
+        """Who shares spans, and the quotas."""
+        quotas = dict(self.tenants)
+        default = quotas.pop("default", 0)
+        if self.share == "all":
+            return Tenancy((SHARED,), True, quotas, default)
+        return Tenancy(tuple(sorted(set(self.allow_uids))), False, quotas, default)
 
     def slab_sizes(self) -> list[int]:
         """Bytes of each slab; the last one takes what is left, unless that is too little."""

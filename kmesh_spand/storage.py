@@ -9,7 +9,8 @@ from kmesh.index import capacity_for, index_size, poison
 from kmesh.layout import PAGE_BYTES
 from kmesh.mapping import Mapping
 from kmesh_spand.core.record import RECORD_BYTES
-from kmesh_spand.memory import make_memfd
+from kmesh_spand.core.tenants import OWNER_BYTES
+from kmesh_spand.memory import make_memfd, seal_for_good
 from kmesh_spand.settings import Settings
 
 
@@ -19,6 +20,22 @@ class Memory:
 
     fd: int
     size: int
+
+
+def owners_offset(settings: Settings) -> int:
+    """Where the slabs' owners begin in the catalog: behind the records."""
+    return settings.max_spans * RECORD_BYTES
+
+
+def catalog_bytes(settings: Settings) -> int:
+    """Size of the catalog."""
+    return _pages(owners_offset(settings) + len(settings.slab_sizes()) * OWNER_BYTES)
+
+
+def table_bytes(settings: Settings) -> int:
+    """Bytes of the catalog and of all indexes."""
+    index = index_size(capacity_for(settings.max_spans))
+    return catalog_bytes(settings) + len(settings.tenancy().groups) * index
 
 
 def _pages(size: int) -> int:
@@ -32,10 +49,12 @@ def _make(name: str, size: int) -> Memory:
 
 
 class Storage:
-    """Slabs and catalog for good, and the index of the running epoch.
+    """Slabs and catalog for good, and the indexes of the running epoch.
 
     Attributes:
-        slabs, catalog, index: owned by this object.
+        slabs, catalog: owned by this object.
+        indexes: one for each group of uids, so that none shows what another stored.
+        writable: mappings of the slabs, if nobody can make further ones (``hardened``).
         epoch: random, nonzero; changes with ``new_epoch``.
 
     Raises:
@@ -44,30 +63,46 @@ class Storage:
 
     def __init__(self, settings: Settings) -> None:
         self._entries = settings.max_spans
+        self._groups = settings.tenancy().groups
+        sizes = settings.slab_sizes()
         self.slabs = [
-            Memory(make_memfd(f"slab{number}", size), size)
-            for number, size in enumerate(settings.slab_sizes())
+            Memory(make_memfd(f"slab{number}", size, final=not settings.hardened), size)
+            for number, size in enumerate(sizes)
         ]
-        self.catalog = _make("catalog", _pages(settings.max_spans * RECORD_BYTES))
-        self.index: Memory
+        # Mapped before the seal: processes forked from this one inherit what no other can have.
+        self.writable: list[Mapping] | None = None
+        if settings.hardened:
+            self.writable = [Mapping(slab.fd, slab.size, writable=True) for slab in self.slabs]
+            for slab in self.slabs:
+                seal_for_good(slab.fd)
+        self.catalog = _make("catalog", catalog_bytes(settings))
+        self.indexes: dict[int, Memory]
         self.epoch: int
         self._begin()
 
     def poison(self) -> None:
         """Tells every reader of the index that it is over."""
-        with Mapping(self.index.fd, self.index.size, writable=True) as mapping:
-            poison(mapping)
+        for index in self.indexes.values():
+            with Mapping(index.fd, index.size, writable=True) as mapping:
+                poison(mapping)
+
+    def drop_writable(self) -> None:
+        """Gives up the writable mappings of slabs, in a process that doesn't write them."""
+        for mapping in self.writable or ():
+            mapping.close()
 
     def new_epoch(self) -> None:
-        """An empty index and another epoch; the old index must be poisoned."""
-        old = self.index.fd
+        """Empty indexes and another epoch; the old indexes must be poisoned."""
+        old = self.indexes
         self._begin()
-        os.close(old)
+        for index in old.values():
+            os.close(index.fd)
 
     def _begin(self) -> None:
         self.epoch = int.from_bytes(os.urandom(8), "little") or 1
         # Every key has a catalog record of its own, sub-keys too.
-        self.index = _make("index", index_size(capacity_for(self._entries)))
+        size = index_size(capacity_for(self._entries))
+        self.indexes = {group: _make("index", size) for group in self._groups}
 
     def close(self) -> None:
         """Gives all memory back; readers see that the index is over."""
@@ -78,4 +113,5 @@ class Storage:
     @property
     def fds(self) -> list[int]:
         """Every fd that is held."""
-        return [*(slab.fd for slab in self.slabs), self.catalog.fd, self.index.fd]
+        indexes = (index.fd for index in self.indexes.values())
+        return [*(slab.fd for slab in self.slabs), self.catalog.fd, *indexes]

@@ -25,7 +25,7 @@ from kmesh_spand.settings import (
     SESSION_SOCKET,
     Settings,
 )
-from kmesh_spand.storage import Storage
+from kmesh_spand.storage import Storage, table_bytes
 
 logger = logging.getLogger(__name__)
 
@@ -106,13 +106,18 @@ class Supervisor:
         soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
         if soft < hard:
             resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
-        needed = len(settings.slab_sizes()) + _SPARE_FDS
+        needed = len(settings.slab_sizes()) + len(settings.tenancy().groups) - 1 + _SPARE_FDS
         if needed > hard:
             raise ConfigError(
                 f"slab_size: {len(settings.slab_sizes())} slabs need {needed} file descriptors, "
                 f"the limit (ulimit -n) is {hard}; make slabs larger or raise it"
             )
-        memory.check_memory(settings.host_memory, settings.staging_memory, memory.memory_limits())
+        memory.check_memory(
+            settings.host_memory,
+            settings.staging_memory,
+            table_bytes(settings),
+            memory.memory_limits(),
+        )
         self._take_directory()
         self._storage = Storage(settings)
         self._listener = self._listen()
@@ -262,6 +267,7 @@ class Supervisor:
 
         def main() -> int:
             logs.configure("control", level=settings.log_level, form=settings.log_format)
+            storage.drop_writable()
             from kmesh_spand.control import process
 
             return process.run(settings, storage, listener, theirs, restarts)
@@ -278,12 +284,13 @@ class Supervisor:
         ours, theirs = ipc.pair()
         settings = self._settings
         slabs = [(slab.fd, slab.size) for slab in self._storage.slabs]
+        writable = self._storage.writable
 
         def main() -> int:
             logs.configure("worker", level=settings.log_level, form=settings.log_format)
             from kmesh_spand import worker
 
-            return worker.run(settings, theirs, slabs)
+            return worker.run(settings, theirs, slabs, writable)
 
         keep = [*(fd for fd, _ in slabs), theirs.fileno()]
         self._worker_pid = child.fork("worker", keep, main)

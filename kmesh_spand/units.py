@@ -6,6 +6,7 @@ import re
 
 _UNITS = {"": 1, "B": 1, "KIB": 1 << 10, "MIB": 1 << 20, "GIB": 1 << 30, "TIB": 1 << 40}
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([A-Za-z]*)\Z")
+_TENANT = re.compile(r"(default|(all|\d{1,10})(:[0-9a-f]{16})?)\Z")
 _LISTEN = re.compile(r"(\[[0-9a-fA-F:.]+\]|[^\s:\[\]]+):(\d{1,5})\Z")
 
 
@@ -40,6 +41,29 @@ def parse_list(value: object) -> object:
     if isinstance(value, str):
         return [part for part in re.split(r"[,\s]+", value) if part]
     return value
+
+
+def parse_quotas(value: object) -> object:
+    """Bytes by tenant of ``1000=4GiB,default=1GiB``, or of a table; sizes as ``parse_size``.
+
+    Raises:
+        ValueError: a name is no uid, ``all`` or ``default``, or a part has no size.
+    """
+    if isinstance(value, str):
+        parts = [part.partition("=") for part in re.split(r"[,\s]+", value) if part]
+        value = {name: size for name, _, size in parts}
+    if not isinstance(value, dict):
+        return value
+    for name in value:
+        if not isinstance(name, str) or not _TENANT.match(name):
+            raise ValueError(f"{name!r} is no tenant: write 1000, 1000:SALT, all or default")
+    return {name: parse_size(size) for name, size in value.items()}
+
+
+def format_quotas(quotas: dict[str, int]) -> str:
+    """Inverse of ``parse_quotas``, as a table of TOML."""
+    parts = (f'"{name}" = "{format_size(size)}"' for name, size in sorted(quotas.items()))
+    return "{ " + ", ".join(parts) + " }" if quotas else "{}"
 
 
 def parse_mode(value: object) -> object:

@@ -7,6 +7,8 @@ has checked every range, and this process checks them again against its own mapp
 
 from __future__ import annotations
 
+import ctypes
+import errno
 import logging
 import os
 import socket
@@ -18,10 +20,12 @@ from concurrent.futures import ThreadPoolExecutor
 from kmesh import _host, layout
 from kmesh.mapping import Mapping
 from kmesh_spand import ipc, logs, memory
+from kmesh_spand.budget import Gate
 from kmesh_spand.settings import Settings
 
 logger = logging.getLogger(__name__)
 
+_WIPE_BYTES = 32 << 20
 #: Until memory that could not be had is asked for again.
 _RETRY_SECONDS = 2.0
 
@@ -31,9 +35,9 @@ class Slab:
 
     __slots__ = ("capacity", "fd", "mapping", "sums")
 
-    def __init__(self, fd: int, size: int) -> None:
+    def __init__(self, fd: int, size: int, mapping: Mapping | None) -> None:
         self.fd = fd
-        self.mapping = Mapping(fd, size, writable=True)
+        self.mapping = mapping or Mapping(fd, size, writable=True)
         self.capacity = layout.slab_capacity(size)
         self.sums = layout.sums_offset(size)
 
@@ -49,6 +53,24 @@ class Slab:
             raise ValueError(f"{length} bytes at {offset} end outside the slab")
         base = self.mapping.address
         return base + offset, base + self.sums + offset // layout.TILE_BYTES * 8
+
+    def populated(self) -> bool:
+        """Whether all of it has pages."""
+        return os.fstat(self.fd).st_blocks * 512 >= self.mapping.size
+
+    def wipe(self) -> None:
+        """Zeros wherever something was written; pages stay."""
+        base, end = self.mapping.address, 0
+        while True:
+            try:
+                begin = os.lseek(self.fd, end, os.SEEK_DATA)
+            except OSError as nothing:
+                if nothing.errno == errno.ENXIO:
+                    return
+                raise
+            end = os.lseek(self.fd, begin, os.SEEK_HOLE)
+            for at in range(begin, end, _WIPE_BYTES):
+                ctypes.memset(base + at, 0, min(_WIPE_BYTES, end - at))
 
 
 class Throttle:
@@ -74,11 +96,17 @@ class Worker:
     """Takes jobs from control until it is gone."""
 
     def __init__(
-        self, settings: Settings, channel: socket.socket, slabs: Sequence[tuple[int, int]]
+        self,
+        settings: Settings,
+        channel: socket.socket,
+        slabs: Sequence[tuple[int, int]],
+        writable: Sequence[Mapping] | None,
     ) -> None:
         self._settings = settings
         self._channel = channel
-        self._slabs = [Slab(fd, size) for fd, size in slabs]
+        mappings: Sequence[Mapping | None] = writable or [None] * len(slabs)
+        self._slabs = [Slab(*slab, mapping) for slab, mapping in zip(slabs, mappings, strict=True)]
+        self._gate = Gate(settings.memory_headroom, self._paused)
         self._staging: dict[int, Mapping] = {}
         self._throttle = Throttle(settings.verify_rate)
         self._sending = threading.Lock()
@@ -99,7 +127,7 @@ class Worker:
             match message:
                 case ipc.Copy():
                     copies.submit(self._job, message)
-                case ipc.Verify():
+                case ipc.Verify() | ipc.Wipe():
                     checks.submit(self._job, message)
                 case ipc.Beat():
                     self._send(message)
@@ -121,12 +149,19 @@ class Worker:
         finally:
             os.close(fd)
 
-    def _job(self, job: ipc.Copy | ipc.Verify) -> None:
+    def _job(self, job: ipc.Copy | ipc.Verify | ipc.Wipe) -> None:
         answer: ipc.AnyMessage
         about = (job.session, job.request) if isinstance(job, ipc.Copy) else (0, 0)
         with logs.about(*about):
             try:
-                answer = self._copy(job) if isinstance(job, ipc.Copy) else self._verify(job)
+                match job:
+                    case ipc.Copy():
+                        answer = self._copy(job)
+                    case ipc.Verify():
+                        answer = self._verify(job)
+                    case ipc.Wipe():
+                        self._slab(job.slab).wipe()
+                        answer = ipc.Wiped(job.job)
             except Exception as failed:
                 logger.exception("a job failed", extra={"job": job.job})
                 answer = ipc.Failed(job.job, f"{type(failed).__name__}: {failed}")
@@ -188,11 +223,20 @@ class Worker:
 
         # The sums first: a payload is of no use without them.
         ranges = (sums, (0, slab.sums))
-        filler = memory.Populator(slab.fd, base, ranges, huge=asked, done=report)
+        # Pages that an earlier worker made need no room.
+        gate = None if slab.populated() else self._gate
+        filler = memory.Populator(slab.fd, base, ranges, huge=asked, done=report, gate=gate)
         filler.run(self._settings.populate_threads)
         if filler.fell_back:
             self._send(ipc.Fallback("populate", number))
         return asked and memory.hugepages_granted(base)
+
+    def _paused(self, reason: str | None) -> None:
+        if reason is None:
+            logger.info("memory grows again")
+        else:
+            logger.warning("memory does not grow for now: %s", reason)
+        self._send(ipc.PopulatePaused(reason or ""))
 
     def _send(self, message: ipc.AnyMessage) -> None:
         with self._sending:
@@ -202,6 +246,16 @@ class Worker:
                 os._exit(0)
 
 
-def run(settings: Settings, channel: socket.socket, slabs: Sequence[tuple[int, int]]) -> int:
-    """Entry of the process."""
-    return Worker(settings, channel, slabs).run()
+def run(
+    settings: Settings,
+    channel: socket.socket,
+    slabs: Sequence[tuple[int, int]],
+    writable: Sequence[Mapping] | None,
+) -> int:
+    """Entry of the process.
+
+    Args:
+        slabs: fd and size of each.
+        writable: their mappings, inherited, where new ones would be refused.
+    """
+    return Worker(settings, channel, slabs, writable).run()

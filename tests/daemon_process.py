@@ -9,7 +9,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -41,7 +41,13 @@ def wait_for(condition: Callable[[], Any], seconds: float = 20.0, what: str = ""
 
 
 class Daemon:
-    """One ``kmesh-spand``. ``errors`` says that its log may have errors."""
+    """One ``kmesh-spand``.
+
+    Args:
+        errors: its log may have errors.
+        command: that starts it.
+        group: control group that it runs in.
+    """
 
     def __init__(
         self,
@@ -51,7 +57,8 @@ class Daemon:
         env: dict[str, str] | None = None,
         ready: bool = True,
         errors: bool = False,
-        command: tuple[str, ...] = COMMAND,
+        command: Sequence[str] = COMMAND,
+        group: Path | None = None,
         **settings: object,
     ) -> None:
         self.socket_dir = socket_dir
@@ -63,6 +70,8 @@ class Daemon:
         def limit() -> None:
             if nofile is not None:
                 resource.setrlimit(resource.RLIMIT_NOFILE, (nofile, nofile))
+            if group is not None:
+                (group / "cgroup.procs").write_text(str(os.getpid()))
 
         with self.log_path.open("ab") as log:
             self.process = subprocess.Popen(

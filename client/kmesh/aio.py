@@ -309,9 +309,11 @@ class AsyncSession:
         *,
         prefix: bool = True,
         timeout: float | None = None,
+        salt: bytes = b"",
     ) -> Lease:
         forget = self._channel.forget
-        return await self._run(calls.acquire(self.welcome, keys, shards, prefix, forget), timeout)
+        procedure = calls.acquire(self.welcome, keys, shards, prefix, forget, salt)
+        return await self._run(procedure, timeout)
 
     async def release(self, lease: Lease) -> None:
         lease.release()

@@ -61,6 +61,7 @@ class ReserveBatch:
         length: payload bytes of each span.
         sub_keys: for each span shorter than span_tokens, in order, its keys at every sub_tokens
             before its end: 32 bytes x (tokens / sub_tokens - 1).
+        salt: digest of the request's salt, 32 bytes, or empty; with the uid, it is the tenant.
 
     Raises:
         ConfigError: the fields do not fit together.
@@ -73,10 +74,12 @@ class ReserveBatch:
     start: Sequence[int]
     length: Sequence[int]
     sub_keys: bytes = b""
+    salt: bytes = field(default=b"", repr=False)
 
     def __post_init__(self) -> None:
         if len(self.namespace) != 32:
             raise errors.ConfigError("namespace: not a digest of 32 bytes")
+        _check_salt(self.salt)
         if len(self.keys) != KEY_BYTES * len(self.tokens):
             raise errors.ConfigError("keys: not 32 bytes for each entry of tokens")
         if not len(self.tokens) == len(self.start) == len(self.length):
@@ -123,11 +126,17 @@ def hello(message: sessions_pb2.Hello) -> Procedure[Welcome]:
 
 
 def acquire(
-    limits: Welcome, keys: bytes, shards: Sequence[Shard], prefix: bool, forget: Forget
+    limits: Welcome,
+    keys: bytes,
+    shards: Sequence[Shard],
+    prefix: bool,
+    forget: Forget,
+    salt: bytes = b"",
 ) -> Procedure[Lease]:
     """Raises ConfigError for malformed arguments, else what the daemon says."""
     if len(keys) % KEY_BYTES:
         raise errors.ConfigError("keys: not a multiple of 32 bytes")
+    _check_salt(salt)
     if not 0 < len(shards) <= limits.max_batch:
         raise errors.ConfigError(f"shards: {len(shards)}, not between 1 and {limits.max_batch}")
 
@@ -142,7 +151,7 @@ def acquire(
     try:
         for at in range(0, len(keys), step):
             part = keys[at : at + step]
-            request = spans_pb2.AcquireRequest(keys=part, shards=messages, prefix=prefix)
+            request = spans_pb2.AcquireRequest(keys=part, shards=messages, prefix=prefix, salt=salt)
             answer = _body(spans_pb2.AcquireResponse, (yield request))
             try:
                 lease.append(answer, len(part) // KEY_BYTES * len(shards))
@@ -173,6 +182,7 @@ def reserve(limits: Welcome, batch: ReserveBatch, forget: Forget) -> Procedure[R
                 start=batch.start[first:last],
                 length=batch.length[first:last],
                 sub_keys=sub_keys,
+                salt=batch.salt,
             )
             answer = _body(spans_pb2.ReserveResponse, (yield request))
             done.reservation.extend(answer.reservation)
@@ -259,6 +269,11 @@ def _reserve_parts(
         sub_end += KEY_BYTES * count
     if counts:
         yield first, len(counts), batch.sub_keys[sub_begin:sub_end]
+
+
+def _check_salt(salt: bytes) -> None:
+    if len(salt) not in (0, 32):
+        raise errors.ConfigError("salt: not a digest of 32 bytes")
 
 
 def _shard(shard: Shard) -> common_pb2.Shard:

@@ -176,7 +176,8 @@ class Model:
         stopped = False
         for key in ids:
             found = [self.spans.get((key, shard)) for shard in shards]
-            for span in found:
+            for stored in found:
+                span = stored if stored is not None and stored.salt == body.salt else None
                 reason = OK if span is not None and not stopped else MISS
                 if reason == OK and span is not None and not span.committed:
                     reason = PENDING
@@ -229,6 +230,8 @@ class Model:
             mine = subs[:count] if tokens < self.limits.span_tokens else []
             subs = subs[len(mine) :]
             reason, reservation = self._reserve_one(peer, [key, *mine], shard, tokens, length)
+            if reservation:
+                peer.reservations[reservation].salt = body.salt
             answer.reason.append(reason)
             answer.reservation.append(reservation)
         return answer

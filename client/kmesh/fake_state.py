@@ -27,6 +27,7 @@ class Span:
     leases: int = 0
     committed: bool = False
     dropped: bool = False
+    salt: bytes = b""
 
 
 @dataclass(slots=True)

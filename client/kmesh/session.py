@@ -182,6 +182,7 @@ class Session:
         *,
         prefix: bool = True,
         timeout: float | None = None,
+        salt: bytes = b"",
     ) -> Lease:
         """Leases every (key, shard).
 
@@ -189,11 +190,13 @@ class Session:
             keys: 32 bytes each.
             shards: at least one.
             prefix: stop at the first key of which a shard is missing; the rest are misses.
+            salt: digest of the request's salt (``bytes.fromhex(keys.salt_digest(...))``), or
+                empty: what was stored under another is not found.
 
         Raises:
             ConfigError: an argument is malformed.
         """
-        return self._run(self._acquire(keys, shards, prefix), timeout)
+        return self._run(self._acquire(keys, shards, prefix, salt), timeout)
 
     def acquire_async(
         self,
@@ -202,9 +205,10 @@ class Session:
         *,
         prefix: bool = True,
         timeout: float | None = None,
+        salt: bytes = b"",
     ) -> Future[Lease]:
         """As ``acquire``, without waiting. The future can't be cancelled: release its lease."""
-        return self._start(self._acquire(keys, shards, prefix), timeout)
+        return self._start(self._acquire(keys, shards, prefix, salt), timeout)
 
     def release(self, lease: Lease) -> None:
         """Gives a lease back, without waiting for the answer. Nothing if it already was."""
@@ -279,8 +283,10 @@ class Session:
         """
         return self._run(memory.attach_staging(size), timeout)
 
-    def _acquire(self, keys: bytes, shards: Sequence[Shard], prefix: bool) -> Procedure[Lease]:
-        return calls.acquire(self.welcome, keys, shards, prefix, self._channel.forget)
+    def _acquire(
+        self, keys: bytes, shards: Sequence[Shard], prefix: bool, salt: bytes
+    ) -> Procedure[Lease]:
+        return calls.acquire(self.welcome, keys, shards, prefix, self._channel.forget, salt)
 
     def _run(self, procedure: Procedure[T], timeout: float | None) -> T:
         if self._channel.in_callback:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from kmesh.index import IndexWriter
 from kmesh_spand.control.staging import StagingPool
 from kmesh_spand.control.storeworker import StoreWorker
 from kmesh_spand.core import effects
 from kmesh_spand.core.record import RECORD_BYTES
+from kmesh_spand.core.tenants import OWNER_BYTES
 
 logger = logging.getLogger(__name__)
 
@@ -22,6 +23,8 @@ class Applier:
 
     Args:
         catalog: the catalog, writable, of whole records.
+        owners: of the slabs, writable.
+        indexes: one for each group of uids.
         reply: where answers go.
         note: told of spans that came and went.
     """
@@ -29,7 +32,8 @@ class Applier:
     def __init__(
         self,
         catalog: memoryview,
-        index: IndexWriter,
+        owners: memoryview,
+        indexes: Mapping[int, IndexWriter],
         worker: StoreWorker,
         staging: StagingPool,
         reply: Callable[[effects.Reply], None],
@@ -37,7 +41,8 @@ class Applier:
     ) -> None:
         self.index_full = 0
         self._catalog = catalog
-        self._index = index
+        self._owners = owners
+        self._indexes = indexes
         self._worker = worker
         self._staging = staging
         self._reply = reply
@@ -45,36 +50,42 @@ class Applier:
 
     def apply(self, batch: Sequence[effects.Effect]) -> None:
         """Carries out one batch. Answers see its changes: they go out after the index's version."""
-        changed = False
+        changed: set[int] = set()
         replies = []
         for effect in batch:
             if isinstance(effect, effects.Reply):
                 replies.append(effect)
                 continue
             try:
-                changed |= self._one(effect)
+                if (group := self._one(effect)) is not None:
+                    changed.add(group)
             except Exception:
                 logger.exception("an effect failed", extra={"effect": type(effect).__name__})
-        if changed:
-            self._index.bump()
+        for group in changed:
+            self._indexes[group].bump()
         for reply in replies:
             self._reply(reply)
 
-    def _one(self, effect: effects.Effect) -> bool:
-        """Returns whether the index changed."""
+    def _one(self, effect: effects.Effect) -> int | None:
+        """Returns the group whose index changed, if one did."""
         match effect:
             case effects.PutRecord():
                 at = effect.slot * RECORD_BYTES
                 self._catalog[at : at + RECORD_BYTES] = effect.data
+            case effects.PutOwner():
+                at = effect.slab * OWNER_BYTES
+                self._owners[at : at + OWNER_BYTES] = effect.data
+            case effects.Wipe():
+                self._worker.wipe(effect)
             case effects.Publish():
                 for tag in effect.tags:
-                    if not self._index.insert(tag, effect.slot):
+                    if not self._indexes[effect.group].insert(tag, effect.slot):
                         self.index_full += 1
-                return True
+                return effect.group
             case effects.Unpublish():
                 for tag in effect.tags:
-                    self._index.remove(tag, effect.slot)
-                return True
+                    self._indexes[effect.group].remove(tag, effect.slot)
+                return effect.group
             case effects.Copy():
                 self._worker.copy(effect)
             case effects.Verify():
@@ -85,4 +96,4 @@ class Applier:
                 self._note(effect)
             case effects.Reply():
                 raise AssertionError("replies come last")
-        return False
+        return None

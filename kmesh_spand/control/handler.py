@@ -52,10 +52,12 @@ _COUNTERS = (
 
 @dataclass(frozen=True, slots=True)
 class Exported:
-    """What sessions may attach: read-only fds, owned by the process."""
+    """What sessions may attach: read-only fds and sizes, owned by the process.
 
-    index_fd: int
-    index_size: int
+    ``indexes`` are by group of uids.
+    """
+
+    indexes: dict[int, tuple[int, int]]
     slabs: tuple[tuple[int, int], ...]
 
 
@@ -213,21 +215,29 @@ class Handler:
             case sessions_pb2.Ping():
                 self._answer(number, sessions_pb2.Pong())
             case sessions_pb2.AttachIndex():
-                handle = sessions_pb2.IndexHandle(
-                    kind=common_pb2.HANDLE_KIND_MEMFD, size=self._exported.index_size
-                )
-                self._answer(number, handle, self._exported.index_fd)
+                group = self.core.tenancy.group(self._uid(session))
+                fd, size = self._exported.indexes[group]
+                handle = sessions_pb2.IndexHandle(kind=common_pb2.HANDLE_KIND_MEMFD, size=size)
+                self._answer(number, handle, fd)
             case sessions_pb2.AttachSlab():
-                self._attach_slab(number, body.slab)
+                self._attach_slab(session, number, body.slab)
             case sessions_pb2.AttachStaging():
                 self._attach_staging(session, number, body.size)
             case _:
                 size = self.staging.size(session)
                 self.event(translate.to_event(session, number, body, size))
 
-    def _attach_slab(self, number: int, slab: int) -> None:
+    def _uid(self, session: int) -> int:
+        return self.registry.members[session].peer.uid
+
+    def _attach_slab(self, session: int, number: int, slab: int) -> None:
         if slab >= len(self._exported.slabs):
             raise errors.NotFound(f"there is no slab {slab}", field="attach_slab.slab")
+        # A mapping can't be taken back, so a slab that may become another's is not shown either.
+        if not self.core.may_map(slab, self._uid(session)):
+            raise errors.PermissionDenied(
+                f"slab {slab} holds nothing of uid {self._uid(session)}", field="attach_slab.slab"
+            )
         fd, size = self._exported.slabs[slab]
         handle = sessions_pb2.SlabHandle(
             slab=slab,

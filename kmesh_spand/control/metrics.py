@@ -20,6 +20,7 @@ from kmesh_spand.control.histogram import Histogram
 from kmesh_spand.control.readiness import REASONS, WARNINGS
 from kmesh_spand.control.report import Report
 from kmesh_spand.control.usage import read_all
+from kmesh_spand.core.tenants import TENANT_COUNTERS
 
 
 class Metrics(Collector):
@@ -32,6 +33,7 @@ class Metrics(Collector):
         status = self._report.status()
         yield from self._gauges(status)
         yield from _slabs(status)
+        yield from _tenants(status)
         yield from self._conditions(status)
         yield from self._worker()
         yield from self._processes()
@@ -113,6 +115,20 @@ class Metrics(Collector):
             family = HistogramMetricFamily(f"kmesh_{name}", _text(name))
             _fill(family, [], getattr(observer, name))
             yield family
+
+
+def _tenants(status: admin_pb2.StatusResponse) -> Iterator[Metric]:
+    for name in ("quota", "used", "spans", "span_bytes", "slabs"):
+        values = {tenant.name: getattr(tenant, name) for tenant in status.tenants}
+        yield _labelled(f"tenant_{name}", "tenant", values)
+    for name in TENANT_COUNTERS:
+        count = CounterMetricFamily(f"kmesh_tenant_{name}", _text(name), labels=["tenant"])
+        for tenant in status.tenants:
+            count.add_metric([tenant.name], tenant.counters[name])
+        yield count
+    paused = GaugeMetricFamily("kmesh_population_paused", "slabs do not grow for want of memory")
+    paused.add_metric([], int(bool(status.paused)))
+    yield paused
 
 
 def _text(name: str) -> str:

@@ -33,9 +33,10 @@ from kmesh_spand.core import events
 from kmesh_spand.core.config import CoreConfig
 from kmesh_spand.core.core import Core
 from kmesh_spand.core.record import RECORD_BYTES, Record, decode
+from kmesh_spand.core.tenants import OWNER_BYTES, decode_owner
 from kmesh_spand.memory import reopen_read_only
 from kmesh_spand.settings import GRPC_SOCKET, METRICS_SOCKET, Settings
-from kmesh_spand.storage import Storage
+from kmesh_spand.storage import Storage, owners_offset
 
 if TYPE_CHECKING:
     from kmesh_spand.control.metrics import Page
@@ -64,9 +65,12 @@ class Control:
         self._wake = asyncio.Event()
         self._healthy: bool | None = None
         self._catalog = Mapping(storage.catalog.fd, storage.catalog.size, writable=True)
-        self._index = Mapping(storage.index.fd, storage.index.size, writable=True)
-        writer = IndexWriter(self._index, storage.epoch)
-        writer.set_slab_count(len(storage.slabs))
+        writers = {}
+        for group, index in storage.indexes.items():
+            mapping = Mapping(index.fd, index.size, writable=True)
+            writers[group] = IndexWriter(mapping, storage.epoch)
+            writers[group].set_slab_count(len(storage.slabs))
+        self._owners = self._catalog.view(owners_offset(settings))
         exported = _export(storage)
         observer = Observer(settings.slow_call_ms, _tracer(settings))
         self._worker = StoreWorker(
@@ -87,12 +91,14 @@ class Control:
                 span_tokens=settings.span_tokens,
                 max_batch=MAX_BATCH,
                 remembered_keys=settings.remembered_keys,
-            )
+            ),
+            tenancy=settings.tenancy(),
         )
         self._handler = Handler(loop, settings, core, staging, exported, storage.epoch, observer)
         self._handler.applier = Applier(
-            self._catalog.view(),
-            writer,
+            self._catalog.view(0, owners_offset(settings)),
+            self._owners,
+            writers,
             self._worker,
             staging,
             self._handler.reply,
@@ -160,7 +166,8 @@ class Control:
         self._handler.core.counters["recovered_dropped"] += damaged
         self._event(events.Recovered(found))
         for number, slab in enumerate(self._worker.slabs):
-            self._event(events.SlabAdded(number, slab.capacity))
+            raw = self._owners[number * OWNER_BYTES : (number + 1) * OWNER_BYTES]
+            self._event(events.SlabAdded(number, slab.capacity, decode_owner(raw)))
         if found:
             logger.info("catalog read", extra={"records": len(found), "damaged": damaged})
 
@@ -234,11 +241,13 @@ def _records(catalog: memoryview, count: int) -> tuple[list[tuple[int, Record]],
 
 def _export(storage: Storage) -> Exported:
     """Swaps this process's writable fds for read-only ones: it never writes a slab."""
-    index = reopen_read_only(storage.index.fd)
+    indexes = {
+        group: (reopen_read_only(index.fd), index.size) for group, index in storage.indexes.items()
+    }
     slabs = tuple((reopen_read_only(slab.fd), slab.size) for slab in storage.slabs)
     for fd in storage.fds:
         os.close(fd)
-    return Exported(index, storage.index.size, slabs)
+    return Exported(indexes, slabs)
 
 
 def run(

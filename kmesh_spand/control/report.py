@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+
 from kmesh import __version__, errors
 from kmesh.handles import HandleKind
 from kmesh.keys import KEY_BYTES
@@ -45,13 +47,41 @@ class Report:
         found.update(self._handler.counters)
         found.update(self._worker.counters)
         found["index_full"] = self._handler.applier.index_full
+        found["population_pauses"] = self._worker.pauses
         found["slow_calls"] = self._handler.observer.slow_calls
         return found
 
-    def status(self) -> admin_pb2.StatusResponse:
-        """Answer of Admin.Status."""
+    def group(self, member: Member) -> int | None:
+        """Whose spans and sessions a member may see: None is everybody's.
+
+        Root and the daemon's own user could read all of it anyway.
+        """
+        tenancy = self._handler.core.tenancy
+        if len(tenancy.groups) == 1 or member.peer.uid in (0, os.getuid()):
+            return None
+        return tenancy.group(member.peer.uid)
+
+    def status(self, member: Member | None = None) -> admin_pb2.StatusResponse:
+        """Answer of Admin.Status: what the member may see.
+
+        Sums over all tenants would tell one when another is served: they are left out.
+        """
+        group = None if member is None else self.group(member)
         handler, core = self._handler, self._handler.core.status()
-        return admin_pb2.StatusResponse(
+        tenants = [
+            admin_pb2.TenantInfo(
+                name=row.name,
+                quota=row.quota,
+                used=row.used,
+                spans=row.spans,
+                span_bytes=row.stored_bytes,
+                slabs=row.slabs,
+                counters=row.counters,
+            )
+            for row in handler.core.tenants(group)
+        ]
+        shown = {tenant.name for tenant in tenants}
+        status = admin_pb2.StatusResponse(
             version=__version__,
             epoch=handler.epoch,
             uptime_ms=handler.now_ms() - self._started_ms,
@@ -66,6 +96,7 @@ class Report:
                     populated=slab.populated,
                     used=slab.used,
                     hugepages=state.hugepages,
+                    tenant=slab.tenant if slab.tenant in shown or group is None else "",
                 )
                 for slab, state in zip(core.slabs, self._worker.slabs, strict=True)
             ],
@@ -83,9 +114,26 @@ class Report:
             control_restarts=self._restarts,
             worker_restarts=self._worker.restarts,
             span_tokens=handler.settings.span_tokens,
+            tenants=tenants,
+            paused=self._worker.paused,
+            hardened=handler.settings.hardened,
             not_ready=_conditions(self.readiness.reasons()),
             warnings=_conditions(self.readiness.warnings()),
         )
+        if group is not None:
+            status.ClearField("sessions")
+            status.ClearField("leases")
+            status.ClearField("leased_bytes")
+            status.ClearField("reservations")
+            status.ClearField("staging_bytes")
+            status.ClearField("index_entries")
+            status.ClearField("counters")
+            status.spans = sum(tenant.spans for tenant in tenants)
+            status.span_bytes = sum(tenant.span_bytes for tenant in tenants)
+            for info in status.slabs:
+                if info.tenant not in shown:
+                    info.ClearField("used")
+        return status
 
     def sessions_by_role(self) -> dict[str, int]:
         """Open sessions by role, in lower case."""
@@ -107,8 +155,10 @@ class Report:
     def worker(self) -> StoreWorker:
         return self._worker
 
-    def spans(self, request: admin_pb2.ListRequest) -> admin_pb2.ListResponse:
-        """Answer of Admin.List.
+    def spans(
+        self, request: admin_pb2.ListRequest, member: Member | None = None
+    ) -> admin_pb2.ListResponse:
+        """Answer of Admin.List: what the member may see.
 
         Raises:
             InvalidArgument: of which field.
@@ -122,7 +172,8 @@ class Report:
             raise errors.InvalidArgument("not from an earlier answer", field="page_token")
         after = int(request.page_token[:10] or -1)
         limit = request.limit or _DEFAULT_LIMIT
-        rows = core.spans(after, limit + 1, request.namespace, now_ms=now)
+        group = None if member is None else self.group(member)
+        rows = core.spans(after, limit + 1, request.namespace, now_ms=now, group=group)
         answer = admin_pb2.ListResponse()
         if len(rows) > limit:
             rows = rows[:limit]
@@ -148,7 +199,7 @@ class Report:
                 idle_ms=row.idle_ms,
             )
         if not request.page_token:
-            for space in core.namespaces():
+            for space in core.namespaces(group):
                 if request.namespace in (b"", space.namespace):
                     answer.namespaces.add(
                         digest=space.namespace,
@@ -187,10 +238,15 @@ class Report:
                 info.reasons[Reason(number).name.lower()] = count
         return info
 
-    def sessions(self) -> sessions_pb2.ListSessionsResponse:
-        """Every open session."""
+    def sessions(self, member: Member) -> sessions_pb2.ListSessionsResponse:
+        """Every open session that the member may see."""
+        group, tenancy = self.group(member), self._handler.core.tenancy
         return sessions_pb2.ListSessionsResponse(
-            sessions=[self.session(m) for m in self._handler.registry.members.values()]
+            sessions=[
+                self.session(other)
+                for other in self._handler.registry.members.values()
+                if group in (None, tenancy.group(other.peer.uid))
+            ]
         )
 
 

@@ -177,7 +177,7 @@ class Sessions(_Service, sessions_pb2_grpc.SessionsServicer):
         return await self._shown(context, lambda: self._report.session(self._member(context)))
 
     async def List(self, request: sessions_pb2.ListSessionsRequest, context: Context) -> Any:
-        return await self._shown(context, self._report.sessions)
+        return await self._shown(context, lambda: self._report.sessions(self._member(context)))
 
 
 class Admin(_Service, admin_pb2_grpc.AdminServicer):
@@ -186,33 +186,45 @@ class Admin(_Service, admin_pb2_grpc.AdminServicer):
         self._operator = operator
 
     async def Status(self, request: admin_pb2.StatusRequest, context: Context) -> Any:
-        return await self._shown(context, self._report.status)
+        return await self._shown(context, lambda: self._report.status(self._member(context)))
 
     async def List(self, request: admin_pb2.ListRequest, context: Context) -> Any:
-        return await self._shown(context, lambda: self._report.spans(request))
+        return await self._shown(
+            context, lambda: self._report.spans(request, self._member(context))
+        )
+
+    def _administrator(self, context: Context) -> Member:
+        """The caller, if it may know and end what is anybody's."""
+        member = self._member(context)
+        if self._report.group(member) is not None:
+            raise errors.PermissionDenied(
+                "where uids are kept apart, this is for root and the daemon's own user", field="uid"
+            )
+        return member
 
     async def Explain(self, request: admin_pb2.ExplainRequest, context: Context) -> Any:
         try:
+            self._administrator(context)
             return await self._operator.explain(request)
         except errors.RequestError as failed:
             await _refuse(context, failed)
 
     async def Evict(self, request: admin_pb2.EvictRequest, context: Context) -> Any:
         try:
-            return await self._operator.evict(self._member(context), request)
+            return await self._operator.evict(self._administrator(context), request)
         except errors.RequestError as failed:
             await _refuse(context, failed)
 
     async def Drain(self, request: admin_pb2.DrainRequest, context: Context) -> Any:
         try:
-            async for progress in self._operator.drain(self._member(context), request):
+            async for progress in self._operator.drain(self._administrator(context), request):
                 yield progress
         except errors.RequestError as failed:
             await _refuse(context, failed)
 
     async def Watch(self, request: admin_pb2.WatchRequest, context: Context) -> Any:
         try:
-            async for answer in self._operator.watch(self._member(context), request):
+            async for answer in self._operator.watch(self._administrator(context), request):
                 yield answer
         except errors.RequestError as failed:
             await _refuse(context, failed)

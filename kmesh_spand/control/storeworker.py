@@ -42,6 +42,9 @@ class SlabState:
 class StoreWorker:
     """Sends jobs, turns answers into events, and loses no job when the worker dies.
 
+    Attributes:
+        paused: why slabs do not grow now, or empty. pauses: how often they stopped growing.
+
     Args:
         event: where events for the core go.
         restart: asks the supervisor for a new worker, with a reason.
@@ -60,6 +63,8 @@ class StoreWorker:
     ) -> None:
         self.slabs = slabs
         self.restarts = 0
+        self.paused = ""
+        self.pauses = 0
         self.pid = 0
         self.counters = {f"fallback_{kind}": 0 for kind in ipc.FALLBACKS} | {"populate_failed": 0}
         self._observer = observer
@@ -72,6 +77,7 @@ class StoreWorker:
         self._staging: dict[int, tuple[int, int]] = {}
         self._copies: dict[int, CopyMark] = {}
         self._checks: dict[int, int] = {}
+        self._wipes: dict[int, effects.Wipe] = {}
         self._waiting: list[effects.Verify] = []
         self._heard_at = loop.time()
         self._given_up = False
@@ -119,6 +125,8 @@ class StoreWorker:
         waiting, self._waiting = self._waiting, []
         for job in waiting:
             self.verify(job)
+        for wipe in self._wipes.values():
+            self._link.send(ipc.Wipe(wipe.job, wipe.slab))
 
     def close(self) -> None:
         """Ends the link and closes all staging; no event comes any more."""
@@ -177,13 +185,20 @@ class StoreWorker:
         self._checks[job.job] = job.length
         self._link.send(ipc.Verify(job.job, job.slab, job.offset, job.length, job.root))
 
+    def wipe(self, job: effects.Wipe) -> None:
+        """Starts a wipe; WipeDone follows, from this worker or a later one."""
+        self._wakes()
+        self._wipes[job.job] = job
+        if self._link is not None:
+            self._link.send(ipc.Wipe(job.job, job.slab))
+
     def check(self) -> None:
         """Called now and then: a worker that owes answers for too long is given up."""
         self._beat()
         allowed = self._timeout
         if not self._copies and self._checks and self._verify_rate:
             allowed += sum(self._checks.values()) / self._verify_rate
-        owes = bool(self._copies or self._checks)
+        owes = bool(self._copies or self._checks or self._wipes)
         if self.up and owes and self._loop.time() - self._heard_at > allowed:
             self._given_up = True
             self._restart(f"no answer for {allowed:.1f} s")
@@ -202,7 +217,7 @@ class StoreWorker:
             self._link.send(ipc.Beat(self._beats))
 
     def _wakes(self) -> None:
-        if not self._copies and not self._checks:
+        if not self._copies and not self._checks and not self._wipes:
             self._heard_at = self._loop.time()
 
     def _detach(self) -> None:
@@ -210,6 +225,7 @@ class StoreWorker:
         if self._link is not None:
             self._link.close()
             self._link = None
+        self.paused = ""
         self._beat_at = None
         copies, self._copies = self._copies, {}
         checks, self._checks = self._checks, {}
@@ -235,6 +251,12 @@ class StoreWorker:
             case ipc.Verified():
                 self._checks.pop(message.job, None)
                 self._event(events.VerifyDone(message.job, message.good))
+            case ipc.Wiped():
+                self._wipes.pop(message.job, None)
+                self._event(events.WipeDone(message.job, True))
+            case ipc.PopulatePaused():
+                self.paused = message.reason
+                self.pauses += bool(message.reason)
             case ipc.Failed():
                 self._fail(message)
             case ipc.Populated():
@@ -280,5 +302,7 @@ class StoreWorker:
         logger.error("the store worker: %s", message.error, extra=extra)
         if mark is not None:
             self._copy_failed(message.job, mark)
+        elif self._wipes.pop(message.job, None) is not None:
+            self._event(events.WipeDone(message.job, False))
         elif self._checks.pop(message.job, None) is not None:
             self._event(events.VerifyDone(message.job, None))

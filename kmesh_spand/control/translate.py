@@ -52,7 +52,7 @@ def to_event(session: int, request: int, body: Message, staging_size: int) -> ev
                     field="acquire.shards",
                 )
             shards = [shard_code(s, f"acquire.shards[{i}]") for i, s in enumerate(body.shards)]
-            return events.Acquire(session, request, body.keys, shards, body.prefix)
+            return events.Acquire(session, request, body.keys, shards, body.prefix, body.salt)
         case spans_pb2.ReleaseRequest():
             return events.Release(session, request, tuple(body.leases))
         case spans_pb2.ReserveRequest():
@@ -66,6 +66,7 @@ def to_event(session: int, request: int, body: Message, staging_size: int) -> ev
                 tuple(body.start),
                 tuple(body.length),
                 body.sub_keys,
+                body.salt,
             )
         case spans_pb2.CommitRequest():
             return events.Commit(

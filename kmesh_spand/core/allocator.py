@@ -5,6 +5,10 @@ from __future__ import annotations
 from array import array
 from bisect import bisect_left, insort
 from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from kmesh_spand.core.tenants import Tenant
 
 #: Owner of a range that nobody may reuse yet.
 QUARANTINE = 0xFFFF_FFFF
@@ -18,12 +22,21 @@ class Slab:
 
     Args:
         tiles: capacity.
+
+    Attributes:
+        tenant: whose ranges may be here.
+        group: that may map it, for good; None while it was nobody's.
+        clean: nothing of an earlier tenant is in it. lost: it is not used.
     """
 
     def __init__(self, tiles: int) -> None:
         self.tiles = tiles
         self.populated = 0
         self.used = 0
+        self.tenant: Tenant | None = None
+        self.group: int | None = None
+        self.clean = True
+        self.lost = False
         self.owner = array("I", [0]) * tiles
         self._size_at: dict[int, int] = {}
         self._start_before: dict[int, int] = {}

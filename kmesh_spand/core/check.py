@@ -24,6 +24,7 @@ def check(
     """
     _check_rows(store, waiting)
     _check_ranges(store)
+    _check_tenants(store)
     _check_leases(store, book)
     _check_jobs(store, book, writing, verifier)
 
@@ -43,7 +44,9 @@ def _check_rows(store: SpanStore, waiting: int) -> None:
     assert sorted(table.entries()) == keyed
     assert table.keyed == len(keyed)
     for row in keyed:
-        assert table.find(table.key_of(row), table.shards.value(table.shard[row])) == row
+        assert table.find(table.key_of(row), table.scopes.value(table.scope[row])) == row
+        owner = store.tenant_of(store.resolve(row))
+        assert table.scopes.value(table.scope[row]) >> 64 == owner.number
     aliases = [(row, alias) for row in rows for alias in store.aliases(row)]
     assert len(aliases) == states[State.ALIAS]
     for row, alias in aliases:
@@ -59,7 +62,7 @@ def _check_rows(store: SpanStore, waiting: int) -> None:
         size = sum(table.length[row] for row in stored if table.space[row] == space)
         assert store.space_bytes[space] == size
     used = [row for row in rows if table.state[row] != State.FREE]
-    for interner, column in ((table.shards, table.shard), (table.spaces, table.space)):
+    for interner, column in ((table.scopes, table.scope), (table.spaces, table.space)):
         holders = Counter(column[row] for row in used)
         assert {number: interner.holders(number) for number, _ in interner} == holders
     published = [row for row in rows if table.state[row] == State.COMMITTED]
@@ -100,6 +103,39 @@ def _check_slab(slab: Slab, owned: list[tuple[int, int, int]]) -> None:
     assert slab.largest == max((count for _, count in slab.free_ranges()), default=0)
 
 
+def _check_tenants(store: SpanStore) -> None:
+    table, tenants = store.table, list(store.tenants)
+    assert len({tenant.number for tenant in tenants}) == len(tenants)
+    owned = {number: tenant for tenant in tenants for number in tenant.slabs}
+    assert sum(len(tenant.slabs) for tenant in tenants) == len(owned) == store.tenants.owned
+    assert store.tenants.owners == sum(bool(tenant.slabs) for tenant in tenants)
+    assert sorted(store.wipes.values()) == [
+        number for number, slab in sorted(store.slabs.items()) if not slab.clean and not slab.lost
+    ]
+    for number, slab in store.slabs.items():
+        assert slab.tenant is owned.get(number)
+        if slab.tenant is None:
+            assert not slab.used
+        else:
+            assert slab.clean
+            assert slab.group == slab.tenant.group
+    held = [r for r in range(1, table.rows + 1) if table.state[r] not in (State.FREE, State.ALIAS)]
+    for tenant in tenants:
+        assert store.tenants.find(tenant.group, tenant.salt) is tenant
+        mine = [row for row in held if store.tenant_of(row) is tenant]
+        assert tenant.tiles == sum(tiles(table.length[row]) for row in mine)
+        assert not tenant.quota or tenant.tiles <= tenant.quota
+        mine = [row for row in mine if table.state[row] in STORED]
+        assert tenant.spans == len(mine)
+        assert tenant.stored_bytes == sum(table.length[row] for row in mine)
+        spaces: dict[int, list[int]] = {}
+        for row in mine:
+            counts = spaces.setdefault(table.space[row], [0, 0])
+            counts[0] += 1
+            counts[1] += table.length[row]
+        assert tenant.spaces == spaces
+
+
 def _check_leases(store: SpanStore, book: SessionBook) -> None:
     table = store.table
     pins: Counter[int] = Counter()
@@ -123,8 +159,11 @@ def _check_leases(store: SpanStore, book: SessionBook) -> None:
         if table.state[row] in EVICTABLE and not table.pins[row]
     ]
     assert store.evictable == len(evictable)
-    if type(store.policy) is LRU:
-        assert sorted(store.policy.victims()) == evictable
+    for tenant in store.tenants:
+        mine = [row for row in evictable if store.tenant_of(row) is tenant]
+        assert tenant.evictable == len(mine)
+        if type(tenant.order) is LRU:
+            assert sorted(tenant.order.victims()) == mine
     for session in book.sessions.values():
         leases, reservations = session.leases.values(), session.reservations.values()
         assert session.leased_spans == sum(lease.spans for lease in leases)

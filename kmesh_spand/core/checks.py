@@ -10,6 +10,7 @@ from kmesh_spand.core.config import STAGING_ALIGN, CoreConfig
 from kmesh_spand.core.effects import Refused
 from kmesh_spand.core.events import Acquire, Reserve
 from kmesh_spand.core.table import KEY_BYTES
+from kmesh_spand.core.tenants import SALT_BYTES
 
 _U32 = 0xFFFF_FFFF
 
@@ -32,6 +33,8 @@ def check_acquire(event: Acquire, config: CoreConfig) -> Refused | None:
         return invalid("keys", f"length is no multiple of {KEY_BYTES}")
     if not event.shards:
         return invalid("shards", "at least one is needed")
+    if len(event.salt) not in (0, SALT_BYTES):
+        return invalid("salt", f"must be empty or {SALT_BYTES} bytes")
     for code in event.shards:
         if not is_shard(code):
             return invalid("shards", "a range is empty or out of bounds")
@@ -48,6 +51,8 @@ def check_reserve(event: Reserve, config: CoreConfig) -> Refused | None:
         return refused
     if len(event.namespace) != KEY_BYTES:
         return invalid("namespace", f"must be {KEY_BYTES} bytes")
+    if len(event.salt) not in (0, SALT_BYTES):
+        return invalid("salt", f"must be empty or {SALT_BYTES} bytes")
     if not is_shard(event.shard):
         return invalid("shard", "a range is empty or out of bounds")
     for field in ("tokens", "start", "length"):

@@ -31,6 +31,7 @@ class Reason(IntEnum):
     COPY_FAILED = 9
     ABORTED = 10
     CATALOG_FULL = 11
+    QUOTA = 12
 
 
 class Verdict(IntEnum):

@@ -20,8 +20,16 @@ from kmesh_spand.core.sessions import Session, SessionBook
 from kmesh_spand.core.states import STORED, State
 from kmesh_spand.core.store import TICK_SHIFT, SpanStore
 from kmesh_spand.core.sweep import Sweep
+from kmesh_spand.core.tenants import Tenancy, tenant_name
 from kmesh_spand.core.verify import Verifier
-from kmesh_spand.core.views import CoreStatus, NamespaceRow, SessionRow, SlabStatus, SpanRow
+from kmesh_spand.core.views import (
+    CoreStatus,
+    NamespaceRow,
+    SessionRow,
+    SlabStatus,
+    SpanRow,
+    TenantRow,
+)
 from kmesh_spand.core.writing import Writing
 
 COUNTERS = (
@@ -38,6 +46,7 @@ COUNTERS = (
     "reserve_not_ready",
     "reserve_too_large",
     "reserve_catalog_full",
+    "reserve_quota",
     "committed",
     "commit_stale",
     "commit_aborted",
@@ -54,6 +63,8 @@ COUNTERS = (
     "verified",
     "recovered",
     "recovered_dropped",
+    "wiped",
+    "wipe_failed",
     "refused",
 )
 
@@ -64,6 +75,7 @@ class Core:
     Args:
         config: limits.
         policy: order of eviction, used by this core alone; LRU by default.
+        tenancy: who shares with whom; each uid is by itself by default.
 
     Attributes:
         counters: see ``COUNTERS``; they only grow.
@@ -71,17 +83,25 @@ class Core:
         sweep: which spans an operator's wish names.
     """
 
-    def __init__(self, config: CoreConfig, policy: Policy | None = None) -> None:
+    def __init__(
+        self, config: CoreConfig, policy: Policy | None = None, tenancy: Tenancy | None = None
+    ) -> None:
         self.config = config
+        self.tenancy = tenancy or Tenancy()
         self.counters: dict[str, int] = dict.fromkeys(COUNTERS, 0)
+        jobs = itertools.count(1)
         endings = Endings(config.remembered_keys)
         self._store = SpanStore(
-            config.max_spans, policy or LRU(config.max_spans), self.counters, endings
+            config.max_spans,
+            policy or LRU(config.max_spans),
+            self.counters,
+            endings,
+            self.tenancy,
+            jobs,
         )
         self.fates = Fates(self._store, endings)
         self.sweep = Sweep(self._store)
         self._book = SessionBook()
-        jobs = itertools.count(1)
         self._verifier = Verifier(self._store, config.max_verify, jobs)
         self._reading = Reading(config, self._store, self._book, self._verifier)
         self._writing = Writing(config, self._store, self._book, self._verifier, jobs)
@@ -130,13 +150,16 @@ class Core:
                 self._verifier.done(job, good)
                 self._verifier.pump()
             case ev.SessionOpened(session, uid, engine, role):
-                self._book.sessions[session] = Session(session, uid, engine, role)
+                group = self.tenancy.group(uid)
+                self._book.sessions[session] = Session(session, uid, engine, role, group)
             case ev.SessionClosed(session):
                 self._close(session)
-            case ev.SlabAdded(slab, capacity):
-                store.add_slab(slab, capacity)
+            case ev.SlabAdded(slab, capacity, owner):
+                store.add_slab(slab, capacity, owner)
                 self._recovery.place(slab)
                 self._verifier.pump()
+            case ev.WipeDone(job, ok):
+                store.wiped(job, ok)
             case ev.Populated(slab, capacity):
                 store.populate(slab, capacity)
             case ev.Recovered(records):
@@ -220,18 +243,26 @@ class Core:
                     slab.tiles * TILE_BYTES,
                     slab.populated * TILE_BYTES,
                     slab.used * TILE_BYTES,
+                    tenant_name(slab.tenant.group, slab.tenant.salt) if slab.tenant else "",
                 )
                 for number, slab in sorted(store.slabs.items())
             ),
         )
 
     def spans(
-        self, after_slot: int = -1, limit: int = 1000, namespace: bytes = b"", *, now_ms: int
+        self,
+        after_slot: int = -1,
+        limit: int = 1000,
+        namespace: bytes = b"",
+        *,
+        now_ms: int,
+        group: int | None = None,
     ) -> list[SpanRow]:
         """Up to ``limit`` spans with a slot above ``after_slot``, by slot.
 
         Args:
             namespace: 32-byte digest, or empty for all.
+            group: whose; None for all.
         """
         found: list[SpanRow] = []
         table = self._store.table
@@ -246,7 +277,9 @@ class Core:
                     row = table.space.index(wanted, row)
                 except ValueError:
                     break
-            if table.state[row] not in (State.FREE, State.ALIAS):
+            if table.state[row] in (State.FREE, State.ALIAS):
+                continue
+            if group is None or self._store.tenant_of(row).group == group:
                 found.append(self._span_row(row, now_ms))
         return found
 
@@ -264,7 +297,7 @@ class Core:
             length=table.length[row],
             start=table.start[row],
             tokens=table.tokens[row],
-            shard=table.shards.value(table.shard[row]),
+            shard=self._store.shard(row),
             generation=table.generation[row],
             state=State(table.state[row]).name.lower(),
             leases=table.pins[row],
@@ -272,9 +305,51 @@ class Core:
             idle_ms=max(0, tick - table.used[row] << TICK_SHIFT) if idle else 0,
         )
 
-    def namespaces(self) -> list[NamespaceRow]:
-        """All namespaces that have stored spans, in no order."""
+    def tenants(self, group: int | None = None) -> list[TenantRow]:
+        """Tenants that have something, or had not long ago, by name.
+
+        Args:
+            group: whose; None for all.
+        """
+        return sorted(
+            (
+                TenantRow(
+                    name=tenant_name(tenant.group, tenant.salt),
+                    group=tenant.group,
+                    quota=tenant.quota * TILE_BYTES,
+                    used=tenant.tiles * TILE_BYTES,
+                    spans=tenant.spans,
+                    stored_bytes=tenant.stored_bytes,
+                    slabs=len(tenant.slabs),
+                    counters=dict(tenant.counters),
+                )
+                for tenant in self._store.tenants
+                if group is None or tenant.group == group
+            ),
+            key=lambda row: row.name,
+        )
+
+    def may_map(self, slab: int, uid: int) -> bool:
+        """Whether a slab holds, and only ever held, what processes of a uid may see."""
+        found = self._store.slabs.get(slab)
+        return found is not None and not found.lost and found.group == self.tenancy.group(uid)
+
+    def namespaces(self, group: int | None = None) -> list[NamespaceRow]:
+        """All namespaces that have stored spans, in no order.
+
+        Args:
+            group: whose spans are counted; None for all.
+        """
         store = self._store
+        if group is not None:
+            held: dict[int, list[int]] = {}
+            for tenant in store.tenants:
+                for number, (spans, size) in tenant.spaces.items():
+                    if tenant.group == group:
+                        counts = held.setdefault(number, [0, 0])
+                        counts[0] += spans
+                        counts[1] += size
+            return [NamespaceRow(store.table.spaces.value(n), *c) for n, c in held.items()]
         return [
             NamespaceRow(digest, store.space_spans[number], store.space_bytes[number])
             for number, digest in store.table.spaces

@@ -100,6 +100,25 @@ class Verify:
 
 
 @dataclass(frozen=True, slots=True)
+class Wipe:
+    """Write zeros wherever a slab has pages, sums too, then send WipeDone for ``job``.
+
+    A worker that dies before it answers must be given the job again.
+    """
+
+    job: int
+    slab: int
+
+
+@dataclass(frozen=True, slots=True)
+class PutOwner:
+    """Write whose a slab is (``tenants.OWNER_BYTES``), before any record of a span in it."""
+
+    slab: int
+    data: bytes
+
+
+@dataclass(frozen=True, slots=True)
 class PutRecord:
     """Write a catalog record (``record.RECORD_BYTES``) at ``slot``; zeros free it."""
 
@@ -109,10 +128,14 @@ class PutRecord:
 
 @dataclass(frozen=True, slots=True)
 class Publish:
-    """Make keys visible in the index. ``tags`` as ``kmesh.index.tag``; they point at ``slot``."""
+    """Make keys visible in the index of a group of uids.
+
+    ``tags`` as ``kmesh.index.tag``; they point at ``slot``.
+    """
 
     slot: int
     tags: Sequence[int] = field(default_factory=tuple)
+    group: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,6 +144,7 @@ class Unpublish:
 
     slot: int
     tags: Sequence[int] = field(default_factory=tuple)
+    group: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,6 +181,8 @@ Effect = (
     Reply
     | Copy
     | Verify
+    | Wipe
+    | PutOwner
     | PutRecord
     | Publish
     | Unpublish

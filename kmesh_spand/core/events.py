@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from kmesh_spand.core.record import Record
+from kmesh_spand.core.tenants import SlabOwner
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,13 +38,17 @@ class SessionClosed:
 
 @dataclass(frozen=True, slots=True)
 class Acquire:
-    """``keys`` is n × 32 bytes; ``shards`` are shard codes; entry i·m + j is key i, shard j."""
+    """``keys`` are 32 bytes each; ``shards`` are shard codes; entry i·m + j is key i, shard j.
+
+    ``salt`` is the 32-byte digest of the request's salt, or empty; uid and salt are the tenant.
+    """
 
     session: int
     request: int
     keys: bytes
     shards: Sequence[int]
     prefix: bool
+    salt: bytes = b""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +71,7 @@ class Reserve:
     start: Sequence[int]
     length: Sequence[int]
     sub_keys: bytes = b""
+    salt: bytes = b""
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,10 +125,23 @@ class VerifyDone:
 
 @dataclass(frozen=True, slots=True)
 class SlabAdded:
-    """A slab exists; ``capacity`` bytes may be used once they are populated."""
+    """A slab exists; ``capacity`` bytes may be used once they are populated.
+
+    Attributes:
+        owner: what an earlier epoch wrote of it; None if it was never anybody's.
+    """
 
     slab: int
     capacity: int
+    owner: SlabOwner | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class WipeDone:
+    """A slab holds zeros. Not ``ok``: it could not be wiped, and is not used any more."""
+
+    job: int
+    ok: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,6 +197,7 @@ Event = (
     | CopyFailed
     | VerifyDone
     | SlabAdded
+    | WipeDone
     | Populated
     | Recovered
     | GraceEnded

@@ -8,6 +8,7 @@ from kmesh.layout import tiles
 from kmesh_spand.core.codes import Reason
 from kmesh_spand.core.states import EVICTABLE
 from kmesh_spand.core.store import SpanStore
+from kmesh_spand.core.tenants import Tenant
 
 #: Most victims that are looked at for one allocation.
 MAX_TRIES = 256
@@ -25,21 +26,21 @@ class Evictor:
         self._patience_ms = patience_ms
         self._cursor = 1
 
-    def victims(self) -> Iterator[int]:
-        """Rows that may be evicted, in the policy's order; at most ``MAX_TRIES``.
+    def victims(self, tenant: Tenant) -> Iterator[int]:
+        """Rows of a tenant that may be evicted, in its policy's order; at most ``MAX_TRIES``.
 
         A policy that raises, names what may not go, or names nothing although something may
         go, is counted and replaced by a plain walk over the table.
         """
         store = self._store
-        if not store.evictable:
+        if not tenant.evictable:
             return
         given, fault = 0, False
         try:
-            for tried, row in enumerate(store.policy.victims()):
+            for tried, row in enumerate(tenant.order.victims()):
                 if tried == MAX_TRIES:
                     break
-                if store.may_evict(row):
+                if self._may_evict(row, tenant):
                     given += 1
                     if not fault:
                         store.policy_faults = (0, 0)
@@ -50,79 +51,180 @@ class Evictor:
             fault = True
         if fault or not given:
             store.policy_failed()
-            yield from self._walk()
+            yield from self._walk(tenant)
 
-    def _walk(self) -> Iterator[int]:
+    def _may_evict(self, row: int, tenant: Tenant) -> bool:
+        return self._store.may_evict(row) and self._store.tenant_of(row) is tenant
+
+    def _walk(self, tenant: Tenant) -> Iterator[int]:
         store, states = self._store, self._store.table.state
         given, end = 0, store.table.rows + 1
         for begin, stop in ((self._cursor, end), (1, min(self._cursor, end))):
             for row in range(begin, stop):
-                if states[row] in EVICTABLE and store.may_evict(row):
+                if states[row] in EVICTABLE and self._may_evict(row, tenant):
                     self._cursor = row + 1
                     given += 1
                     yield row
                     if given == MAX_TRIES:
                         return
 
-    def place(self, count: int) -> tuple[int, int, int] | Reason:
+    def place(self, count: int, tenant: Tenant) -> tuple[int, int, int] | Reason:
         """A free row that owns ``count`` tiles: (row, slab, first tile), or why there is none.
 
-        Nothing is evicted unless the answer is a place.
+        Nothing is evicted unless the answer is a place; what is evicted is the tenant's own.
         """
         store = self._store
         if count > max((slab.tiles for slab in store.slabs.values()), default=count):
             return Reason.TOO_LARGE
-        if all(slab.largest < count for slab in store.slabs.values()):
-            if self._will_grow(count):
-                return Reason.NOT_READY
-            window = self.plan(count)
-            if window is None:
-                store.place_failed()
-                return Reason.POOL_FULL
-            for row in window:
-                store.evict(row)
-        if not self.make_row():
+        if tenant.quota and count > tenant.quota:
+            return Reason.QUOTA
+        over = tenant.tiles + count - tenant.quota if tenant.quota else 0
+        window: list[int] = []
+        slabs = store.slabs
+        if all(slabs[number].largest < count for number in tenant.slabs):
+            found = self._make_range(count, tenant, full=over > 0)
+            if isinstance(found, Reason):
+                return found
+            window = found
+        goners = self._shrink(window, over, tenant)
+        if goners is None:
+            return Reason.NOT_READY if store.grace else Reason.QUOTA
+        for row in goners:
+            store.evict(row)
+        if not self.make_row(tenant):
             return Reason.NOT_READY if store.grace else Reason.CATALOG_FULL
         row = store.table.take_row()
-        for number, slab in store.slabs.items():
-            start = slab.allocate(count, row)
+        for number in sorted(tenant.slabs):
+            start = slabs[number].allocate(count, row)
             if start is not None:
+                tenant.tiles += count
                 store.place_failures = (0, 0)
                 return row, number, start
         raise AssertionError(f"no range of {count} tiles where one was made")
 
-    def _will_grow(self, count: int) -> bool:
-        """Whether waiting, rather than evicting, may give ``count`` tiles."""
+    def _make_range(self, count: int, tenant: Tenant, *, full: bool) -> list[int] | Reason:
+        """What must be evicted so that one of the tenant's slabs has a range, or why there is none.
+
+        A tenant with a full quota doesn't take a further slab while its own will do.
+        """
         store = self._store
-        return (
-            store.grace
-            or not store.slabs
-            or any(
-                slab.populated < slab.tiles
-                and slab.tiles >= count
-                and store.now_ms - store.grew_ms[number] < self._patience_ms
-                for number, slab in store.slabs.items()
-            )
+        window = self.plan(count, tenant) if full and not store.grace else None
+        if window is not None:
+            return window
+        number = self._claim(count, tenant)
+        if number is not None:
+            store.assign(number, tenant)
+            return []
+        if self._will_grow(count, tenant):
+            return Reason.NOT_READY
+        number = self._empty(count, tenant)
+        if number is not None:
+            store.reclaim(number)
+            return Reason.NOT_READY
+        window = self.plan(count, tenant)
+        if window is None:
+            store.place_failed(tenant)
+            return Reason.POOL_FULL
+        return window
+
+    def _shrink(self, window: list[int], over: int, tenant: Tenant) -> list[int] | None:
+        """``window`` and what else must go for ``over`` tiles to be the tenant's no more."""
+        length = self._store.table.length
+        over -= sum(tiles(length[row]) for row in window)
+        if over <= 0:
+            return window
+        if self._store.grace:
+            return None
+        goners, gone = list(window), set(window)
+        for row in self.victims(tenant):
+            if row not in gone:
+                goners.append(row)
+                gone.add(row)
+                over -= tiles(length[row])
+                if over <= 0:
+                    return goners
+        return None
+
+    def _open_to(self, number: int, tenant: Tenant) -> bool:
+        """Whether a slab that is nobody's may become the tenant's.
+
+        A slab that was never used is left for each group of uids that has none.
+        """
+        slabs, groups = self._store.slabs, self._store.tenants.tenancy.groups
+        slab = slabs[number]
+        if slab.tenant is not None or slab.lost or slab.group not in (None, tenant.group):
+            return False
+        if slab.group is not None:
+            return True
+        taken = {other.group for other in slabs.values() if other.group is not None}
+        if tenant.group not in taken:
+            return True
+        unused = sum(other.group is None and not other.lost for other in slabs.values())
+        return unused > len(set(groups) - taken)
+
+    def _claim(self, count: int, tenant: Tenant) -> int | None:
+        """A clean slab that may become the tenant's and has room, one of its group's first."""
+        if self._store.tenants.owned == len(self._store.slabs):
+            return None
+        found = [
+            (slab.group is None, number)
+            for number, slab in self._store.slabs.items()
+            if slab.tenant is None
+            and slab.clean
+            and slab.largest >= count
+            and self._open_to(number, tenant)
+        ]
+        return min(found)[1] if found else None
+
+    def _empty(self, count: int, tenant: Tenant) -> int | None:
+        """A slab in which another tenant of the group has nothing any more."""
+        tenants = self._store.tenants
+        if tenants.owners == bool(tenant.slabs):
+            return None
+        return next(
+            (
+                number
+                for number, slab in self._store.slabs.items()
+                if slab.tenant not in (None, tenant)
+                and slab.group == tenant.group
+                and not slab.used
+                and slab.largest >= count
+            ),
+            None,
         )
 
-    def make_row(self) -> bool:
-        """Have a free row, evicting at most one span for it."""
+    def _will_grow(self, count: int, tenant: Tenant) -> bool:
+        """Whether waiting, rather than evicting, may give ``count`` tiles."""
+        store = self._store
+        if store.grace or not store.slabs:
+            return True
+        for number, slab in store.slabs.items():
+            mine = slab.tenant is tenant or self._open_to(number, tenant)
+            if not mine or slab.tiles < count:
+                continue
+            growing = store.now_ms - store.grew_ms[number] < self._patience_ms
+            if not slab.clean or (slab.populated < slab.tiles and growing):
+                return True
+        return False
+
+    def make_row(self, tenant: Tenant) -> bool:
+        """Have a free row, evicting at most one span of the tenant for it."""
         if self._store.table.vacant:
             return True
         if self._store.grace:
             return False
-        row = next(self.victims(), 0)
+        row = next(self.victims(tenant), 0)
         if row:
             self._store.evict(row)
         return bool(row)
 
-    def plan(self, count: int) -> list[int] | None:
+    def plan(self, count: int, tenant: Tenant) -> list[int] | None:
         """Rows whose eviction makes ``count`` neighbouring tiles free, or None.
 
         Starts from each victim in turn and takes its neighbours along, free ones first, then
         the less recently used one, until the window is wide enough or both sides are held.
         """
-        for row in self.victims():
+        for row in self.victims(tenant):
             window = self._window(row, count)
             if window is not None:
                 return window

@@ -1,7 +1,11 @@
-"""What has become of keys: why each is served, or isn't. Reads, changes nothing."""
+"""What has become of keys: why each is served, or isn't. Reads, changes nothing.
+
+What is asked here is asked of all tenants together, as an operator does.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from kmesh_spand.core.codes import Cause, Verdict
@@ -9,6 +13,7 @@ from kmesh_spand.core.endings import Endings
 from kmesh_spand.core.states import State
 from kmesh_spand.core.store import TICK_SHIFT, SpanStore
 from kmesh_spand.core.table import KEY_BYTES
+from kmesh_spand.core.tags import scope, shard_of
 
 _VERDICTS = {
     State.RESERVED: Verdict.WRITING,
@@ -41,8 +46,8 @@ class Fates:
 
     def of(self, key: bytes, shard: int, now_ms: int) -> Fate:
         """What has become of a key of 32 bytes in a shard (a code)."""
-        store, table = self._store, self._store.table
-        row = store.resolve(table.find(key, shard))
+        _store, table = self._store, self._store.table
+        row = max(self._rows(key, shard), key=self._rank, default=0)
         if row:
             return Fate(_VERDICTS[State(table.state[row])], leases=table.pins[row])
         ending = self._endings.last(key, shard)
@@ -53,21 +58,37 @@ class Fates:
 
     def served(self, keys: bytes, shard: int) -> int:
         """How many keys (32 bytes each) from the first on are served in a shard."""
+        return max((self._served(keys, where) for where in self._scopes(shard)), default=0)
+
+    def _served(self, keys: bytes, where: int) -> int:
         store, states = self._store, self._store.table.state
-        for entry, row in enumerate(store.table.find_all(keys, shard)):
+        for entry, row in enumerate(store.table.find_all(keys, where)):
             if states[store.resolve(row)] != State.COMMITTED:
                 return entry
         return len(keys) // KEY_BYTES
+
+    def _scopes(self, shard: int) -> Iterator[int]:
+        """A shard, of each tenant."""
+        return (scope(tenant.number, shard) for tenant in self._store.tenants)
+
+    def _rows(self, key: bytes, shard: int) -> Iterator[int]:
+        store = self._store
+        for where in self._scopes(shard):
+            if row := store.table.find(key, where):
+                yield store.resolve(row)
+
+    def _rank(self, row: int) -> bool:
+        return self._store.table.state[row] == State.COMMITTED
 
     def shards(self, keys: bytes, limit: int) -> list[int]:
         """Codes of at most ``limit`` shards in which any of these keys is, or has ended."""
         table = self._store.table
         found: dict[int, None] = {}
-        for tried, (_, code) in enumerate(table.shards):
+        for tried, (_, where) in enumerate(table.scopes):
             if tried == MAX_SHARDS or len(found) == limit:
                 break
-            if any(table.find_all(keys, code)):
-                found[code] = None
+            if any(table.find_all(keys, where)):
+                found[shard_of(where)] = None
         for at in range(0, len(keys), KEY_BYTES):
             for ending in self._endings.of(keys[at : at + KEY_BYTES]):
                 if len(found) < limit:

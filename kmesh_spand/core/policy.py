@@ -21,6 +21,10 @@ class Policy(ABC):
     def discard(self, rows: Sequence[int]) -> None:
         """These rows may not be evicted any more."""
 
+    def another(self) -> Policy:
+        """An empty order of the same kind, for another tenant."""
+        raise NotImplementedError
+
     @abstractmethod
     def victims(self) -> Iterator[int]:
         """Rows to evict, best first. The policy does not change while this is read."""
@@ -29,7 +33,7 @@ class Policy(ABC):
 class LRU(Policy):
     """Least recently used first. A span counts as used until its last lease has ended.
 
-    A doubly linked list over two columns; row 0 is its head and tail.
+    A doubly linked list over two columns; row 0, or one behind all rows, is its head and tail.
 
     Args:
         max_rows: highest row.
@@ -38,17 +42,27 @@ class LRU(Policy):
     def __init__(self, max_rows: int) -> None:
         self._next = array("I", [0]) * (max_rows + 1)
         self._before = array("I", [0]) * (max_rows + 1)
+        self._head = 0
+
+    def another(self) -> LRU:
+        """A list in the same columns: a row is in one of them at a time."""
+        made = LRU.__new__(LRU)
+        made._next, made._before, made._head = self._next, self._before, len(self._next)
+        for column in (made._next, made._before):
+            column.append(made._head)
+        return made
 
     def add(self, rows: Sequence[int]) -> None:
         """O(len(rows)); a row must not be in the list."""
         after, before = self._next, self._before
-        last = before[0]
+        head = self._head
+        last = before[head]
         for row in rows:
             after[last] = row
             before[row] = last
             last = row
-        after[last] = 0
-        before[0] = last
+        after[last] = head
+        before[head] = last
 
     def discard(self, rows: Sequence[int]) -> None:
         """O(len(rows)); a row must be in the list."""
@@ -60,7 +74,7 @@ class LRU(Policy):
 
     def victims(self) -> Iterator[int]:
         """From the head of the list to its end."""
-        row = self._next[0]
-        while row:
+        row = self._next[self._head]
+        while row != self._head:
             yield row
             row = self._next[row]

@@ -20,6 +20,7 @@ from kmesh_spand.core.sessions import Lease, Session, SessionBook
 from kmesh_spand.core.states import State, Trigger
 from kmesh_spand.core.store import SpanStore
 from kmesh_spand.core.table import KEY_BYTES, gather
+from kmesh_spand.core.tags import scope
 from kmesh_spand.core.verify import Verifier
 
 _COMMITTED = int(State.COMMITTED)
@@ -47,7 +48,8 @@ class Reading:
         ):
             return Refused(Code.EXHAUSTED, "too many open leases", "keys")
         counters, table = self._store.counters, self._store.table
-        rows = self._find(event)
+        tenant = self._store.tenants.find(session.group, event.salt)
+        rows = self._find(event, tenant.number if tenant else 0)
         columns = (
             table.slab,
             table.tile,
@@ -72,6 +74,10 @@ class Reading:
         counters["hits"] += len(held)
         counters["pending"] += pending
         counters["misses"] += missing
+        if tenant is not None:
+            tenant.counters["acquires"] += 1
+            tenant.counters["hits"] += len(held)
+            tenant.counters["misses"] += missing
         session.hits += len(held)
         session.pending += pending
         session.misses += missing
@@ -93,10 +99,10 @@ class Reading:
             root + zeros,
         )
 
-    def _find(self, event: Acquire) -> list[int]:
+    def _find(self, event: Acquire, tenant: int) -> list[int]:
         """Rows of all entries, key-major; for a prefix, up to the first key not found."""
         find = self._store.table.find_all
-        runs = [find(event.keys, code) for code in event.shards]
+        runs = [find(event.keys, scope(tenant, code)) for code in event.shards]
         if event.prefix:
             known = min(run.index(0) + 1 if 0 in run else len(run) for run in runs)
             runs = [run[:known] for run in runs]

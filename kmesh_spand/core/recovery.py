@@ -12,6 +12,8 @@ from kmesh_spand.core.effects import PutRecord, SpanEnded
 from kmesh_spand.core.record import Record
 from kmesh_spand.core.states import State, Trigger
 from kmesh_spand.core.store import SpanStore
+from kmesh_spand.core.tags import scope
+from kmesh_spand.core.tenants import Tenant
 
 
 class Recovery:
@@ -55,12 +57,19 @@ class Recovery:
     def place(self, number: int) -> None:
         """Place the records of a slab that is known now."""
         waiting = self._waiting.pop(number, [])
+        tenant = self._store.slabs[number].tenant
+        if tenant is None:
+            # Nobody may see bytes of which nobody knows whose they are.
+            self._store.slabs[number].lost |= bool(waiting)
+            for row, record in waiting:
+                self._drop(row, record)
+            return
         spans = [item for item in waiting if item[1].state is State.COMMITTED]
         aliases = [item for item in waiting if item[1].state is State.ALIAS]
-        placed = {row: record for row, record in spans if self._span(row, record)}
+        placed = {row: record for row, record in spans if self._span(row, record, tenant)}
         self._store.slabs[number].rescan()
         for row, record in aliases:
-            self._alias(row, record, placed.get(record.primary))
+            self._alias(row, record, placed.get(record.primary), tenant)
 
     def give_up(self) -> None:
         """Drop the records of slabs that never came."""
@@ -69,8 +78,9 @@ class Recovery:
                 self._drop(row, record)
         self._waiting.clear()
 
-    def _span(self, row: int, record: Record) -> bool:
+    def _span(self, row: int, record: Record, tenant: Tenant) -> bool:
         store, table, config = self._store, self._store.table, self._config
+        where = scope(tenant.number, record.shard)
         first, uneven = divmod(record.offset, TILE_BYTES)
         if (
             uneven
@@ -78,13 +88,14 @@ class Recovery:
             or not 0 < record.tokens <= config.span_tokens
             or record.tokens % config.sub_tokens
             or not _is_shard(record.shard)
-            or table.shards.full(record.shard)
-            or table.find(record.key, record.shard)
-            or table.place_for(record.key, record.shard) is None
+            or table.scopes.full(where)
+            or table.find(record.key, where)
+            or table.place_for(record.key, where) is None
             or not store.slabs[record.slab].take(first, tiles(record.length), row)
         ):
             return self._drop(row, record)
-        store.name(row, record.key, record.shard, record.namespace)
+        tenant.tiles += tiles(record.length)
+        store.name(row, record.key, where, record.namespace)
         table.tokens[row] = record.tokens
         table.start[row] = record.start
         table.slab[row] = record.slab
@@ -95,7 +106,7 @@ class Recovery:
         store.counters["recovered"] += 1
         return True
 
-    def _alias(self, row: int, record: Record, span: Record | None) -> bool:
+    def _alias(self, row: int, record: Record, span: Record | None, tenant: Tenant) -> bool:
         store, table, config = self._store, self._store.table, self._config
         if (
             span is None
@@ -105,7 +116,7 @@ class Recovery:
             or span.namespace != record.namespace
             or not 0 < record.tokens < span.tokens
             or record.tokens % config.sub_tokens
-            or table.find(record.key, record.shard)
+            or table.find(record.key, scope(tenant.number, record.shard))
             or not store.alias(row, record.primary, record.key, record.tokens)
         ):
             return self._drop(row, record)
@@ -114,9 +125,11 @@ class Recovery:
     def _drop(self, row: int, dropped: Record) -> bool:
         store = self._store
         store.counters["recovered_dropped"] += 1
-        if not store.table.find(dropped.key, dropped.shard):
+        slab = store.slabs.get(dropped.slab)
+        tenant = slab.tenant if slab is not None else None
+        if tenant is None or not store.table.find(dropped.key, scope(tenant.number, dropped.shard)):
             self._tell(dropped)
-        if dropped.state is State.COMMITTED and dropped.slab in store.slabs:
+        if dropped.state is State.COMMITTED and tenant is not None:
             self._quarantine(dropped)
         record = Record(state=State.FREE, generation=store.table.generation[row])
         store.out.append(PutRecord(row - 1, record.encode()))

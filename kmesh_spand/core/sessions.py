@@ -56,6 +56,7 @@ class Session:
     uid: int
     engine: str
     role: int
+    group: int
     leases: dict[int, Lease] = field(default_factory=dict)
     leased_spans: int = 0
     leased_bytes: int = 0

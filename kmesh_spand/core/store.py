@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from kmesh.layout import TILE_BYTES, tiles
-from kmesh_spand.core.allocator import QUARANTINE, Slab
+from kmesh_spand.core.allocator import QUARANTINE
 from kmesh_spand.core.codes import Cause
 from kmesh_spand.core.effects import (
     Effect,
@@ -16,11 +16,13 @@ from kmesh_spand.core.effects import (
     Unpublish,
 )
 from kmesh_spand.core.endings import Endings
+from kmesh_spand.core.grounds import Grounds
 from kmesh_spand.core.policy import Policy
 from kmesh_spand.core.record import Record
 from kmesh_spand.core.states import EVICTABLE, KEYED, STORED, TRANSITIONS, State, Trigger
 from kmesh_spand.core.table import SpanTable, gather
-from kmesh_spand.core.tags import tag
+from kmesh_spand.core.tags import shard_of, tag
+from kmesh_spand.core.tenants import Tenancy, Tenant, TenantBook
 
 #: A tick is 64 ms: 32 bits of them last eight years.
 TICK_SHIFT = 6
@@ -34,8 +36,8 @@ _CAUSES = {
 }
 
 
-class SpanStore:
-    """Owns the table, the slabs and the order of eviction.
+class SpanStore(Grounds):
+    """Owns the table; its slabs and tenants are ``Grounds``.
 
     ``move`` is the only way in which a span changes state; it carries out what the columns
     "effects" of ``docs/states.md`` say. Effects are appended to ``out`` in the order in which
@@ -47,7 +49,6 @@ class SpanStore:
         published: keys in the index.
         stored_bytes: payload bytes of spans with a catalog record.
         grace: ranges that are freed now must not be reused yet.
-        grew_ms: when each slab was last seen growing.
         by_state: number of rows in each state (FREE and ALIAS are not counted).
         space_spans, space_bytes: stored spans by namespace number.
         endings: keys that are gone.
@@ -56,14 +57,16 @@ class SpanStore:
     """
 
     def __init__(
-        self, max_spans: int, policy: Policy, counters: dict[str, int], endings: Endings
+        self,
+        max_spans: int,
+        policy: Policy,
+        counters: dict[str, int],
+        endings: Endings,
+        tenancy: Tenancy,
+        job_ids: Iterator[int],
     ) -> None:
+        super().__init__(TenantBook(tenancy, policy, max_spans, TILE_BYTES), counters, job_ids)
         self.table = SpanTable(max_spans)
-        self.slabs: dict[int, Slab] = {}
-        self.policy = policy
-        self.counters = counters
-        self.out: list[Effect] = []
-        self.now_ms = 0
         self.tick = 0
         self.evictable = 0
         self.pinned = 0
@@ -72,7 +75,6 @@ class SpanStore:
         self.stored_bytes = 0
         self.grace = False
         self.quarantine: list[tuple[int, int, int]] = []
-        self.grew_ms: dict[int, int] = {}
         self.by_state = [0] * len(State)
         self.space_spans: dict[int, int] = {}
         self.space_bytes: dict[int, int] = {}
@@ -87,19 +89,13 @@ class SpanStore:
         self.now_ms = now_ms
         self.tick = now_ms >> TICK_SHIFT & _TICKS
 
-    def add_slab(self, number: int, capacity: int) -> None:
-        """A slab of ``capacity`` bytes, none of them populated; ValueError if it can't be."""
-        if number in self.slabs or not 0 <= number <= 0xFFFF or capacity < TILE_BYTES:
-            raise ValueError(f"slab {number} of {capacity} bytes is known already, or none")
-        self.slabs[number] = Slab(capacity // TILE_BYTES)
-        self.grew_ms[number] = self.now_ms
-
-    def populate(self, number: int, capacity: int) -> None:
-        """The first ``capacity`` bytes of a slab have pages."""
-        self.slabs[number].populate(capacity // TILE_BYTES)
-        self.grew_ms[number] = self.now_ms
-
     # States
+
+    def tenant_of(self, row: int) -> Tenant:
+        """Whose a row is that has a range."""
+        tenant = self.slabs[self.table.slab[row]].tenant
+        assert tenant is not None
+        return tenant
 
     def move(self, row: int, trigger: Trigger, cause: Cause | None = None) -> State:
         """Change a row's state and do what follows from it; returns the new state.
@@ -118,7 +114,7 @@ class SpanStore:
         if old is State.COMMITTED:
             tags = self.tags(row)
             self.published -= len(tags)
-            self.out.append(Unpublish(row - 1, tags))
+            self.out.append(Unpublish(row - 1, tags, self.tenant_of(row).group))
         if old in STORED and new not in STORED:
             self._count_stored(row, -1)
             self._forget_record(row)
@@ -136,7 +132,7 @@ class SpanStore:
         if new is State.COMMITTED:
             tags = self.tags(row)
             self.published += len(tags)
-            self.out.append(Publish(row - 1, tags))
+            self.out.append(Publish(row - 1, tags, self.tenant_of(row).group))
             if old in (State.COPYING, State.VERIFYING):
                 self.out.append(SpanCommitted(*self._about(row)))
         if new in EVICTABLE and old not in EVICTABLE and idle:
@@ -147,7 +143,7 @@ class SpanStore:
         return new
 
     def _end(self, row: int, cause: Cause, *, recorded: bool) -> None:
-        shard = self.table.shards.value(self.table.shard[row])
+        shard = self.shard(row)
         for name in (row, *self.aliases(row)):
             self.endings.add(self.table.key_of(name), shard, cause, self.tick)
         if recorded:
@@ -158,13 +154,21 @@ class SpanStore:
         return (
             table.key_of(row),
             table.spaces.value(table.space[row]),
-            table.shards.value(table.shard[row]),
+            self.shard(row),
             table.tokens[row],
             table.length[row],
         )
 
     def _count_stored(self, row: int, sign: int) -> None:
         space, length = self.table.space[row], self.table.length[row]
+        tenant = self.tenant_of(row)
+        tenant.spans += sign
+        tenant.stored_bytes += sign * length
+        held = tenant.spaces.setdefault(space, [0, 0])
+        held[0] += sign
+        held[1] += sign * length
+        if not held[0]:
+            del tenant.spaces[space]
         self.stored_bytes += sign * length
         self.space_spans[space] = self.space_spans.get(space, 0) + sign
         self.space_bytes[space] = self.space_bytes.get(space, 0) + sign * length
@@ -181,13 +185,14 @@ class SpanStore:
         self.table.remove(row)
 
     def _give_row(self, row: int) -> None:
-        self.table.shards.drop(self.table.shard[row])
+        self.table.scopes.drop(self.table.scope[row])
         self.table.spaces.drop(self.table.space[row])
         self.table.give_row(row)
 
     def _give_range(self, row: int, *, shown: bool) -> None:
         number, start = self.table.slab[row], self.table.tile[row]
         count = tiles(self.table.length[row])
+        self.tenant_of(row).tiles -= count
         if self.grace and shown:
             self.slabs[number].hand_over(start, count, row, QUARANTINE)
             self.quarantine.append((number, start, count))
@@ -203,20 +208,20 @@ class SpanStore:
 
     # Names and records
 
-    def name(self, row: int, key: bytes, shard: int, namespace: bytes) -> bool:
+    def name(self, row: int, key: bytes, scope: int, namespace: bytes) -> bool:
         """Make a row findable; False when the table has no place for that key."""
-        place = self.table.place_for(key, shard)
+        place = self.table.place_for(key, scope)
         if place is None:
             return False
         self.table.space[row] = self.table.spaces.take(namespace)
-        self.table.insert(row, key, shard, place)
+        self.table.insert(row, key, scope, place)
         return True
 
     def alias(self, row: int, primary: int, key: bytes, tokens: int) -> bool:
         """Make a free row a further name of a span, for its first ``tokens`` tokens."""
         table = self.table
-        shard = table.shards.value(table.shard[primary])
-        if not self.name(row, key, shard, table.spaces.value(table.space[primary])):
+        where = table.scopes.value(table.scope[primary])
+        if not self.name(row, key, where, table.spaces.value(table.space[primary])):
             return False
         table.state[row] = TRANSITIONS[State.FREE, Trigger.NAME]
         table.tokens[row] = tokens
@@ -236,9 +241,13 @@ class SpanStore:
         """The span that a found row stands for; 0 stays 0."""
         return self.table.tile[row] if self.table.state[row] == State.ALIAS else row
 
+    def shard(self, row: int) -> int:
+        """The shard code of a row."""
+        return shard_of(self.table.scopes.value(self.table.scope[row]))
+
     def tags(self, row: int) -> tuple[int, ...]:
         """Index tags of a span: of its key, then of its aliases."""
-        shard = self.table.shards.value(self.table.shard[row])
+        shard = self.shard(row)
         return tuple(tag(self.table.key_of(r), shard) for r in (row, *self.aliases(row)))
 
     def _put_records(self, row: int) -> None:
@@ -261,7 +270,7 @@ class SpanStore:
             slab=table.slab[span],
             offset=table.tile[span] * TILE_BYTES,
             length=table.length[span],
-            shard=table.shards.value(table.shard[row]),
+            shard=self.shard(row),
             root=table.root[span],
             key=table.key_of(row),
             namespace=table.spaces.value(table.space[row]),
@@ -310,19 +319,25 @@ class SpanStore:
             if table.state[row] == State.DOOMED:
                 self.move(row, Trigger.RELEASED)
 
-    # Eviction order
+    # Eviction order. The rows of one call are one tenant's.
 
     def _allow(self, rows: Sequence[int]) -> None:
+        if not rows:
+            return
+        tenant = self.tenant_of(rows[0])
+        tenant.evictable += len(rows)
         self.evictable += len(rows)
         try:
-            self.policy.add(rows)
+            tenant.order.add(rows)
         except Exception:
             self.policy_failed()
 
     def _disallow(self, rows: Sequence[int]) -> None:
+        tenant = self.tenant_of(rows[0])
+        tenant.evictable -= len(rows)
         self.evictable -= len(rows)
         try:
-            self.policy.discard(rows)
+            tenant.order.discard(rows)
         except Exception:
             self.policy_failed()
 
@@ -331,9 +346,9 @@ class SpanStore:
         self.counters["policy_faults"] += 1
         self.policy_faults = (self.policy_faults[0] + 1, self.now_ms)
 
-    def place_failed(self) -> None:
-        """No room was found. While nothing may be evicted, that is as it must be."""
-        if self.evictable:
+    def place_failed(self, tenant: Tenant) -> None:
+        """No room was found. While nothing of the tenant may be evicted, that is as it must be."""
+        if tenant.evictable:
             self.place_failures = (self.place_failures[0] + 1, self.now_ms)
 
     def may_evict(self, row: int) -> bool:
@@ -345,6 +360,9 @@ class SpanStore:
         """Drop a span that ``may_evict``, to make room."""
         self.counters["evicted"] += 1
         self.counters["evicted_bytes"] += self.table.length[row]
+        mine = self.tenant_of(row).counters
+        mine["evicted"] += 1
+        mine["evicted_bytes"] += self.table.length[row]
         self.move(row, Trigger.EVICT)
 
     def discard(self, row: int) -> None:

@@ -74,8 +74,8 @@ class Sweep:
     def _rows(self, keys: bytes) -> Iterator[int]:
         store = self._store
         assert len(keys) % KEY_BYTES == 0
-        for _, code in store.table.shards:
-            yield from (store.resolve(row) for row in store.table.find_all(keys, code) if row)
+        for _, where in store.table.scopes:
+            yield from (store.resolve(row) for row in store.table.find_all(keys, where) if row)
 
     def _judge(self, row: int, swept: Swept, min_age_ms: int, min_idle_ms: int, now: int) -> None:
         table, state = self._store.table, self._store.table.state[row]

@@ -1,7 +1,7 @@
 """The span table: one row for each catalog slot, as columns of machine integers.
 
 Row r is slot r - 1. Row 0 is no span and holds zeros in every column, so that a batch with
-misses is gathered like one without. Rows are found by (key, shard) through open addressing
+misses is gathered like one without. Rows are found by (key, scope) through open addressing
 with linear probing; removal shifts entries back, so there are no tombstones.
 """
 
@@ -14,22 +14,22 @@ from operator import itemgetter
 
 from kmesh_spand.core.intern import Interner
 from kmesh_spand.core.states import State
-from kmesh_spand.core.tags import splitmix64
+from kmesh_spand.core.tags import mix
 
 KEY_BYTES = 32
 #: An entry lies at most this many places after its own; a key that finds none is not stored.
 PROBE_LIMIT = 256
 _KEY = struct.Struct("<4Q")
-_MAX_SHARDS = 0xFFFF
+_MAX_SCOPES = 0xFFFF
 _MAX_NAMESPACES = 0xFFFF_FFFE
 
 
 class SpanTable:
-    """Columns of all slots, and the hash from (key, shard) to row.
+    """Columns of all slots, and the hash from (key, scope) to row.
 
     Attributes (each indexed by row):
         words: the key as four u64, a column each.
-        shard, space: numbers of ``shards`` and ``spaces``.
+        scope, space: numbers of ``scopes`` (see ``tags.scope``) and ``spaces``.
         state: ``State``. tokens, start: in tokens. slab, tile: where the span begins.
         length: bytes. root: fold of the tile sums. generation: of the slot.
         pins: leases. born, used: ticks of the commit and of the end of the last lease.
@@ -42,7 +42,7 @@ class SpanTable:
         rows = max_spans + 1
         self.words = tuple(_zeros("Q", rows) for _ in range(4))
         self.state = bytearray(rows)
-        self.shard = _zeros("H", rows)
+        self.scope = _zeros("H", rows)
         self.tokens = _zeros("H", rows)
         self.slab = _zeros("H", rows)
         self.space = _zeros("I", rows)
@@ -54,11 +54,11 @@ class SpanTable:
         self.born = _zeros("I", rows)
         self.used = _zeros("I", rows)
         self.root = _zeros("Q", rows)
-        self.shards: Interner[int] = Interner(_MAX_SHARDS)
+        self.scopes: Interner[int] = Interner(_MAX_SCOPES)
         self.spaces: Interner[bytes] = Interner(_MAX_NAMESPACES)
         self.keyed = 0
         self._cleared = (
-            self.shard,
+            self.scope,
             self.tokens,
             self.slab,
             self.space,
@@ -115,28 +115,28 @@ class SpanTable:
         return _KEY.pack(*(column[row] for column in self.words))
 
     def _home(self, row: int) -> int:
-        shard = self.shards.value(self.shard[row])
-        return (self.words[0][row] ^ splitmix64(shard)) & self._mask
+        scope = self.scopes.value(self.scope[row])
+        return (self.words[0][row] ^ mix(scope)) & self._mask
 
-    def find(self, key: bytes, shard: int) -> int:
-        """The row of (key, shard code), or 0."""
-        number = self.shards.find(shard)
-        return self._probe(_KEY.unpack(key), number, splitmix64(shard)) if number else 0
+    def find(self, key: bytes, scope: int) -> int:
+        """The row of (key, scope), or 0."""
+        number = self.scopes.find(scope)
+        return self._probe(_KEY.unpack(key), number, mix(scope)) if number else 0
 
-    def find_all(self, keys: bytes, shard: int) -> list[int]:
-        """Rows of many keys (32 bytes each) in one shard (a code); 0 where there is none."""
+    def find_all(self, keys: bytes, scope: int) -> list[int]:
+        """Rows of many keys (32 bytes each) in one scope; 0 where there is none."""
         count = len(keys) // KEY_BYTES
-        number = self.shards.find(shard)
+        number = self.scopes.find(scope)
         if not number or not count:
             return [0] * count
         words = struct.unpack(f"<{4 * count}Q", keys)
-        index, mask, column, mix = self._index, self._mask, self.words[0], splitmix64(shard)
+        index, mask, column, fold = self._index, self._mask, self.words[0], mix(scope)
         first = words[::4]
-        rows = [index[(word ^ mix) & mask] for word in first]
+        rows = [index[(word ^ fold) & mask] for word in first]
         for entry, row in enumerate(rows):
             word = first[entry]
             if row and column[row] != word:
-                home = word ^ mix
+                home = word ^ fold
                 for place in range(home + 1, home + PROBE_LIMIT):
                     row = index[place & mask]
                     if not row or column[row] == word:
@@ -146,10 +146,10 @@ class SpanTable:
                 rows[entry] = row
         if self._are(rows, words, number):
             return rows
-        return [self._probe(words[at : at + 4], number, mix) for at in range(0, 4 * count, 4)]
+        return [self._probe(words[at : at + 4], number, fold) for at in range(0, 4 * count, 4)]
 
     def _are(self, rows: Sequence[int], words: Sequence[int], number: int) -> bool:
-        """Whether all rows other than 0, found by the first word, have these keys and shard."""
+        """Whether all rows other than 0, found by the first word, have these keys and scope."""
         wanted = [words[word::4] for word in (1, 2, 3)]
         if 0 in rows:
             hits = [entry for entry, row in enumerate(rows) if row]
@@ -157,44 +157,44 @@ class SpanTable:
                 return True
             rows = [rows[entry] for entry in hits]
             wanted = [*gather(hits, *wanted)]
-        *stored, shards = gather(rows, *self.words[1:], self.shard)
-        return stored == wanted and shards.count(number) == len(rows)
+        *stored, scopes = gather(rows, *self.words[1:], self.scope)
+        return stored == wanted and scopes.count(number) == len(rows)
 
-    def _probe(self, key: Sequence[int], number: int, mix: int) -> int:
+    def _probe(self, key: Sequence[int], number: int, fold: int) -> int:
         index, mask, column = self._index, self._mask, self.words[0]
         word = key[0]
-        home = word ^ mix
+        home = word ^ fold
         for place in range(home, home + PROBE_LIMIT):
             row = index[place & mask]
             if not row:
                 return 0
             if (
                 column[row] == word
-                and self.shard[row] == number
+                and self.scope[row] == number
                 and all(column[row] == part for column, part in zip(self.words, key, strict=True))
             ):
                 return row
         return 0
 
-    def place_for(self, key: bytes, shard: int) -> int | None:
-        """Where an absent (key, shard code) would go; None when its neighbourhood is full."""
-        home = int.from_bytes(key[:8], "little") ^ splitmix64(shard)
+    def place_for(self, key: bytes, scope: int) -> int | None:
+        """Where an absent (key, scope) would go; None when its neighbourhood is full."""
+        home = int.from_bytes(key[:8], "little") ^ mix(scope)
         for step in range(PROBE_LIMIT):
             place = home + step & self._mask
             if not self._index[place]:
                 return place
         return None
 
-    def insert(self, row: int, key: bytes, shard: int, place: int) -> None:
+    def insert(self, row: int, key: bytes, scope: int, place: int) -> None:
         """Name a row; ``place`` as ``place_for`` said, with no change of the table since."""
         for column, word in zip(self.words, _KEY.unpack(key), strict=True):
             column[row] = word
-        self.shard[row] = self.shards.take(shard)
+        self.scope[row] = self.scopes.take(scope)
         self._index[place] = row
         self.keyed += 1
 
     def remove(self, row: int) -> None:
-        """Make a row unfindable; its key and shard number stay readable until ``give_row``."""
+        """Make a row unfindable; its key and scope number stay readable until ``give_row``."""
         index, mask = self._index, self._mask
         place = self._home(row)
         while index[place] != row:

@@ -17,6 +17,21 @@ def splitmix64(value: int) -> int:
     return value ^ value >> 31
 
 
+def scope(tenant: int, shard: int) -> int:
+    """What a key is looked up under: a tenant's number and a shard code."""
+    return tenant << 64 | shard
+
+
+def shard_of(scope: int) -> int:
+    """The shard code of a scope."""
+    return scope & _MASK
+
+
+def mix(scope: int) -> int:
+    """What the first word of a key is XORed with to find its place in the table."""
+    return splitmix64(splitmix64(scope >> 64) ^ scope & _MASK)
+
+
 def tag(key: bytes, shard: int) -> int:
     """u64 tag of a 32-byte key and a shard code; never 0 (empty) or 1 (tombstone)."""
     return max(2, int.from_bytes(key[:8], "little") ^ splitmix64(shard))

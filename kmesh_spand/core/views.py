@@ -7,12 +7,16 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class SlabStatus:
-    """Bytes of one slab; ``used`` by spans, reservations and ranges not reusable yet."""
+    """Bytes of one slab; ``used`` by spans, reservations and ranges not reusable yet.
+
+    ``tenant`` is its tenant's name, or empty.
+    """
 
     slab: int
     capacity: int
     populated: int
     used: int
+    tenant: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +73,23 @@ class NamespaceRow:
     namespace: bytes
     spans: int
     bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class TenantRow:
+    """One tenant. ``used`` bytes are those of whole tiles, also of what is being written.
+
+    ``quota`` is 0 for no limit; ``counters`` have the names in ``tenants.TENANT_COUNTERS``.
+    """
+
+    name: str
+    group: int
+    quota: int
+    used: int
+    spans: int
+    stored_bytes: int
+    slabs: int
+    counters: dict[str, int]
 
 
 @dataclass(frozen=True, slots=True)

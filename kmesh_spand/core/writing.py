@@ -24,6 +24,8 @@ from kmesh_spand.core.sessions import PendingCommit, Reservation, Session, Sessi
 from kmesh_spand.core.states import State, Trigger
 from kmesh_spand.core.store import SpanStore
 from kmesh_spand.core.table import KEY_BYTES
+from kmesh_spand.core.tags import scope
+from kmesh_spand.core.tenants import Tenant
 from kmesh_spand.core.verify import Verifier
 
 _U32 = 0xFFFF_FFFF
@@ -66,19 +68,24 @@ class Writing:
         if len(session.reservations) + count > self._config.max_reservations:
             limit = self._config.max_reservations
             return Refused(Code.EXHAUSTED, f"at most {limit} open reservations", "keys")
+        tenant = self._store.tenants.open(session.group, event.salt)
         reasons, numbers, sub_key = [], [], 0
         hopeless: tuple[int, Reason] = _U64, Reason.POOL_FULL
         for entry in range(count):
             key = event.keys[entry * KEY_BYTES : (entry + 1) * KEY_BYTES]
             subs = sub_key_count(event.tokens[entry], self._config)
-            reason, number = self._reserve(session, event, entry, key, sub_key, subs, hopeless)
-            if reason in (Reason.POOL_FULL, Reason.NOT_READY):
+            reason, number = self._reserve(
+                session, tenant, event, entry, key, sub_key, subs, hopeless
+            )
+            if reason in (Reason.POOL_FULL, Reason.NOT_READY, Reason.QUOTA):
                 # No range becomes free during this call, so nothing longer fits either.
                 hopeless = min(hopeless, (tiles(event.length[entry]), reason))
             sub_key += subs
             reasons.append(reason)
             numbers.append(number)
             self._store.counters[f"reserve_{Reason(reason).name.lower()}"] += 1
+            if reason in (Reason.POOL_FULL, Reason.QUOTA):
+                tenant.counters[f"reserve_{reason.name.lower()}"] += 1
             if reason:
                 session.refused(reason)
         self._verifier.pump()
@@ -87,6 +94,7 @@ class Writing:
     def _reserve(
         self,
         session: Session,
+        tenant: Tenant,
         event: Reserve,
         entry: int,
         key: bytes,
@@ -95,7 +103,8 @@ class Writing:
         hopeless: tuple[int, Reason],
     ) -> tuple[Reason, int]:
         store, table = self._store, self._store.table
-        found = store.resolve(table.find(key, event.shard))
+        where = scope(tenant.number, event.shard)
+        found = store.resolve(table.find(key, where))
         if found:
             if table.state[found] == State.COMMITTED:
                 return Reason.EXISTS, 0
@@ -108,16 +117,16 @@ class Writing:
         if tiles(length) >= hopeless[0]:
             return hopeless[1], 0
         if (
-            table.place_for(key, event.shard) is None
-            or table.shards.full(event.shard)
+            table.place_for(key, where) is None
+            or table.scopes.full(where)
             or table.spaces.full(event.namespace)
         ):
             return Reason.CATALOG_FULL, 0
-        place = self._evictor.place(tiles(length))
+        place = self._evictor.place(tiles(length), tenant)
         if isinstance(place, Reason):
             return place, 0
         row, slab, tile = place
-        store.name(row, key, event.shard, event.namespace)
+        store.name(row, key, where, event.namespace)
         table.generation[row] = table.generation[row] + 1 & _U32
         table.tokens[row] = event.tokens[entry]
         table.start[row] = event.start[entry]
@@ -127,16 +136,16 @@ class Writing:
         store.move(row, Trigger.RESERVE)
         for sub in range(subs):
             at = (sub_key + sub) * KEY_BYTES
-            self._alias(row, event, event.sub_keys[at : at + KEY_BYTES], sub + 1)
+            self._alias(row, tenant, where, event.sub_keys[at : at + KEY_BYTES], sub + 1)
         return Reason.OK, self._book.reserve(session, row, length).id
 
-    def _alias(self, row: int, event: Reserve, key: bytes, steps: int) -> None:
+    def _alias(self, row: int, tenant: Tenant, where: int, key: bytes, steps: int) -> None:
         """One more name, where that is possible: without it a tail is only found less often."""
         table = self._store.table
         if (
-            not table.find(key, event.shard)
-            and table.place_for(key, event.shard) is not None
-            and self._evictor.make_row()
+            not table.find(key, where)
+            and table.place_for(key, where) is not None
+            and self._evictor.make_row(tenant)
         ):
             tokens = steps * self._config.sub_tokens
             self._store.alias(table.take_row(), row, key, tokens)
@@ -193,6 +202,7 @@ class Writing:
                 store.move(item.row, Trigger.COPIED)
                 reason = Reason.OK
                 store.counters["committed"] += 1
+                store.tenant_of(item.row).counters["committed"] += 1
                 session.committed += 1
                 session.committed_bytes += item.length
         if reason:

@@ -90,6 +90,7 @@ def install() -> None:
     _replace(IndexWriter, "remove", "remove", lambda *_: None)
     _replace(process.Control, "_tell_health", "loop", _hang)
     _replace(worker.Worker, "_copy", "copy", _bug)
+    _replace(worker.Slab, "wipe", "wipe", _bug)
     process._load = _slow_to_start
     if broken("huge"):
         # A kernel that gives huge pages, but can't fill a mapping.

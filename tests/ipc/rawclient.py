@@ -126,7 +126,9 @@ class RawClient:
         assert len(fds) == 1
         return handle, fds[0]
 
-    def reserve(self, keys: list[bytes], length: int) -> spans_pb2.ReserveResponse:
+    def reserve(
+        self, keys: list[bytes], length: int, salt: bytes = b""
+    ) -> spans_pb2.ReserveResponse:
         count = len(keys)
         return self.call(
             reserve=spans_pb2.ReserveRequest(
@@ -136,6 +138,7 @@ class RawClient:
                 tokens=[64] * count,
                 start=[64 * n for n in range(count)],
                 length=[length] * count,
+                salt=salt,
             )
         )[0]
 
@@ -143,27 +146,31 @@ class RawClient:
         request = spans_pb2.CommitRequest(reservation=reservations, staging_offset=offsets)
         return list(self.call(commit=request)[0].reason)
 
-    def store(self, key: bytes, payload: bytes) -> int:
+    def store(self, key: bytes, payload: bytes, salt: bytes = b"") -> int:
         """Reserve, write, commit; returns the Reason."""
         if self.staging is None:
             self.attach_staging(max(1 << 20, -(-len(payload) // 4096) * 4096))
         assert self.staging is not None
-        reserved = self.reserve([key], len(payload))
+        reserved = self.reserve([key], len(payload), salt)
         if reserved.reason[0]:
             return int(reserved.reason[0])
         self.staging[: len(payload)] = payload
         return self.commit(list(reserved.reservation), [0])[0]
 
-    def acquire(self, keys: list[bytes], *, prefix: bool = False) -> spans_pb2.AcquireResponse:
-        request = spans_pb2.AcquireRequest(keys=b"".join(keys), shards=[SHARD], prefix=prefix)
+    def acquire(
+        self, keys: list[bytes], *, prefix: bool = False, salt: bytes = b""
+    ) -> spans_pb2.AcquireResponse:
+        request = spans_pb2.AcquireRequest(
+            keys=b"".join(keys), shards=[SHARD], prefix=prefix, salt=salt
+        )
         return self.call(acquire=request)[0]
 
     def release(self, lease: int) -> spans_pb2.ReleaseResponse:
         return self.call(release=spans_pb2.ReleaseRequest(leases=[lease]))[0]
 
-    def read(self, key: bytes) -> bytes | int:
+    def read(self, key: bytes, salt: bytes = b"") -> bytes | int:
         """The bytes stored under a key, read through a mapping, or the Reason why not."""
-        found = self.acquire([key])
+        found = self.acquire([key], salt=salt)
         if found.reason[0]:
             return int(found.reason[0])
         try:

@@ -38,8 +38,9 @@ class Seen:
     def look(self, daemon: Daemon) -> dict[str, float]:
         now = samples(daemon)
         for name, value in now.items():
-            # Each slab tells the same things.
+            # Each slab and each tenant tells the same things.
             name = re.sub(r'slab="\d+"', "slab", name)
+            name = re.sub(r'tenant="[^"]+"', "tenant", name)
             self.values[name] = max(value, self.values.get(name, 0.0))
         return now
 
@@ -300,6 +301,39 @@ def poor_machines(seen: Seen) -> None:
         seen.look(daemon)
 
 
+def tenants(seen: Seen) -> None:
+    """Salts that take slabs, lose them, and have quotas; slabs that may not grow."""
+    with running(host_memory="4MiB", slab_size="2MiB", tenants="default=1MiB") as (daemon, faults):
+        daemon.wait_populated()
+        salts = [bytes([number]) * 32 for number in range(4)]
+        with RawClient(daemon.socket_dir) as client, daemon.rpc() as (channel, metadata):
+            admin = admin_pb2_grpc.AdminStub(channel)
+
+            def evict() -> None:
+                for number in range(4):
+                    request = admin_pb2.EvictRequest(keys=key(number))
+                    admin.Evict(request, metadata=metadata)
+
+            client.attach_staging(MIB)
+            for number in range(2):
+                for salt in salts[:2]:
+                    assert client.store(key(number), b"x" * 600_000, salt) == 0
+            assert client.store(key(3), b"x" * (2 * MIB - 200_000), salts[0]) == 12
+            assert client.store(key(3), b"bytes", salts[2]) == 5
+            assert client.read(key(1), salts[0]) == b"x" * 600_000
+            assert client.read(key(2), salts[0]) == 1
+            seen.look(daemon)
+            evict()
+            wait_for(lambda: client.store(key(3), b"bytes", salts[2]) == 0)
+            seen.look(daemon)
+            evict()
+            with faults.during("wipe"):
+                assert client.store(key(3), b"bytes", salts[3]) == 6
+                wait_for(lambda: seen.look(daemon)["kmesh_spans_wipe_failed_total"])
+    with running(memory_headroom="64TiB") as (daemon, _):
+        wait_for(lambda: seen.look(daemon)["kmesh_population_paused"])
+
+
 def answers(daemon: Daemon) -> bool:
     try:
         return get(daemon.socket_dir, "/metrics")[0] == 200
@@ -314,6 +348,7 @@ def seen() -> Seen:
     full_pools(found)
     restarts(found)
     poor_machines(found)
+    tenants(found)
     return found
 
 

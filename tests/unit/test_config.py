@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from kmesh.errors import ConfigError
 from kmesh_spand import units
 from kmesh_spand.config import Config, load
+from kmesh_spand.core.tenants import SHARED
 from kmesh_spand.flags import parser, to_toml
 
 
@@ -79,6 +80,10 @@ def test_every_setting_has_all_three_forms(tmp_path: Path) -> None:
         "remembered_keys": "15",
         "watch_events": "16",
         "metrics_listen": "[::1]:9464",
+        "share": "all",
+        "tenants": "all=1GiB,default=2GiB",
+        "hardened": "true",
+        "memory_headroom": "5MiB",
         "stuck_ms": "1500",
         "slow_call_ms": "16",
         "trace": "console",
@@ -101,10 +106,13 @@ def test_every_setting_has_all_three_forms(tmp_path: Path) -> None:
 
 
 def test_printed_settings_read_back(tmp_path: Path) -> None:
-    loaded = load({"host_memory": "8GiB", "allow_uids": "5,6"}, {"KMESH_SPAND_MAX_SESSIONS": "7"})
+    flags = {"host_memory": "8GiB", "allow_uids": "5,6", "tenants": "5=1GiB,default=0"}
+    loaded = load(flags, {"KMESH_SPAND_MAX_SESSIONS": "7"})
     text = to_toml(loaded)
     assert 'host_memory = "8GiB"  # flag\n' in text
     assert "max_sessions = 7  # environment\n" in text
+    assert 'tenants = { "5" = "1GiB", "default" = "0" }  # flag\n' in text
+    assert "hardened = false  # default\n" in text
     assert 'socket_mode = "0660"  # default\n' in text
     again = load({}, {}, file_with(tmp_path, text))
     assert again.settings == loaded.settings
@@ -119,6 +127,10 @@ def test_defaults_follow_the_machine_and_each_other() -> None:
     assert settings.session_staging == 512 << 20
     assert settings.allow_uids == (os.getuid(),)
     assert settings.max_spans == 32768
+    assert load({"host_memory": "1GiB"}, {}).settings.slab_sizes() == [128 << 20] * 8
+    assert load({"host_memory": "32MiB"}, {}).settings.slab_sizes() == [32 << 20]
+    several = load({"host_memory": "32MiB", "allow_uids": "1,2,3,1"}, {}).settings
+    assert several.slab_sizes() == [5 * (1 << 20) + (5 << 16)] * 6
     uneven = load({"host_memory": "10MiB", "slab_size": "4MiB"}, {}).settings
     assert uneven.slab_sizes() == [4 << 20, 4 << 20, 2 << 20]
 
@@ -143,6 +155,18 @@ def test_defaults_follow_the_machine_and_each_other() -> None:
         ({"span_tokens": "65"}, {}, "", "span_tokens: not a multiple of 16 (flag)"),
         ({}, {}, "span_tokens = 65", "span_tokens: not a multiple of 16 (FILE)"),
         ({"staging_memory": "1MiB", "session_staging": "2MiB"}, {}, "", "session_staging: over"),
+        ({"tenants": "root=1GiB"}, {}, "", "tenants: 'root' is no tenant"),
+        ({"tenants": "12345=1GiB"}, {}, "", "tenants: 12345 is not among those"),
+        ({"tenants": "all=1GiB"}, {}, "", "tenants: all is not among those"),
+        ({"tenants": "default"}, {}, "", "tenants: '' is no size"),
+        ({}, {}, '[tenants]\ndefault = "x"', "tenants: 'x' is no size"),
+        ({"share": "none"}, {}, "", "share: Input should be"),
+        (
+            {"allow_uids": "1,2", "host_memory": "32MiB", "slab_size": "32MiB"},
+            {},
+            "",
+            "slab_size: 1 slabs for 2 uids",
+        ),
         ({"metrics_listen": "9464"}, {}, "", "metrics_listen: '9464' is no address"),
         ({"metrics_listen": "h:99999"}, {}, "", "metrics_listen: "),
         ({"trace": "on"}, {}, "", "trace: 'on' is no trace"),
@@ -159,6 +183,17 @@ def test_errors_name_the_setting(
     said = str(failed.value)
     assert said.startswith(message.replace("FILE", str(file)))
     assert "\n" not in said.strip()
+
+
+def test_tenants_are_a_table(tmp_path: Path) -> None:
+    salted = f"7:{'0123456789abcdef'}"
+    text = f'allow_uids = [7]\n[tenants]\ndefault = "1GiB"\n7 = "2GiB"\n"{salted}" = 5'
+    tenancy = load({}, {}, file_with(tmp_path, text)).settings.tenancy()
+    assert tenancy.groups == (7,)
+    assert tenancy.quotas == {"7": 2 << 30, salted: 5}
+    assert tenancy.default_quota == 1 << 30
+    shared = load({"share": "all", "allow_uids": "8,7"}, {}).settings.tenancy()
+    assert (shared.groups, shared.group(7), shared.group(8)) == ((SHARED,), SHARED, SHARED)
 
 
 @pytest.mark.parametrize("wrong", [["--host-memroy", "1GiB"], ["--host-memory"], ["1GiB"]])

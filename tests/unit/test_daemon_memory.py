@@ -18,7 +18,8 @@ from kmesh_spand.memory import MemoryLimit
 def test_a_memfd_keeps_its_size_and_is_zero() -> None:
     fd = memory.make_memfd("test", 8192)
     try:
-        assert fcntl.fcntl(fd, fcntl.F_GET_SEALS) == memory.SEALS
+        seals = memory.SIZE_SEALS | fcntl.F_SEAL_SEAL
+        assert fcntl.fcntl(fd, fcntl.F_GET_SEALS) == seals
         assert not os.get_inheritable(fd)
         assert os.fstat(fd).st_mode & 0o777 == 0o400
         for size in (0, 4096, 16384):
@@ -134,8 +135,10 @@ def test_limits_of_a_container_that_sees_only_its_own_group(tmp_path: Path) -> N
 
 def test_promises_beyond_a_limit_are_refused() -> None:
     limits = [MemoryLimit(10 << 20, "/limit")]
-    memory.check_memory(8 << 20, 2 << 20, limits)
+    memory.check_memory(7 << 20, 2 << 20, 1 << 20, limits)
     with pytest.raises(ConfigError, match=r"^host_memory: 11 MiB .* 10 MiB that /limit allows$"):
-        memory.check_memory(11 << 20, 0, limits)
+        memory.check_memory(11 << 20, 0, 0, limits)
     with pytest.raises(ConfigError, match=r"^staging_memory: with host_memory 12 MiB"):
-        memory.check_memory(8 << 20, 4 << 20, limits)
+        memory.check_memory(8 << 20, 4 << 20, 0, limits)
+    with pytest.raises(ConfigError, match=r"^max_spans: catalog and indexes with .* 11 MiB"):
+        memory.check_memory(8 << 20, 2 << 20, 1 << 20, limits)

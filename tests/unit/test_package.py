@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import kmesh
 
@@ -13,7 +14,9 @@ HEAVY = {"numpy", "torch", "grpc", "msgspec", "asyncio"}
 
 def loaded_by(statement: str) -> set[str]:
     program = f"import sys; {statement}; print(' '.join(sys.modules))"
-    env = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    # Without site (whose hooks import things of their own), an editable install is not found.
+    paths = [str(Path(kmesh.__file__).parents[1]), *filter(None, sys.path)]
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
     run = subprocess.run(
         [sys.executable, "-S", "-c", program], env=env, capture_output=True, text=True, check=True
     )

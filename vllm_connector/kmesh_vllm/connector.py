@@ -168,10 +168,11 @@ class KMeshConnector(KVConnectorBase_V1):  # type: ignore[misc]
             if digest is None:
                 return
             adapter = digest
+        salt = salt_digest(request.cache_salt or "")
         namespace = dataclasses.replace(
             self._identity.namespace,
             adapter=adapter,
-            salt=salt_digest(request.cache_salt or ""),
+            salt=salt,
             reset=scheduler.reset_word,
         )
         scheduler.add(
@@ -180,6 +181,7 @@ class KMeshConnector(KVConnectorBase_V1):  # type: ignore[misc]
             namespace.digest(),
             [Extra(*item) for item in compat.items(request)],
             may_load=not getattr(request, "skip_reading_prefix_cache", False),
+            salt=bytes.fromhex(salt),
         )
 
     def get_num_new_matched_tokens(

@@ -63,6 +63,7 @@ class StorePlan:
         sub_keys: as in ``kmesh.v1.ReserveRequest``.
         first: position of the first token of ``blocks``.
         blocks: int64 ids of the blocks that hold the spans.
+        salt: digest of the request's cache salt, or empty.
     """
 
     namespace: bytes
@@ -72,6 +73,7 @@ class StorePlan:
     sub_keys: bytes
     first: int
     blocks: bytes
+    salt: bytes = field(default=b"", repr=False)
 
     def block_ids(self) -> npt.NDArray[np.int64]:
         """``blocks``, unpacked."""

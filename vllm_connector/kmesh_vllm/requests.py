@@ -87,6 +87,7 @@ class RequestState:
         tokens: of the prompt.
         namespace: 32-byte digest, with adapter and salt.
         extras: what the prompt holds beside tokens.
+        salt: digest of the request's cache salt, or empty.
         may_load, may_store: False once something went wrong that forbids it.
         local: tokens that vLLM's own prefix cache had at the last look.
         blocks: ids of the request's blocks; kept up to date while something is to be stored.
@@ -102,6 +103,7 @@ class RequestState:
     tokens: Sequence[int]
     namespace: bytes
     extras: tuple[Extra, ...] = ()
+    salt: bytes = field(default=b"", repr=False)
     may_load: bool = True
     may_store: bool = True
     phase: Phase = Phase.IDLE

@@ -28,7 +28,7 @@ _COMMIT_TIMEOUT = 60.0
 _STAGING = 256 << 20
 #: Names of kmesh.v1.Reason numbers that have a counter of their own.
 _EXISTS, _PENDING = 4, 2
-_FULL = (5, 6, 11)
+_FULL = (5, 6, 11, 12)
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,6 +160,7 @@ class Saver:
             start=plan.start,
             length=lengths,
             sub_keys=plan.sub_keys,
+            salt=plan.salt,
         )
         answer = step.session.reserve(batch)
         base = len(step.blocks) * self._identity.block_tokens - plan.first

@@ -89,6 +89,7 @@ class SchedulerHalf:
         extras: Iterable[Extra] = (),
         *,
         may_load: bool = True,
+        salt: bytes = b"",
     ) -> None:
         """A new request whose prompt may be restored and stored."""
         self._states[request_id] = RequestState(
@@ -96,6 +97,7 @@ class SchedulerHalf:
             tokens,
             namespace,
             tuple(extras),
+            salt,
             may_load=may_load and self._settings.load,
             may_store=self._settings.store,
         )
@@ -248,7 +250,9 @@ class SchedulerHalf:
             keys += chain.key(hit.spans, hit.tail)
         wait = self._settings.acquire_timeout_ms / 1000
         try:
-            future = session.acquire_async(keys, hit.sharding.shards, prefix=True, timeout=wait)
+            future = session.acquire_async(
+                keys, hit.sharding.shards, prefix=True, timeout=wait, salt=state.salt
+            )
         except KMeshError:
             return 0, False
         state.restore = Restore(session, hit, first, limit, future, self._clock() + wait)

@@ -66,6 +66,7 @@ def plan_store(
         sub_keys=sub_keys,
         first=first * block_tokens,
         blocks=np.asarray(state.blocks[first:last], np.int64).tobytes(),
+        salt=state.salt,
     )
 
 

@@ -167,6 +167,7 @@ class SlabInfo(_message.Message):
     POPULATED_FIELD_NUMBER: _builtins.int
     USED_FIELD_NUMBER: _builtins.int
     HUGEPAGES_FIELD_NUMBER: _builtins.int
+    TENANT_FIELD_NUMBER: _builtins.int
     slab: _builtins.int
     kind: _builtins.str
     """a HandleKind name"""
@@ -179,6 +180,8 @@ class SlabInfo(_message.Message):
     """by committed spans and reservations"""
     hugepages: _builtins.bool
     """the kernel granted huge pages"""
+    tenant: _builtins.str
+    """whose it is, if the caller may see that"""
     def __init__(
         self,
         *,
@@ -189,10 +192,11 @@ class SlabInfo(_message.Message):
         populated: _builtins.int = ...,
         used: _builtins.int = ...,
         hugepages: _builtins.bool = ...,
+        tenant: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["capacity", b"capacity", "hugepages", b"hugepages", "kind", b"kind", "populated", b"populated", "size", b"size", "slab", b"slab", "used", b"used"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["capacity", b"capacity", "hugepages", b"hugepages", "kind", b"kind", "populated", b"populated", "size", b"size", "slab", b"slab", "tenant", b"tenant", "used", b"used"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -266,6 +270,9 @@ class StatusResponse(_message.Message):
     CONTROL_RESTARTS_FIELD_NUMBER: _builtins.int
     WORKER_RESTARTS_FIELD_NUMBER: _builtins.int
     SPAN_TOKENS_FIELD_NUMBER: _builtins.int
+    TENANTS_FIELD_NUMBER: _builtins.int
+    PAUSED_FIELD_NUMBER: _builtins.int
+    HARDENED_FIELD_NUMBER: _builtins.int
     NOT_READY_FIELD_NUMBER: _builtins.int
     WARNINGS_FIELD_NUMBER: _builtins.int
     version: _builtins.str
@@ -287,11 +294,19 @@ class StatusResponse(_message.Message):
     control_restarts: _builtins.int
     worker_restarts: _builtins.int
     span_tokens: _builtins.int
+    paused: _builtins.str
+    """why slabs do not grow, or empty"""
+    hardened: _builtins.bool
+    """no other process can write a slab"""
     @_builtins.property
     def slabs(self) -> _containers.RepeatedCompositeFieldContainer[Global___SlabInfo]: ...
     @_builtins.property
     def counters(self) -> _containers.ScalarMap[_builtins.str, _builtins.int]:
         """names as in docs/metrics.md"""
+
+    @_builtins.property
+    def tenants(self) -> _containers.RepeatedCompositeFieldContainer[Global___TenantInfo]:
+        """that the caller may see"""
 
     @_builtins.property
     def not_ready(self) -> _containers.RepeatedCompositeFieldContainer[Global___Condition]:
@@ -324,16 +339,86 @@ class StatusResponse(_message.Message):
         control_restarts: _builtins.int = ...,
         worker_restarts: _builtins.int = ...,
         span_tokens: _builtins.int = ...,
+        tenants: _abc.Iterable[Global___TenantInfo] | None = ...,
+        paused: _builtins.str = ...,
+        hardened: _builtins.bool = ...,
         not_ready: _abc.Iterable[Global___Condition] | None = ...,
         warnings: _abc.Iterable[Global___Condition] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["control_restarts", b"control_restarts", "counters", b"counters", "draining", b"draining", "epoch", b"epoch", "index_entries", b"index_entries", "leased_bytes", b"leased_bytes", "leases", b"leases", "max_spans", b"max_spans", "max_staging_bytes", b"max_staging_bytes", "not_ready", b"not_ready", "reservations", b"reservations", "sessions", b"sessions", "slabs", b"slabs", "socket_dir", b"socket_dir", "span_bytes", b"span_bytes", "span_tokens", b"span_tokens", "spans", b"spans", "staging_bytes", b"staging_bytes", "uptime_ms", b"uptime_ms", "version", b"version", "warnings", b"warnings", "worker_restarts", b"worker_restarts"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["control_restarts", b"control_restarts", "counters", b"counters", "draining", b"draining", "epoch", b"epoch", "hardened", b"hardened", "index_entries", b"index_entries", "leased_bytes", b"leased_bytes", "leases", b"leases", "max_spans", b"max_spans", "max_staging_bytes", b"max_staging_bytes", "not_ready", b"not_ready", "paused", b"paused", "reservations", b"reservations", "sessions", b"sessions", "slabs", b"slabs", "socket_dir", b"socket_dir", "span_bytes", b"span_bytes", "span_tokens", b"span_tokens", "spans", b"spans", "staging_bytes", b"staging_bytes", "tenants", b"tenants", "uptime_ms", b"uptime_ms", "version", b"version", "warnings", b"warnings", "worker_restarts", b"worker_restarts"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___StatusResponse: _TypeAlias = StatusResponse  # noqa: Y015
+
+@_typing.final
+class TenantInfo(_message.Message):
+    """A uid and a salt, or all uids where they share. Root and the daemon's own
+    user see all tenants, others their own.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    @_typing.final
+    class CountersEntry(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: _builtins.int
+        VALUE_FIELD_NUMBER: _builtins.int
+        key: _builtins.str
+        value: _builtins.int
+        def __init__(
+            self,
+            *,
+            key: _builtins.str = ...,
+            value: _builtins.int = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+    NAME_FIELD_NUMBER: _builtins.int
+    QUOTA_FIELD_NUMBER: _builtins.int
+    USED_FIELD_NUMBER: _builtins.int
+    SPANS_FIELD_NUMBER: _builtins.int
+    SPAN_BYTES_FIELD_NUMBER: _builtins.int
+    SLABS_FIELD_NUMBER: _builtins.int
+    COUNTERS_FIELD_NUMBER: _builtins.int
+    name: _builtins.str
+    """"1000", "1000:" and 16 digits for a salt, or "all" """
+    quota: _builtins.int
+    """bytes it may keep; 0: no limit"""
+    used: _builtins.int
+    """whole tiles, also of what is being written"""
+    spans: _builtins.int
+    span_bytes: _builtins.int
+    slabs: _builtins.int
+    @_builtins.property
+    def counters(self) -> _containers.ScalarMap[_builtins.str, _builtins.int]:
+        """names as in docs/metrics.md"""
+
+    def __init__(
+        self,
+        *,
+        name: _builtins.str = ...,
+        quota: _builtins.int = ...,
+        used: _builtins.int = ...,
+        spans: _builtins.int = ...,
+        span_bytes: _builtins.int = ...,
+        slabs: _builtins.int = ...,
+        counters: _abc.Mapping[_builtins.str, _builtins.int] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["counters", b"counters", "name", b"name", "quota", b"quota", "slabs", b"slabs", "span_bytes", b"span_bytes", "spans", b"spans", "used", b"used"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___TenantInfo: _TypeAlias = TenantInfo  # noqa: Y015
 
 @_typing.final
 class ListRequest(_message.Message):

@@ -119,6 +119,8 @@ class _ReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Reason.ValueTy
     """Commit: aborted before the copy was done"""
     REASON_CATALOG_FULL: _Reason.ValueType  # 11
     """Reserve: no free catalog record after eviction"""
+    REASON_QUOTA: _Reason.ValueType  # 12
+    """Reserve: over the tenant's quota after eviction"""
 
 class Reason(_Reason, metaclass=_ReasonEnumTypeWrapper):
     """What happened to one span of a batch."""
@@ -146,6 +148,8 @@ REASON_ABORTED: Reason.ValueType  # 10
 """Commit: aborted before the copy was done"""
 REASON_CATALOG_FULL: Reason.ValueType  # 11
 """Reserve: no free catalog record after eviction"""
+REASON_QUOTA: Reason.ValueType  # 12
+"""Reserve: over the tenant's quota after eviction"""
 Global___Reason: _TypeAlias = Reason  # noqa: Y015
 
 class _HandleKind:

@@ -34,11 +34,16 @@ class AcquireRequest(_message.Message):
     KEYS_FIELD_NUMBER: _builtins.int
     SHARDS_FIELD_NUMBER: _builtins.int
     PREFIX_FIELD_NUMBER: _builtins.int
+    SALT_FIELD_NUMBER: _builtins.int
     keys: _builtins.bytes
     """32 bytes each"""
     prefix: _builtins.bool
     """Stop at the first key of which any shard is missing: later entries are
     REASON_MISS and hold nothing. What a prefix restore wants.
+    """
+    salt: _builtins.bytes
+    """Digest of the request's salt (32 bytes), or empty. With the peer's uid it
+    names the tenant: only what that tenant stored is found.
     """
     @_builtins.property
     def shards(self) -> _containers.RepeatedCompositeFieldContainer[_common_pb2.Shard]:
@@ -50,10 +55,11 @@ class AcquireRequest(_message.Message):
         keys: _builtins.bytes = ...,
         shards: _abc.Iterable[_common_pb2.Shard] | None = ...,
         prefix: _builtins.bool = ...,
+        salt: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["keys", b"keys", "prefix", b"prefix", "shards", b"shards"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["keys", b"keys", "prefix", b"prefix", "salt", b"salt", "shards", b"shards"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -177,6 +183,7 @@ class ReserveRequest(_message.Message):
     START_FIELD_NUMBER: _builtins.int
     LENGTH_FIELD_NUMBER: _builtins.int
     SUB_KEYS_FIELD_NUMBER: _builtins.int
+    SALT_FIELD_NUMBER: _builtins.int
     namespace: _builtins.bytes
     """32-byte digest, for people and filters"""
     keys: _builtins.bytes
@@ -185,6 +192,8 @@ class ReserveRequest(_message.Message):
     """For each span shorter than span_tokens, its keys at every sub_tokens
     before its end, in order: 32 bytes × (tokens / sub_tokens - 1).
     """
+    salt: _builtins.bytes
+    """as in AcquireRequest"""
     @_builtins.property
     def shard(self) -> _common_pb2.Shard: ...
     @_builtins.property
@@ -209,10 +218,11 @@ class ReserveRequest(_message.Message):
         start: _abc.Iterable[_builtins.int] | None = ...,
         length: _abc.Iterable[_builtins.int] | None = ...,
         sub_keys: _builtins.bytes = ...,
+        salt: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["shard", b"shard"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["keys", b"keys", "length", b"length", "namespace", b"namespace", "shard", b"shard", "start", b"start", "sub_keys", b"sub_keys", "tokens", b"tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["keys", b"keys", "length", b"length", "namespace", b"namespace", "salt", b"salt", "shard", b"shard", "start", b"start", "sub_keys", b"sub_keys", "tokens", b"tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

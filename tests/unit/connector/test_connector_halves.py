@@ -75,6 +75,23 @@ def test_any_sharding_serves_any_other(
     assert daemon.spans == before
 
 
+def test_stores_and_restores_under_the_requests_salt(engine: Make, daemon: FakeDaemon) -> None:
+    """Both halves say the salt: what was stored under one is leased to nobody without it."""
+    salt = b"s" * 32
+    storing, other = engine("a"), engine("b")
+    storing.scheduler.add("first", prompt(128), DIGEST, salt=salt)
+    assert storing.match("first", 0, 128) == 0
+    storing.scheduler.allocated("first", [3, 1, 2, 4], 0)
+    storing.prefill("first", 7, [3, 1, 2, 4], 0, 128)
+    until(lambda: daemon.spans == 2)
+    other.scheduler.add("without", prompt(130), DIGEST)
+    assert other.match("without", 0, 130) == 0
+    other.scheduler.add("with", prompt(130), DIGEST, salt=salt)
+    assert other.match("with", 0, 130) == 128
+    assert not other.load("with", [5, 1, 2, 9], 128).bad_blocks
+    assert other.wrong(7, [5, 1, 2, 9], 0, 128) == []
+
+
 @pytest.mark.parametrize("local", [32, 64, 96])
 def test_loads_behind_a_local_hit_and_not_over_it(
     engine: Make, daemon: FakeDaemon, local: int

@@ -22,30 +22,44 @@ from hypothesis.stateful import (
     rule,
     run_state_machine_as_test,
 )
-from world import FLIPPED, NAMESPACE, OTHER_SHARD, SHARD, Held, World, key
+from world import FLIPPED, NAMESPACE, OTHER_SHARD, SHARD, Held, Who, World, key
 
-from kmesh.layout import TILE_BYTES
+from kmesh.layout import TILE_BYTES, tiles
 from kmesh_spand.core import effects as fx
 from kmesh_spand.core import events as ev
 from kmesh_spand.core.codes import Cause, Code, Reason, Verdict
 from kmesh_spand.core.record import decode
 from kmesh_spand.core.states import State
 from kmesh_spand.core.tags import tag
+from kmesh_spand.core.tenants import OWNER_BYTES, SHARED, Tenancy, tenant_name
 
 # Tiles of each slab, and catalog slots: memory is short, then the catalog.
-SIZES = [({0: 4, 3: 2}, 11), ({0: 7, 3: 5}, 4)]
+SIZES = [({0: 4, 3: 2}, 11), ({0: 7, 3: 5}, 4), ({0: 3, 1: 4, 2: 3, 5: 2}, 9)]
 FULL = [key(("full", n)) for n in range(5)]
 # A family of tails: the first 16, 32 and 48 tokens of one span.
 TAILS = [[key(("tail", n, tokens)) for tokens in (16, 32, 48)] for n in range(1)]
 KEYS = FULL + [name for tail in TAILS for name in tail]
 SHARDS = [SHARD, SHARD, OTHER_SHARD]
+UIDS = [1000, 1001]
+SALT = key("salt")
+# Quotas that bind: of one uid, and of one salt of the other.
+TENANCIES = [
+    Tenancy(),
+    Tenancy(groups=(1000,)),
+    Tenancy(
+        groups=(1000, 1001),
+        quotas={"1001": 3 * TILE_BYTES, tenant_name(1000, SALT): 2 * TILE_BYTES},
+    ),
+    Tenancy(groups=(SHARED,), shared=True, default_quota=5 * TILE_BYTES),
+]
 
 # What walks that deserve the name always reach; rarer things have tests of their own.
 MUST_REACH = ("hits", "released", "committed", "aborted", "recovered", "verified")
-MUST_REACH += ("evicted", "discarded")
+MUST_REACH += ("evicted", "discarded", "reserve_quota")
 # Mostly the case in which something happens.
 seldom = st.sampled_from([False, False, False, True])
 lengths = st.integers(1, 3 * TILE_BYTES)
+salts = st.sampled_from([b"", b"", SALT])
 
 
 def having(what: str) -> Callable[[CoreMachine], bool]:
@@ -60,11 +74,16 @@ class CoreMachine(RuleBasedStateMachine):
     @initialize(
         sizes=st.sampled_from(SIZES),
         stored=st.lists(st.sampled_from(KEYS), unique=True, max_size=3),
+        tenancy=st.sampled_from(TENANCIES),
     )
-    def start(self, sizes: tuple[dict[int, int], int], stored: list[bytes]) -> None:
+    def start(
+        self, sizes: tuple[dict[int, int], int], stored: list[bytes], tenancy: Tenancy
+    ) -> None:
         slabs, max_spans = sizes
+        self.uids = [1000] if len(tenancy.groups) == 1 and not tenancy.shared else UIDS
         self.world = World(
             slabs,
+            tenancy=tenancy,
             max_spans=max_spans,
             max_batch=8,
             max_reservations=5,
@@ -82,14 +101,17 @@ class CoreMachine(RuleBasedStateMachine):
     def pick(self, data: st.DataObject, items: object) -> int:
         return data.draw(st.sampled_from(sorted(items)))  # type: ignore[call-overload,no-any-return]
 
-    def expect(self, name: bytes, shard: int) -> set[Reason]:
-        """What a lookup may say of a name."""
+    def salted(self, keys: list[bytes], salt: bytes) -> list[bytes]:
+        """Keys as a chain makes them, into which the salt goes."""
+        return [key((name, salt)) if salt else name for name in keys]
+
+    def expect(self, name: bytes, shard: int, who: Who) -> set[Reason]:
+        """What a tenant's lookup may say of a name: nobody else's spans are in it."""
         world = self.world
-        if tag(name, shard) in world.index:
-            return {Reason.OK}
-        if (name, shard) in world.records():
-            return {Reason.PENDING}
-        writing = [want for want in world.wanted.values() if want.shard == shard]
+        if (name, shard, who) in world.records():
+            found = (who[0], tag(name, shard)) in world.index
+            return {Reason.OK} if found else {Reason.PENDING}
+        writing = [want for want in world.wanted.values() if (want.shard, want.who) == (shard, who)]
         if any(want.key == name for want in writing):
             return {Reason.PENDING}
         if any(name in want.sub_keys for want in writing):
@@ -101,9 +123,9 @@ class CoreMachine(RuleBasedStateMachine):
         self.world.now += wait
 
     @precondition(lambda self: len(self.world.open) < 4)
-    @rule(engine=st.sampled_from(["", "a"]))
-    def connect(self, engine: str) -> None:
-        self.world.connect(engine)
+    @rule(data=st.data(), engine=st.sampled_from(["", "a"]))
+    def connect(self, data: st.DataObject, engine: str) -> None:
+        self.world.connect(engine, uid=data.draw(st.sampled_from(self.uids)))
 
     @precondition(having("open"))
     @rule(data=st.data())
@@ -117,13 +139,16 @@ class CoreMachine(RuleBasedStateMachine):
         keys=st.lists(st.sampled_from(KEYS), max_size=4),
         shards=st.lists(st.sampled_from(SHARDS), min_size=1, max_size=2),
         prefix=st.booleans(),
+        salt=salts,
     )
     def acquire(
-        self, data: st.DataObject, keys: list[bytes], shards: list[int], prefix: bool
+        self, data: st.DataObject, keys: list[bytes], shards: list[int], prefix: bool, salt: bytes
     ) -> None:
         session = self.pick(data, self.world.open)
-        expected = [self.expect(name, shard) for name in keys for shard in shards]
-        answer = self.world.acquire(session, keys, shards, prefix)
+        keys = self.salted(keys, salt)
+        who = self.world.who(session, salt)
+        expected = [self.expect(name, shard, who) for name in keys for shard in shards]
+        answer = self.world.acquire(session, keys, shards, prefix, salt)
         assert len(answer.reason) == len(expected)
         whole = len(expected)
         if prefix:
@@ -141,10 +166,11 @@ class CoreMachine(RuleBasedStateMachine):
     @rule(data=st.data())
     def acquire_stored(self, data: st.DataObject) -> None:
         world = self.world
-        name, shard = data.draw(st.sampled_from(sorted(world.records())))
-        expected = self.expect(name, shard)
-        answer = world.acquire(self.pick(data, world.open), [name], [shard])
-        assert set(answer.reason) == expected
+        name, shard, (_, salt) = data.draw(st.sampled_from(sorted(world.records())))
+        session = self.pick(data, world.open)
+        expected = self.expect(name, shard, world.who(session, salt))
+        answer = world.acquire(session, [name], [shard], salt=salt)
+        assert set(answer.reason) <= expected
 
     @precondition(having("leases"))
     @rule(data=st.data(), lie=seldom)
@@ -164,9 +190,12 @@ class CoreMachine(RuleBasedStateMachine):
         keys=st.lists(st.sampled_from(FULL), min_size=1, max_size=3),
         shard=st.sampled_from(SHARDS),
         length=lengths,
+        salt=salts,
     )
-    def reserve(self, data: st.DataObject, keys: list[bytes], shard: int, length: int) -> None:
-        self._reserve(data, keys, shard, length, 64, ())
+    def reserve(
+        self, data: st.DataObject, keys: list[bytes], shard: int, length: int, salt: bytes
+    ) -> None:
+        self._reserve(data, keys, shard, length, 64, (), salt=salt)
 
     @precondition(having("open"))
     @rule(
@@ -190,10 +219,13 @@ class CoreMachine(RuleBasedStateMachine):
         tokens: int,
         sub_keys: tuple[bytes, ...],
         session: int = 0,
+        salt: bytes = b"",
     ) -> None:
         world = self.world
         self.causes.add(Cause.PRESSURE)
         session = session or self.pick(data, world.open)
+        keys = self.salted(keys, salt)
+        who = world.who(session, salt)
         mine = sum(want.session == session for want in world.wanted.values())
         if mine + len(keys) > world.config.max_reservations:
             keys_bytes, count = b"".join(keys), len(keys)
@@ -207,15 +239,17 @@ class CoreMachine(RuleBasedStateMachine):
                 [0] * count,
                 [length] * count,
                 b"".join(sub_keys) * count,
+                salt,
             )
             assert isinstance(refused, fx.Refused)
             assert refused.code == Code.EXHAUSTED
             return
-        expected = [self.expect(name, shard) for name in keys]
+        expected = [self.expect(name, shard, who) for name in keys]
         status, evicted = world.core.status(), world.core.counters["evicted"]
+        others = self.others(who)
         free = not (self.grace or world.wanted or world.copies or world.verifies or world.leases)
         answer = world.reserve(
-            session, keys, length=length, tokens=tokens, sub_keys=sub_keys, shard=shard
+            session, keys, length=length, tokens=tokens, sub_keys=sub_keys, shard=shard, salt=salt
         )
         for entry, (reason, may) in enumerate(zip(answer.reason, expected, strict=True)):
             if may == {Reason.OK} and entry == 0:
@@ -226,16 +260,38 @@ class CoreMachine(RuleBasedStateMachine):
                 Reason.PENDING in may or keys[entry] in keys[:entry]
             )
         if free and not status.recovering and not self.in_grace and answer.reason[0]:
-            assert answer.reason[0] == Reason.EXISTS
+            # With nothing held, only what belongs to others can be in the way.
+            may = {Reason.EXISTS}
+            mine = [world.sizes[slab] for slab in world.sizes if world.who_of(slab) == who]
+            if max(mine, default=0) < tiles(length):
+                may |= {Reason.POOL_FULL, Reason.NOT_READY, Reason.TOO_LARGE}
+            if world.wipes:
+                may.add(Reason.NOT_READY)
+            if others:
+                may.add(Reason.CATALOG_FULL)
+            quota = world.tenancy.quota(*who)
+            if quota and tiles(length) * TILE_BYTES > quota:
+                may.add(Reason.QUOTA)
+            assert answer.reason[0] in may
         if Reason.OK not in answer.reason:
             assert world.core.counters["evicted"] == evicted
+        assert others == self.others(who), "a tenant touched another's spans"
+
+    def others(self, who: Who) -> dict[int, bytes]:
+        """Everything that is not a tenant's: keys by slot."""
+        return {
+            row.slot: row.key
+            for row in self.world.core.spans(limit=1000, now_ms=self.world.now)
+            if self.world.who_of(row.slab) != who
+        }
 
     @precondition(having("open"))
-    @rule(data=st.data(), name=st.sampled_from(FULL), length=lengths, fail=seldom)
-    def store(self, data: st.DataObject, name: bytes, length: int, fail: bool) -> None:
+    @rule(data=st.data(), name=st.sampled_from(FULL), length=lengths, fail=seldom, salt=salts)
+    def store(self, data: st.DataObject, name: bytes, length: int, fail: bool, salt: bytes) -> None:
         world = self.world
         session = self.pick(data, world.open)
-        self._reserve(data, [name], SHARD, length, 64, (), session)
+        self._reserve(data, [name], SHARD, length, 64, (), session, salt)
+        (name,) = self.salted([name], salt)
         for number, want in list(world.wanted.items()):
             if (want.session, want.key, want.shard) == (session, name, SHARD):
                 world.commit(session, [number])
@@ -289,6 +345,11 @@ class CoreMachine(RuleBasedStateMachine):
     def verify_ends(self, data: st.DataObject, lost: bool) -> None:
         self.causes.add(Cause.CORRUPT)
         self.world.verify_ends(self.pick(data, self.world.verifies), not lost)
+
+    @precondition(having("wipes"))
+    @rule(data=st.data(), fail=seldom)
+    def wipe_ends(self, data: st.DataObject, fail: bool) -> None:
+        self.world.wipe_ends(self.pick(data, self.world.wipes), not fail)
 
     @rule(data=st.data())
     def flip(self, data: st.DataObject) -> None:
@@ -352,6 +413,12 @@ class CoreMachine(RuleBasedStateMachine):
         }
         self.reached.update(world.core.counters)
         self.grace = [item for item in leased if (item.slab, item.tile, item.root) in kept]
+        if world.owners and data.draw(seldom):
+            # A slab of which nobody can say whose it is: what is in it is gone, and stays unused.
+            slab = self.pick(data, world.owners)
+            raw = bytearray(world.owners[slab])
+            raw[data.draw(st.integers(0, OWNER_BYTES - 1))] ^= data.draw(st.integers(1, 255))
+            world.owners[slab] = bytes(raw)
         world.restart(catalog)
         self.in_grace = world.core._store.grace
         self.known.clear()
@@ -395,10 +462,18 @@ class CoreMachine(RuleBasedStateMachine):
 
     @invariant()
     def fates_are_told(self) -> None:
-        """What the core says of each name, against what is seen of it from outside."""
+        """What the core says of each name, against what is seen of it from outside.
+
+        An operator is told of all tenants together.
+        """
         world, found = self.world, set[tuple[bytes, int]]()
+        tenants = {world.tenancy.group(uid) for uid in self.uids}
         for name, shard in itertools.product(KEYS, {SHARD, OTHER_SHARD}):
-            may = self.expect(name, shard)
+            each = [self.expect(name, shard, (group, b"")) for group in tenants]
+            may = next((one for one in each if one == {Reason.OK}), set[Reason]())
+            may = may or next((one for one in each if one == {Reason.PENDING}), set[Reason]())
+            if not may:
+                may = set().union(*each)
             fate = world.core.fates.of(name, shard, world.now)
             if may == {Reason.OK}:
                 assert fate.verdict is Verdict.SERVED

@@ -20,7 +20,7 @@ from kmesh_spand.core.policy import LRU
 from kmesh_spand.core.record import RECORD_BYTES, Record, decode
 from kmesh_spand.core.states import State
 from kmesh_spand.core.table import SpanTable, gather
-from kmesh_spand.core.tags import splitmix64, tag
+from kmesh_spand.core.tags import scope, splitmix64, tag
 
 u32 = st.integers(0, 2**32 - 1)
 u64 = st.integers(0, 2**64 - 1)
@@ -126,11 +126,11 @@ def test_table_against_a_dict(data: st.DataObject) -> None:
     names = [bytes([low]) + bytes(7) + key(n)[8:] for n in range(5) for low in (0, 1, 63)]
     for _ in range(data.draw(st.integers(1, 80))):
         name = data.draw(st.sampled_from(names))
-        shard = data.draw(st.sampled_from([SHARD, OTHER_SHARD]))
+        shard = data.draw(st.sampled_from([SHARD, OTHER_SHARD, scope(3, SHARD)]))
         row = model.pop((name, shard), 0)
         if row:
             table.remove(row)
-            table.shards.drop(table.shard[row])
+            table.scopes.drop(table.scope[row])
             table.give_row(row)
         elif table.vacant:
             place = table.place_for(name, shard)
@@ -140,7 +140,7 @@ def test_table_against_a_dict(data: st.DataObject) -> None:
             model[name, shard] = row
         assert table.keyed == len(model)
         assert table.vacant == 24 - len(model)
-        for code in (SHARD, OTHER_SHARD):
+        for code in (SHARD, OTHER_SHARD, scope(3, SHARD)):
             expected = [model.get((name, code), 0) for name in names]
             assert [table.find(name, code) for name in names] == expected
             assert table.find_all(b"".join(names), code) == expected

@@ -18,12 +18,15 @@ from kmesh_spand.core.policy import Policy
 from kmesh_spand.core.record import Record, decode
 from kmesh_spand.core.states import State
 from kmesh_spand.core.tags import tag
+from kmesh_spand.core.tenants import OWNER_BYTES, OwnerState, Tenancy, decode_owner
 
 SHARD = Shard(0, 4, 0, 2).code()
 OTHER_SHARD = Shard(4, 8, 0, 2).code()
 NAMESPACE = hashlib.blake2b(b"namespace", digest_size=32).digest()
 STAGING = 1 << 20
 SCHEDULER, WORKER, TOOL = 1, 2, 3
+#: A tenant: its group of uids, and its salt.
+Who = tuple[int, bytes]
 # What a tile holds when it was damaged, or is being written.
 FLIPPED, PARTIAL = -1, -2
 
@@ -43,6 +46,7 @@ class Wanted:
     shard: int
     length: int
     tokens: int
+    who: Who
 
 
 @dataclass(frozen=True)
@@ -64,9 +68,12 @@ class World:
         *,
         policy: Policy | None = None,
         populated: bool = True,
+        tenancy: Tenancy | None = None,
         **limits: int,
     ) -> None:
         self.config = CoreConfig(**{"max_spans": 64, **limits})
+        self.tenancy = tenancy or Tenancy()
+        self.owners: dict[int, bytes] = {}
         self.sizes = slabs
         self.now = 1_000_000
         self.memory: dict[tuple[int, int], int] = {}
@@ -80,8 +87,10 @@ class World:
                 self.send(ev.Populated(slab, size * TILE_BYTES))
 
     def _reset(self, policy: Policy | None) -> None:
-        self.core = Core(self.config, policy)
-        self.index: dict[int, int] = {}
+        self.core = Core(self.config, policy, self.tenancy)
+        self.index: dict[tuple[int, int], int] = {}
+        self.uids: dict[int, int] = {}
+        self.wipes: dict[int, int] = {}
         self.open: set[int] = set()
         self.closed: set[int] = set()
         self.waiting: dict[tuple[int, int], fx.Result | None] = {}
@@ -113,6 +122,7 @@ class World:
         """A new session's number."""
         self.session += 1
         self.open.add(self.session)
+        self.uids[self.session] = uid
         self.send(ev.SessionOpened(self.session, uid, engine, role))
         return self.session
 
@@ -125,12 +135,28 @@ class World:
         self.wanted = {n: want for n, want in self.wanted.items() if want.session != session}
         self.send(ev.SessionClosed(session))
 
+    def who(self, session: int, salt: bytes = b"") -> Who:
+        """The tenant of a session's requests with that salt."""
+        return self.tenancy.group(self.uids[session]), salt
+
+    def who_of(self, slab: int) -> Who | None:
+        """The tenant that a slab was given to."""
+        owner = decode_owner(self.owners.get(slab, bytes(OWNER_BYTES)))
+        if owner is None or owner.state is not OwnerState.OWNED:
+            return None
+        return owner.group, owner.salt
+
     def acquire(
-        self, session: int, keys: list[bytes], shards: list[int] | None = None, prefix: bool = False
+        self,
+        session: int,
+        keys: list[bytes],
+        shards: list[int] | None = None,
+        prefix: bool = False,
+        salt: bytes = b"",
     ) -> fx.AcquireResult:
         """Acquire, and check that what was leased are the bytes stored under those keys."""
         shards = shards or [SHARD]
-        answer = self.ask(ev.Acquire, session, b"".join(keys), shards, prefix)
+        answer = self.ask(ev.Acquire, session, b"".join(keys), shards, prefix, salt)
         assert isinstance(answer, fx.AcquireResult), answer
         held: list[Held | None] = []
         for entry, reason in enumerate(answer.reason):
@@ -155,6 +181,8 @@ class World:
             name, shard = keys[entry // len(shards)], shards[entry % len(shards)]
             assert name in (found.key, *found.sub_keys)
             assert (found.shard, found.length, found.tokens) == (shard, length, tokens)
+            assert found.who == self.who_of(slab) == self.who(session, salt)
+            assert self.core.may_map(slab, self.uids[session])
             held.append(Held(slab, offset // TILE_BYTES, tiles(length), root))
         assert bool(answer.lease) == any(held)
         if answer.lease:
@@ -181,6 +209,7 @@ class World:
         tokens: int = 64,
         sub_keys: tuple[bytes, ...] = (),
         shard: int = SHARD,
+        salt: bytes = b"",
     ) -> fx.ReserveResult:
         """Reserve spans of one size; ``sub_keys`` of each."""
         count = len(keys)
@@ -194,12 +223,14 @@ class World:
             list(range(count)),
             [length] * count,
             b"".join(sub_keys) * count,
+            salt,
         )
+        who = self.who(session, salt)
         assert isinstance(answer, fx.ReserveResult), answer
         for name, reason, number in zip(keys, answer.reason, answer.reservation, strict=True):
             assert bool(number) == (not reason)
             if number:
-                self.wanted[number] = Wanted(session, name, sub_keys, shard, length, tokens)
+                self.wanted[number] = Wanted(session, name, sub_keys, shard, length, tokens, who)
         return answer
 
     def commit(self, session: int, numbers: list[int]) -> fx.Result | None:
@@ -243,8 +274,18 @@ class World:
             self.flipped -= {(verify.slab, tile) for tile in read}
         self.send(ev.VerifyDone(job, good if answered else None))
 
+    def wipe_ends(self, job: int, ok: bool = True) -> None:
+        """A slab was wiped, or could not be."""
+        slab = self.wipes.pop(job)
+        if ok:
+            self.memory = {at: word for at, word in self.memory.items() if at[0] != slab}
+            self.flipped = {at for at in self.flipped if at[0] != slab}
+        self.send(ev.WipeDone(job, ok))
+
     def settle(self) -> None:
         """Let every job end well."""
+        for job in list(self.wipes):
+            self.wipe_ends(job)
         while self.copies or self.verifies:
             for job in list(self.copies):
                 self.copy_ends(job)
@@ -264,7 +305,8 @@ class World:
         self.catalog = {slot: self.catalog[slot] for slot, record in records if record is not None}
         self.send(ev.Recovered([(slot, item) for slot, item in records if item is not None]))
         for slab, size in self.sizes.items():
-            self.send(ev.SlabAdded(slab, size * TILE_BYTES))
+            owner = decode_owner(self.owners.get(slab, bytes(OWNER_BYTES)))
+            self.send(ev.SlabAdded(slab, size * TILE_BYTES, owner))
             self.send(ev.Populated(slab, size * TILE_BYTES))
 
     # Effects
@@ -295,27 +337,48 @@ class World:
                 self.catalog[slot] = data
                 if record.state is State.FREE:
                     assert slot not in self.index.values()
-            case fx.Publish(slot, tags):
+            case fx.Wipe(job, slab):
+                assert self.who_of(slab) is None
+                assert slab not in self.wipes.values()
+                self.wipes[job] = slab
+            case fx.PutOwner(slab, data):
+                before = decode_owner(self.owners.get(slab, bytes(OWNER_BYTES)))
+                owner = decode_owner(data)
+                assert owner is not None
+                assert before is None or before.group == owner.group, "a group's slab moved"
+                self.owners[slab] = data
+                if owner.state is OwnerState.OWNED:
+                    assert not any(
+                        word
+                        for at, word in self.memory.items()
+                        if at[0] == slab and word != FLIPPED
+                    ), "a tenant was given another's bytes"
+            case fx.Publish(slot, tags, group):
                 assert self.record(slot).state is State.COMMITTED
                 assert tags[0] == tag(self.record(slot).key, self.record(slot).shard)
+                who = self.who_of(self.record(slot).slab)
+                assert who is not None
+                assert who[0] == group
                 for name in tags:
-                    assert name not in self.index
-                    self.index[name] = slot
+                    assert (group, name) not in self.index
+                    self.index[group, name] = slot
                 self.wanted = {
                     n: want
                     for n, want in self.wanted.items()
-                    if tag(want.key, want.shard) not in tags
+                    if want.who != who or tag(want.key, want.shard) not in tags
                 }
-            case fx.Unpublish(slot, tags):
+            case fx.Unpublish(slot, tags, group):
                 for name in tags:
-                    assert self.index.pop(name) == slot
+                    assert self.index.pop((group, name)) == slot
             case fx.DropStaging(session):
                 self.closed.remove(session)
                 assert all(copy.session != session for copy, _ in self.copies.values())
 
     def _place_of(self, want: Wanted) -> tuple[int, int] | None:
         for row in self.core.spans(now_ms=self.now):
-            if row.key == want.key and row.shard == want.shard and row.state == "copying":
+            if (row.key, row.shard, row.state) == (want.key, want.shard, "copying") and self.who_of(
+                row.slab
+            ) == want.who:
                 return row.slab, row.offset
         return None
 
@@ -334,14 +397,16 @@ class World:
         assert record is not None
         return record
 
-    def records(self) -> dict[tuple[bytes, int], Record]:
-        """All stored spans and their further names, by key and shard."""
+    def records(self) -> dict[tuple[bytes, int, Who], Record]:
+        """All stored spans and their further names, by key, shard and tenant."""
         found = {}
         for slot in self.catalog:
             record = self.record(slot)
             if record.state is not State.FREE:
-                assert (record.key, record.shard) not in found
-                found[record.key, record.shard] = record
+                who = self.who_of(record.slab)
+                assert who is not None
+                assert (record.key, record.shard, who) not in found
+                found[record.key, record.shard, who] = record
         return found
 
     def check_bytes(self) -> None:
@@ -367,7 +432,7 @@ class World:
         assert status.leases == len(self.leases)
         assert status.idle == (not self.copies)
         records = self.records()
-        names = {tag(*name) for name in records}
+        names = {(who[0], tag(name, shard)) for name, shard, who in records}
         assert set(self.index) <= names
         rows = {row.slot: row for row in self.core.spans(limit=10_000, now_ms=self.now)}
         stored = {"recovered", "verifying", "committed", "suspect"}
@@ -376,6 +441,8 @@ class World:
         assert listed == committed
         for slot in committed:
             row, record = rows[slot], self.record(slot)
+            who = self.who_of(record.slab)
+            assert who is not None
             for name in (
                 "key",
                 "namespace",
@@ -388,4 +455,6 @@ class World:
                 "generation",
             ):
                 assert getattr(row, name) == getattr(record, name), name
-            assert (row.state == "committed") == (tag(record.key, record.shard) in self.index)
+            assert (row.state == "committed") == (
+                (who[0], tag(record.key, record.shard)) in self.index
+            )

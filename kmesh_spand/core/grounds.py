@@ -1,0 +1,98 @@
+"""The slabs, and whose each of them is."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from kmesh.layout import TILE_BYTES
+from kmesh_spand.core.allocator import Slab
+from kmesh_spand.core.effects import Effect, PutOwner, Wipe
+from kmesh_spand.core.tenants import OwnerState, SlabOwner, Tenant, TenantBook
+
+
+class Grounds:
+    """Slabs and their tenants; see "Slab and tenant" in ``docs/states.md``.
+
+    Attributes:
+        slabs: by number. tenants: whose they are. wipes: slab by wipe job in flight.
+        grew_ms: when each slab was last seen growing.
+        out: where effects go. now_ms: what time it is.
+    """
+
+    def __init__(
+        self, tenants: TenantBook, counters: dict[str, int], job_ids: Iterator[int]
+    ) -> None:
+        self.slabs: dict[int, Slab] = {}
+        self.tenants = tenants
+        self.wipes: dict[int, int] = {}
+        self.grew_ms: dict[int, int] = {}
+        self.counters = counters
+        self.out: list[Effect] = []
+        self.now_ms = 0
+        self._job_ids = job_ids
+
+    def add_slab(self, number: int, capacity: int, owner: SlabOwner | None = None) -> None:
+        """A slab of ``capacity`` bytes, none of them populated; ValueError if it can't be."""
+        if number in self.slabs or not 0 <= number <= 0xFFFF or capacity < TILE_BYTES:
+            raise ValueError(f"slab {number} of {capacity} bytes is known already, or none")
+        slab = self.slabs[number] = Slab(capacity // TILE_BYTES)
+        self.grew_ms[number] = self.now_ms
+        groups = self.tenants.tenancy.groups
+        if owner is None:
+            slab.group = groups[0] if len(groups) == 1 else None
+            return
+        slab.group, slab.lost = owner.group, owner.state is OwnerState.LOST
+        if owner.state is OwnerState.OWNED:
+            slab.tenant = self.tenants.open(owner.group, owner.salt)
+            self.tenants.own(slab.tenant, number)
+        elif owner.state is OwnerState.DIRTY:
+            self._wipe(number)
+
+    def assign(self, number: int, tenant: Tenant) -> None:
+        """Give a clean slab of nobody to a tenant."""
+        slab = self.slabs[number]
+        assert (slab.tenant, slab.clean, slab.lost, slab.used) == (None, True, False, 0)
+        assert slab.group in (None, tenant.group)
+        slab.tenant, slab.group = tenant, tenant.group
+        self.tenants.own(tenant, number)
+        owner = SlabOwner(OwnerState.OWNED, tenant.group, tenant.salt)
+        self.out.append(PutOwner(number, owner.encode()))
+
+    def reclaim(self, number: int) -> None:
+        """Take an empty slab from its tenant, and have it wiped."""
+        slab = self.slabs[number]
+        assert slab.tenant is not None
+        assert not slab.used
+        self.tenants.lose(slab.tenant, number)
+        slab.tenant = None
+        self._put_owner(number, OwnerState.DIRTY)
+        self._wipe(number)
+
+    def _wipe(self, number: int) -> None:
+        self.slabs[number].clean = False
+        job = next(self._job_ids)
+        self.wipes[job] = number
+        self.out.append(Wipe(job, number))
+
+    def wiped(self, job: int, ok: bool) -> None:
+        """A wipe has ended."""
+        number = self.wipes.pop(job, None)
+        if number is None:
+            return
+        if ok:
+            self.counters["wiped"] += 1
+            self.slabs[number].clean = True
+            self._put_owner(number, OwnerState.CLEAN)
+        else:
+            self.counters["wipe_failed"] += 1
+            self.slabs[number].lost = True
+
+    def _put_owner(self, number: int, state: OwnerState) -> None:
+        group = self.slabs[number].group
+        assert group is not None
+        self.out.append(PutOwner(number, SlabOwner(state, group).encode()))
+
+    def populate(self, number: int, capacity: int) -> None:
+        """The first ``capacity`` bytes of a slab have pages."""
+        self.slabs[number].populate(capacity // TILE_BYTES)
+        self.grew_ms[number] = self.now_ms
