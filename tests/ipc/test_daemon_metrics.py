@@ -206,6 +206,10 @@ def full_pools(seen: Seen) -> None:
                 assert client.store(key(number), b"bytes") == 0
                 client.acquire([key(number)])
             assert list(client.reserve([key(99)], 10).reason) == [11]
+        with daemon.rpc() as (channel, metadata):
+            admin = admin_pb2_grpc.AdminStub(channel)
+            request = admin_pb2.EvictRequest(all=True)
+            assert admin.Evict(request, metadata=metadata, timeout=20).spans == 8
         seen.look(daemon)
 
 
