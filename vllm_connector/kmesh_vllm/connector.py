@@ -20,7 +20,7 @@ from kmesh.client import Client
 from kmesh.errors import ConfigError
 from kmesh.keys import Extra, salt_digest
 from kmesh.session import Role
-from kmesh_vllm import compat
+from kmesh_vllm import compat, logs
 from kmesh_vllm.adapters import Adapters
 from kmesh_vllm.config import Settings
 from kmesh_vllm.identity import identify
@@ -69,6 +69,7 @@ class KMeshConnector(KVConnectorBase_V1):  # type: ignore[misc]
         role: KVConnectorRole,
         kv_cache_config: KVCacheConfig | None = None,
     ) -> None:
+        logs.join()
         compat.check_version(compat.vllm_version())
         super().__init__(vllm_config=vllm_config, role=role, kv_cache_config=kv_cache_config)
         if kv_cache_config is None:
