@@ -21,7 +21,7 @@ class Settings:
         load: restore from KMesh.
         store: store in KMesh what prefill makes.
         staging_bytes: staging memory of each worker that stores; 0 is a quarter of what the daemon
-            gives a session, at most 256 MiB.
+            gives a session, at most 64 MiB.
         weights_digest: what the weights are, instead of a digest of their files.
         min_restore_tokens: restores of fewer tokens are left to prefill.
         acquire_timeout_ms: a request waits at most this long for its lease.

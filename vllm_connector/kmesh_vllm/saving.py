@@ -25,7 +25,9 @@ from kmesh_vllm.staging import StagingRing
 logger = logging.getLogger("kmesh_vllm")
 
 _COMMIT_TIMEOUT = 60.0
-_STAGING = 256 << 20
+_STAGING = 64 << 20
+#: Seconds after which a daemon that had no staging left is asked again.
+_ASK_AGAIN = 5.0
 #: Names of kmesh.v1.Reason numbers that have a counter of their own.
 _EXISTS, _PENDING = 4, 2
 _FULL = (5, 6, 11, 12)
@@ -83,6 +85,7 @@ class Saver:
         self._late: Future[_Step | None] | None = None
         self._freed = threading.Event()
         self._staging: tuple[Session, Staging | None, StagingRing] | None = None
+        self._ask_at = 0.0
 
     def begin(self, plans: Sequence[StorePlan]) -> None:
         """Reserves the spans of a step, in the background."""
@@ -179,9 +182,15 @@ class Saver:
                 self._counts.add("store_skipped_error", count)
 
     def _attached(self, session: Session) -> tuple[Staging | None, StagingRing]:
-        """The session's staging, asked for once; None if it gave none."""
-        if self._staging is None or self._staging[0] is not session:
+        """The session's staging; None if it gave none, for a while."""
+        now = time.monotonic()
+        if (
+            self._staging is None
+            or self._staging[0] is not session
+            or (self._staging[1] is None and now >= self._ask_at)
+        ):
             staging = self._attach(session)
+            self._ask_at = now + _ASK_AGAIN
             ring = StagingRing(staging.size if staging is not None else 0)
             self._staging = session, staging, ring
         return self._staging[1], self._staging[2]

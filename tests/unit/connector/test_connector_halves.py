@@ -315,6 +315,20 @@ def test_a_span_larger_than_the_staging_is_skipped(engine: Make, daemon: FakeDae
     assert one.workers[0].counts.take() == {"store_skipped_staging": 2}
 
 
+def test_staging_that_others_have_is_asked_for_again(engine: Make, daemon: FakeDaemon) -> None:
+    greedy = engine("a", staging_bytes=daemon.limits.max_staging_bytes)
+    stored_by(greedy, daemon, prompt(128))
+    other = engine("b")
+    other.scheduler.add("r", prompt(128, seed=1), DIGEST)
+    other.prefill("r", 8, list(range(4)), 0, 128)
+    assert other.workers[0].counts.take() == {"store_skipped_staging": 2}
+    greedy.close()
+    saver = other.workers[0]._saver
+    assert saver is not None
+    saver._ask_at = 0.0
+    stored_by(other, daemon, prompt(128, seed=2))
+
+
 def test_late_reservations_are_given_back(engine: Make, daemon: FakeDaemon) -> None:
     one = engine("a", reserve_timeout_ms=300)
     one.scheduler.add("r", prompt(128), DIGEST)
