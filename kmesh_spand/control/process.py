@@ -118,39 +118,44 @@ class Control:
         """Serves until told to drain."""
         settings = self._settings
         web = Web(self._readiness, frozenset({0, os.geteuid(), *settings.allow_uids}))
-        await web.listen_unix(
-            os.path.join(settings.socket_dir, METRICS_SOCKET), settings.socket_mode
-        )
-        if settings.metrics_listen:
-            try:
-                await web.listen_tcp(settings.metrics_listen)
-            except OSError as failed:
-                web.close()
-                raise ConfigError(f"metrics_listen: {failed.strerror or failed}") from None
-        # Sessions are served already; these are large to load.
-        make_rpc, make_page = await self._loop.run_in_executor(None, _load)
-        path = os.path.join(settings.socket_dir, GRPC_SOCKET)
-        rpc = make_rpc(self._handler, self._report, self._operator, path)
-        web.page = make_page(self._report)
-        await rpc.start()
-        self._readiness.serving = True
-        self._supervisor.send(ipc.Ready())
+        rpc: RpcServer | None = None
+        try:
+            await web.listen_unix(
+                os.path.join(settings.socket_dir, METRICS_SOCKET), settings.socket_mode
+            )
+            if settings.metrics_listen:
+                try:
+                    await web.listen_tcp(settings.metrics_listen)
+                except OSError as failed:
+                    raise ConfigError(f"metrics_listen: {failed.strerror or failed}") from None
+            # Sessions are served already; these are large to load.
+            make_rpc, make_page = await self._loop.run_in_executor(None, _load)
+            path = os.path.join(settings.socket_dir, GRPC_SOCKET)
+            rpc = make_rpc(self._handler, self._report, self._operator, path)
+            web.page = make_page(self._report)
+            await rpc.start()
+            self._readiness.serving = True
+            self._supervisor.send(ipc.Ready())
+            await self._turn(rpc)
+        finally:
+            # Also after an error: what stays open would keep the process from ending.
+            self._listener.close("the daemon is stopping")
+            self._operator.close()
+            web.close()
+            if rpc is not None:
+                await rpc.stop()
+
+    async def _turn(self, rpc: RpcServer) -> None:
+        """The control loop, until it is drained."""
         while True:
             self._wake.clear()
             self._worker.check()
             self._readiness.turn()
             await self._tell_health(rpc)
             if self._handler.draining and self._handler.core.idle:
-                break
+                return
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._wake.wait(), self._tick())
-        self._listener.close("the daemon is stopping")
-        self._operator.close()
-        web.close()
-        await rpc.stop()
-        self._worker.close()
-        self._supervisor.close()
-        await self._loop.run_in_executor(None, self._handler.observer.close)
 
     def _tick(self) -> float:
         return 0.01 if self._handler.draining else _TICK_SECONDS

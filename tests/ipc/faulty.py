@@ -19,6 +19,7 @@ from kmesh_spand import memory, worker
 from kmesh_spand.__main__ import main
 from kmesh_spand.control import process
 from kmesh_spand.control.handler import Handler
+from kmesh_spand.control.readiness import Readiness
 from kmesh_spand.core.policy import LRU
 
 DIRECTORY = "KMESH_TEST_FAULTS"
@@ -89,6 +90,7 @@ def install() -> None:
     _replace(IndexWriter, "insert", "index", lambda *_: False)
     _replace(IndexWriter, "remove", "remove", lambda *_: None)
     _replace(process.Control, "_tell_health", "loop", _hang)
+    _replace(Readiness, "turn", "turn", _bug)
     _replace(worker.Worker, "_copy", "copy", _bug)
     _replace(worker.Slab, "wipe", "wipe", _bug)
     process._load = _slow_to_start

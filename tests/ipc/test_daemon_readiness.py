@@ -287,6 +287,15 @@ def test_a_stopped_control_is_not_live(spand: Daemon) -> None:
     wait_for_reasons(spand)
 
 
+def test_a_control_loop_that_fails_is_started_again(start_spand: Start, faults: Faults) -> None:
+    daemon = start_spand(bugs=True, **faults.settings)
+    before = daemon.child("control")
+    with faults.during("turn"):
+        wait_for(lambda: not Path(f"/proc/{before}").exists(), 10)
+    daemon.wait_status(lambda status: status.control_restarts >= 1)
+    wait_for_reasons(daemon)
+
+
 def test_a_control_loop_that_hangs(start_spand: Start, faults: Faults) -> None:
     daemon = start_spand(**faults.settings)
     with faults.during("loop"):
