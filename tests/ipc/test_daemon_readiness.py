@@ -292,7 +292,8 @@ def test_a_control_loop_that_fails_is_started_again(start_spand: Start, faults: 
     before = daemon.child("control")
     with faults.during("turn"):
         wait_for(lambda: not Path(f"/proc/{before}").exists(), 10)
-    daemon.wait_status(lambda status: status.control_restarts >= 1)
+    wait_for(lambda: daemon.log().count("info supervisor: ready") > 1)
+    assert daemon.status().control_restarts >= 1
     wait_for_reasons(daemon)
 
 
