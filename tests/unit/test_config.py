@@ -149,6 +149,7 @@ def test_defaults_follow_the_machine_and_each_other() -> None:
         ({}, {}, 'allow_uids = ["root"]', "allow_uids: Input should be"),
         ({"socket_mode": "0999"}, {}, "", "socket_mode: '0999' is no file mode"),
         ({"socket_dir": "/" + "x" * 100}, {}, "", "socket_dir: longer than"),
+        ({"socket_dir": ""}, {}, "", "socket_dir: is empty (flag)"),
         ({"slab_size": "1000001"}, {}, "", "slab_size: Input should be greater"),
         ({"slab_size": "2000001"}, {}, "", "slab_size: not a multiple of 64KiB (flag)"),
         ({"slab_size": "2GiB", "host_memory": "1GiB"}, {}, "", "slab_size: over host_memory"),
