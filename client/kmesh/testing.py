@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import heapq
 import os
+import select
 import selectors
 import socket
 import threading
@@ -33,6 +34,9 @@ from kmesh.wire import DEFAULT_TIMEOUT
 __all__ = ["FakeDaemon", "Limits"]
 
 T = TypeVar("T")
+
+#: How long an answer waits for its client to read those before it.
+_PATIENCE_MS = 5000
 
 
 @dataclass(eq=False, slots=True)
@@ -272,12 +276,22 @@ class FakeDaemon:
         fds = [answer.fd] if answer.fd >= 0 else []
         try:
             if answer.connection in self._connections:
-                socket.send_fds(answer.connection.sock, [answer.packet], fds, socket.MSG_NOSIGNAL)
+                self._send_packet(answer.connection.sock, answer.packet, fds)
         except OSError:
             self._drop(answer.connection)
         finally:
             for fd in fds:
                 os.close(fd)
+
+    def _send_packet(self, sock: socket.socket, packet: bytes, fds: list[int]) -> None:
+        """Waits for a client that is slow to read; OSError if it does not read at all."""
+        try:
+            socket.send_fds(sock, [packet], fds, socket.MSG_NOSIGNAL)
+        except BlockingIOError:
+            poll = select.poll()
+            poll.register(sock, select.POLLOUT)
+            poll.poll(_PATIENCE_MS)
+            socket.send_fds(sock, [packet], fds, socket.MSG_NOSIGNAL)
 
     def _drop(self, connection: _Connection) -> None:
         if connection not in self._connections:
