@@ -144,6 +144,9 @@ class Control:
             web.close()
             if rpc is not None:
                 await rpc.stop()
+            self._worker.close()
+            self._supervisor.close()
+            await self._loop.run_in_executor(None, self._handler.observer.close)
 
     async def _turn(self, rpc: RpcServer) -> None:
         """The control loop, until it is drained."""
