@@ -15,8 +15,8 @@ from google.protobuf.message import Message
 from kmesh import _host, errors, keys, layout
 from kmesh.fake_state import Limits, Peer, Slab, Span, create_memfd, reopen_read_only
 from kmesh.index import IndexWriter, capacity_for, index_size, tag
+from kmesh.layout import STAGING_ALIGN
 from kmesh.mapping import Mapping
-from kmesh.memory import STAGING_ALIGN
 from kmesh.v1 import common_pb2, sessions_pb2, spans_pb2
 
 OK, MISS, PENDING, CORRUPT, EXISTS = 0, 1, 2, 3, 4

@@ -22,6 +22,8 @@ TILE_BYTES = 64 * 1024
 PAGE_BYTES = 4096
 SPAN_TOKENS = 64
 SUB_TOKENS = 16
+#: Payloads begin at multiples of this many bytes in a session's staging.
+STAGING_ALIGN = 64
 
 #: Bytes of one KV element, by the name that the namespace uses.
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}

@@ -13,9 +13,6 @@ from kmesh.mapping import Mapping
 from kmesh.v1 import sessions_pb2
 from kmesh.wire import Answer
 
-#: Payloads begin at multiples of this in the staging.
-STAGING_ALIGN = 64
-
 
 class SlabMapping:
     """A slab, mapped read-only.
@@ -62,7 +59,7 @@ class SlabMapping:
 class Staging:
     """Memory of this session's own, mapped writable: what is committed is read from here.
 
-    Payloads begin at multiples of ``STAGING_ALIGN`` bytes.
+    Payloads begin at multiples of ``layout.STAGING_ALIGN`` bytes.
 
     Attributes:
         address: of the first byte.

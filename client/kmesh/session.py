@@ -229,7 +229,7 @@ class Session:
         """Makes spans visible whose payloads lie in the staging at ``offsets``.
 
         Args:
-            offsets: bytes from the staging's start, multiples of 64 (``memory.STAGING_ALIGN``).
+            offsets: bytes from the staging's start, multiples of 64 (``layout.STAGING_ALIGN``).
 
         Returns a ``kmesh.v1.Reason`` for each, when they are visible: 0 is OK. The staging may be
         written again from then on.

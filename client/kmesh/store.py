@@ -10,8 +10,9 @@ from collections.abc import Sequence
 from kmesh import _host, errors
 from kmesh.calls import ReserveBatch
 from kmesh.keys import KEY_BYTES
+from kmesh.layout import STAGING_ALIGN
 from kmesh.lease import REASON_OK, Lease
-from kmesh.memory import STAGING_ALIGN, SlabMapping, Staging
+from kmesh.memory import SlabMapping, Staging
 from kmesh.session import Session
 
 

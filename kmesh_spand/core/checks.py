@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from kmesh.layout import Shard
+from kmesh.layout import STAGING_ALIGN, Shard
 from kmesh_spand.core.codes import Code
-from kmesh_spand.core.config import STAGING_ALIGN, CoreConfig
+from kmesh_spand.core.config import CoreConfig
 from kmesh_spand.core.effects import Refused
 from kmesh_spand.core.events import Acquire, Reserve
 from kmesh_spand.core.table import KEY_BYTES

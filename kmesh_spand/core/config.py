@@ -7,9 +7,6 @@ from dataclasses import dataclass
 from kmesh.errors import ConfigError
 from kmesh.layout import SPAN_TOKENS, SUB_TOKENS
 
-#: Staging offsets are multiples of this many bytes.
-STAGING_ALIGN = 64
-
 
 @dataclass(frozen=True, slots=True)
 class CoreConfig:
