@@ -176,14 +176,23 @@ class Engine:
         return answer
 
 
+#: What is tested is what KMesh does, not how soon a busy machine lets it: spinning workers of vLLM
+#: keep other processes from the CPU for more than a second where there are few cores.
+PATIENT = {
+    "acquire_timeout_ms": 30_000,
+    "load_timeout_ms": 60_000,
+    "reserve_timeout_ms": 30_000,
+}
+
+
 def transfer(socket_dir: Path, **settings: Any) -> dict[str, Any]:
-    """vLLM's ``--kv-transfer-config`` for KMesh."""
+    """vLLM's ``--kv-transfer-config`` for KMesh; waits long unless ``settings`` say otherwise."""
     return {
         "kv_connector": "KMeshConnector",
         "kv_connector_module_path": "kmesh_vllm",
         "kv_role": "kv_both",
         "kv_load_failure_policy": "recompute",
-        "kv_connector_extra_config": {"socket_dir": str(socket_dir), **settings},
+        "kv_connector_extra_config": {"socket_dir": str(socket_dir), **PATIENT, **settings},
     }
 
 
