@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from dataclasses import dataclass
 
@@ -44,7 +45,11 @@ def _pages(size: int) -> int:
 
 def _make(name: str, size: int) -> Memory:
     memory = Memory(make_memfd(name, size), size)
-    os.posix_fallocate(memory.fd, 0, size)
+    try:
+        os.posix_fallocate(memory.fd, 0, size)
+    except BaseException:
+        os.close(memory.fd)
+        raise
     return memory
 
 
@@ -58,33 +63,40 @@ class Storage:
         epoch: random, nonzero; changes with ``new_epoch``.
 
     Raises:
-        OSError: no file descriptors or no memory.
+        OSError: no file descriptors or no memory; nothing is held then.
     """
 
     def __init__(self, settings: Settings) -> None:
         self._entries = settings.max_spans
         self._groups = settings.tenancy().groups
-        sizes = settings.slab_sizes()
-        self.slabs = [
-            Memory(make_memfd(f"slab{number}", size, final=not settings.hardened), size)
-            for number, size in enumerate(sizes)
-        ]
-        # Mapped before the seal: processes forked from this one inherit what no other can have.
         self.writable: list[Mapping] | None = None
-        if settings.hardened:
-            self.writable = [Mapping(slab.fd, slab.size, writable=True) for slab in self.slabs]
-            for slab in self.slabs:
-                seal_for_good(slab.fd)
-        self.catalog = _make("catalog", catalog_bytes(settings))
+        self.slabs: list[Memory] = []
+        self.catalog: Memory
         self.indexes: dict[int, Memory]
         self.epoch: int
-        self._begin()
+        with contextlib.ExitStack() as undo:
+            for number, size in enumerate(settings.slab_sizes()):
+                fd = make_memfd(f"slab{number}", size, final=not settings.hardened)
+                undo.callback(os.close, fd)
+                self.slabs.append(Memory(fd, size))
+            # Mapped before the seal: processes forked from this one inherit what no other can
+            # have.
+            if settings.hardened:
+                self.writable = []
+                undo.callback(self.drop_writable)
+                for slab in self.slabs:
+                    self.writable.append(Mapping(slab.fd, slab.size, writable=True))
+                for slab in self.slabs:
+                    seal_for_good(slab.fd)
+            self.catalog = _make("catalog", catalog_bytes(settings))
+            undo.callback(os.close, self.catalog.fd)
+            self._begin()
+            undo.pop_all()
 
     def poison(self) -> None:
         """Tells every reader of the index that it is over."""
         for index in self.indexes.values():
-            with Mapping(index.fd, index.size, writable=True) as mapping:
-                poison(mapping)
+            poison(index.fd)
 
     def drop_writable(self) -> None:
         """Gives up the writable mappings of slabs, in a process that doesn't write them."""
@@ -92,17 +104,29 @@ class Storage:
             mapping.close()
 
     def new_epoch(self) -> None:
-        """Empty indexes and another epoch; the old indexes must be poisoned."""
+        """Empty indexes and another epoch; the old indexes must be poisoned.
+
+        Raises:
+            OSError: as above; the old epoch's indexes are still held, and it may be tried again.
+        """
         old = self.indexes
         self._begin()
         for index in old.values():
             os.close(index.fd)
 
     def _begin(self) -> None:
-        self.epoch = int.from_bytes(os.urandom(8), "little") or 1
         # Every key has a catalog record of its own, sub-keys too.
         size = index_size(capacity_for(self._entries))
-        self.indexes = {group: _make("index", size) for group in self._groups}
+        made: dict[int, Memory] = {}
+        try:
+            for group in self._groups:
+                made[group] = _make("index", size)
+        except BaseException:
+            for index in made.values():
+                os.close(index.fd)
+            raise
+        self.epoch = int.from_bytes(os.urandom(8), "little") or 1
+        self.indexes = made
 
     def close(self) -> None:
         """Gives all memory back; readers see that the index is over."""

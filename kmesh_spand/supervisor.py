@@ -14,6 +14,7 @@ import select
 import signal
 import socket
 import time
+from collections.abc import Callable, Collection
 
 from kmesh.errors import ConfigError
 from kmesh_spand import child, ipc, logs, memory
@@ -54,6 +55,17 @@ class Backoff:
         at = now + self._wait
         self._wait = min(max(2 * self._wait, _BACKOFF_FIRST), _BACKOFF_LAST)
         return at
+
+
+def _fork_or_close(
+    ours: socket.socket, name: str, keep: Collection[int], main: Callable[[], int]
+) -> int:
+    """``child.fork``; ``ours`` is closed if there is no child to talk to."""
+    try:
+        return child.fork(name, keep, main)
+    except BaseException:
+        ours.close()
+        raise
 
 
 class Supervisor:
@@ -273,8 +285,8 @@ class Supervisor:
             return process.run(settings, storage, listener, theirs, restarts)
 
         keep = [*storage.fds, listener.fileno(), theirs.fileno()]
-        self._control_pid = child.fork("control", keep, main)
-        theirs.close()
+        with theirs:
+            self._control_pid = _fork_or_close(ours, "control", keep, main)
         ours.setblocking(False)
         self._to_control = ours
         self._control_backoff.started(now)
@@ -293,8 +305,8 @@ class Supervisor:
             return worker.run(settings, theirs, slabs, writable)
 
         keep = [*(fd for fd, _ in slabs), theirs.fileno()]
-        self._worker_pid = child.fork("worker", keep, main)
-        theirs.close()
+        with theirs:
+            self._worker_pid = _fork_or_close(ours, "worker", keep, main)
         self._tell_control(ipc.NewWorker(self._worker_restarts, self._worker_pid), ours.fileno())
         ours.close()
         self._worker_backoff.started(now)

@@ -258,4 +258,9 @@ def run(
         slabs: fd and size of each.
         writable: their mappings, inherited, where new ones would be refused.
     """
-    return Worker(settings, channel, slabs, writable).run()
+    try:
+        worker = Worker(settings, channel, slabs, writable)
+    except OSError as failed:
+        logger.error("slabs can't be mapped: %s", failed.strerror)
+        return 1
+    return worker.run()

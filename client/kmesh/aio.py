@@ -55,7 +55,11 @@ class AsyncChannel:
         self._on_close: list[Callable[[], None]] = []
         self._timer: asyncio.TimerHandle | None = None
         self._error: BaseException | None = None
-        self._loop.add_reader(sock, self._readable)
+        try:
+            self._loop.add_reader(sock, self._readable)
+        except BaseException:
+            sock.close()
+            raise
         packets.close_in_child(self)
 
     @property
@@ -268,11 +272,11 @@ class AsyncSession:
     ) -> AsyncSession:
         """As ``Session.connect``."""
         until = time.monotonic() + timeout
+        message = hello(role, engine_id, namespace, client_name)
         while (sock := packets.try_dial(socket_dir)) is None:
             if time.monotonic() >= until:
                 raise packets.busy(socket_dir)
             await asyncio.sleep(packets.REDIAL_SECONDS)
-        message = hello(role, engine_id, namespace, client_name)
         return await cls(sock).open(message, max(until - time.monotonic(), 0.001))
 
     async def __aenter__(self) -> AsyncSession:

@@ -29,21 +29,33 @@ class Channel:
     No method waits for the daemon. Callbacks run in the channel's thread, except those of a call
     that fails at once. In a forked child the connection is closed, so that the session still
     ends with the process that opened it.
+
+    Raises:
+        OSError, RuntimeError: no descriptor or no thread is left; the socket is closed.
     """
 
     def __init__(self, sock: socket.socket) -> None:
         self.exchange = Exchange()
-        self.peer_pid = packets.peer_pid(sock)
+        self._error: BaseException | None = None
+        try:
+            self.peer_pid = packets.peer_pid(sock)
+            self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        except BaseException:
+            sock.close()
+            raise
         self._sock = sock
         self._buffer = bytearray(MAX_MESSAGE_BYTES)
-        self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._lock = threading.Lock()
         self._unsent: collections.deque[bytes] = collections.deque()
         self._on_close: list[Callable[[], None]] = []
-        self._error: BaseException | None = None
         self._over = False
         self._thread = threading.Thread(target=self._run, name="kmesh-session", daemon=True)
-        self._thread.start()
+        try:
+            self._thread.start()
+        except BaseException:
+            sock.close()
+            os.close(self._wake)
+            raise
         packets.close_in_child(self)
 
     @property

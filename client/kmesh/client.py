@@ -165,7 +165,7 @@ class Client:
         while not self._closing.is_set():
             try:
                 session = self._connect()
-            except errors.KMeshError as error:
+            except (errors.KMeshError, OSError) as error:
                 delay = self._reconnect.failed(error)
             except Exception as error:
                 logger.exception("connecting to KMesh failed")
@@ -276,7 +276,7 @@ class AsyncClient:
         while True:
             try:
                 session = await self._connect()
-            except errors.KMeshError as error:
+            except (errors.KMeshError, OSError) as error:
                 delay = self._reconnect.failed(error)
             except Exception as error:
                 logger.exception("connecting to KMesh failed")

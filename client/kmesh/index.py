@@ -6,6 +6,7 @@ what it finds may be gone; Acquire decides.
 
 from __future__ import annotations
 
+import os
 import struct
 from array import array
 from collections.abc import Iterable, Sequence
@@ -62,9 +63,12 @@ def index_size(capacity: int) -> int:
     return HEADER_BYTES + capacity * ENTRY_BYTES
 
 
-def poison(mapping: Mapping) -> None:
-    """Says that nothing in this index holds any more. For writers of any epoch."""
-    _host.store(mapping.address + _POISONED, 32, 1)
+def poison(fd: int) -> None:
+    """Says that nothing in the index in this memfd holds any more. For writers of any epoch.
+
+    It needs neither memory nor a mapping, so that it can be said when there is none.
+    """
+    os.pwrite(fd, struct.pack("<I", 1), _POISONED)
 
 
 class IndexWriter:
@@ -119,7 +123,7 @@ class IndexWriter:
 
     def poison(self) -> None:
         """Readers find nothing from here on."""
-        poison(self._mapping)
+        _host.store(self._base + _POISONED, 32, 1)
 
 
 class Probe(NamedTuple):

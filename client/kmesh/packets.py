@@ -105,8 +105,12 @@ def receive(sock: socket.socket, buffer: bytearray) -> tuple[bytes, list[int]]:
     if flags & (socket.MSG_CTRUNC | socket.MSG_TRUNC):
         for fd in fds:
             os.close(fd)
-        what = "file descriptors" if flags & socket.MSG_CTRUNC else "bytes"
-        raise errors.ProtocolError(f"a packet with more {what} than allowed")
+        if flags & socket.MSG_TRUNC:
+            raise errors.ProtocolError("a packet with more bytes than allowed")
+        # The kernel says the same when this process has no descriptor left.
+        raise errors.ProtocolError(
+            "a packet with more file descriptors than allowed, or than this process may open"
+        )
     return bytes(memoryview(buffer)[:size]), fds
 
 

@@ -134,10 +134,11 @@ class Session:
         Raises:
             DaemonUnavailable: nobody answers.
             VersionMismatch, NamespaceMismatch, PermissionDenied: refused; ``field`` says why.
+            OSError: this process has no file descriptor or no memory left for it.
         """
         until = time.monotonic() + timeout
-        sock = packets.dial(socket_dir, timeout)
         message = hello(role, engine_id, namespace, client_name)
+        sock = packets.dial(socket_dir, timeout)
         return cls(sock, message, max(until - time.monotonic(), 0.001))
 
     def __enter__(self) -> Session:
@@ -260,6 +261,7 @@ class Session:
         Raises:
             NotFound: no such slab.
             UnsupportedError: it is not host memory.
+            OSError: it can't be mapped.
         """
         found = self._slabs.get(slab_id)
         if found is None:

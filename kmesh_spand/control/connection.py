@@ -7,6 +7,7 @@ import asyncio
 import contextlib
 import logging
 import os
+import select
 import socket
 import time
 from collections import deque
@@ -27,6 +28,8 @@ _BUFFER = memoryview(bytearray(limits.MAX_MESSAGE_BYTES + 1))
 #: Packets, and seconds, that one connection is served before the others get their turn.
 _TURN = 16
 _TURN_SECONDS = 0.005
+#: Between looks at a client that sends no more but is owed answers.
+_HALF_SECONDS = 0.05
 
 _ANSWER_NAMES = {
     "Welcome": "welcome",
@@ -72,6 +75,7 @@ class Connection:
         self._member: Member | None = None
         self._queue: deque[tuple[bytes, int]] = deque()
         self._paused = False
+        self._half = False
         self._open = True
         self._timer: asyncio.TimerHandle | None = loop.call_later(
             patience, self.close, "no Hello in time"
@@ -140,7 +144,7 @@ class Connection:
                 errors.TooLarge(f"a packet has at most {limits.MAX_MESSAGE_BYTES} bytes")
             )
         if size == 0:
-            self.close("closed by the client")
+            self._ended_sending()
             return False
         try:
             request = session_socket_pb2.Request.FromString(bytes(_BUFFER[:size]))
@@ -148,6 +152,34 @@ class Connection:
             return self._fatal(errors.InvalidArgument("a packet that is no Request"))
         self._on_request(request)
         return True
+
+    def _ended_sending(self) -> None:
+        """The client sends no more; if it still reads, it gets the answers that it is owed."""
+        if self._gone():
+            self.close("closed by the client")
+            return
+        self._half = True
+        self._loop.remove_reader(self._fd)
+        self._watch_half()
+
+    def _watch_half(self) -> None:
+        """Ends a half-closed connection when nothing is owed, or when the client is gone.
+
+        What tells readable also tells of a half-closed socket, always: it can't be waited with.
+        """
+        if not self._open:
+            return
+        owed = self._member is not None and self._handler.owes(self._member.id)
+        if self._gone() or not (owed or self._queue):
+            self.close("closed by the client")
+        else:
+            self._loop.call_later(_HALF_SECONDS, self._watch_half)
+
+    def _gone(self) -> bool:
+        """Whether the client has closed its end, and not only ended what it sends."""
+        poll = select.poll()
+        poll.register(self._fd, 0)
+        return bool(poll.poll(0))
 
     def _fatal(self, failed: errors.RequestError) -> bool:
         """Says why, under no request's id, and ends the connection."""
@@ -241,7 +273,7 @@ class Connection:
         if not self._queue:
             self._loop.add_writer(self._fd, self._writable)
         self._queue.append((packet, kept))
-        if len(self._queue) >= limits.PAUSE_PACKETS and not self._paused:
+        if len(self._queue) >= limits.PAUSE_PACKETS and not self._paused and not self._half:
             self._paused = True
             self._loop.remove_reader(self._fd)
 

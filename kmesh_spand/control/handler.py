@@ -210,6 +210,10 @@ class Handler:
             seconds = (deadline_ms or self.settings.deadline_ms) / 1000
             pending.timer = self._loop.call_later(seconds, self._too_late, number, body)
 
+    def owes(self, session: int) -> bool:
+        """Whether requests of a session wait for their answer."""
+        return session in self._of_session
+
     def _start(self, session: int, number: int, body: Message) -> None:
         match body:
             case sessions_pb2.Ping():

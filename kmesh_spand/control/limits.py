@@ -14,3 +14,8 @@ MAX_PACKETS = PAUSE_PACKETS + 2 * MAX_PENDING
 #: Fds that are kept free for gRPC, staging and the refusal of connections.
 FD_MARGIN = 12
 MAX_TEXT = 256
+#: At a time, where there are files enough for it.
+MAX_RPC_CONNECTIONS = 256
+#: After which a gRPC connection without a call is ended, and one that never said anything.
+RPC_IDLE_SECONDS = 60
+RPC_HELLO_SECONDS = 5

@@ -7,7 +7,6 @@ import contextlib
 import errno
 import logging
 import os
-import resource
 import socket
 import struct
 
@@ -15,6 +14,7 @@ from kmesh import errors
 from kmesh.v1 import session_socket_pb2
 from kmesh_spand.control import limits
 from kmesh_spand.control.connection import Connection, status_of
+from kmesh_spand.control.crowd import Crowd, count_files, max_files
 from kmesh_spand.control.handler import Handler
 from kmesh_spand.control.registry import Peer
 
@@ -31,7 +31,11 @@ class Listener:
     """The listening socket and every connection that came from it."""
 
     def __init__(
-        self, loop: asyncio.AbstractEventLoop, handler: Handler, sock: socket.socket
+        self,
+        loop: asyncio.AbstractEventLoop,
+        handler: Handler,
+        sock: socket.socket,
+        crowd: Crowd,
     ) -> None:
         self._loop = loop
         self._handler = handler
@@ -39,7 +43,8 @@ class Listener:
         self._allowed = frozenset(handler.settings.allow_uids)
         self._connections: set[Connection] = set()
         self._refused = 0
-        self._limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+        self._crowd = crowd
+        self._limit = max_files()
         # Given up for a moment when a connection has to be refused and no fd is left.
         self._spare = os.open("/dev/null", os.O_RDONLY | os.O_CLOEXEC)
         self._listening = True
@@ -70,6 +75,10 @@ class Listener:
                 return
             except OSError as failed:
                 if failed.errno in (errno.EMFILE, errno.ENFILE):
+                    if self._crowd.trim():
+                        # It waits in the backlog until their files are free.
+                        self._pause()
+                        return
                     self._refuse_without_fd()
                     continue
                 logger.error("accept: %s", failed.strerror)
@@ -104,9 +113,15 @@ class Listener:
             return errors.PermissionDenied(f"uid {peer.uid} may not connect", field="uid")
         if len(self._connections) - self._refused >= self._handler.settings.max_sessions:
             return errors.Exhausted("sessions: max_sessions are connected")
-        if self._limit - len(os.listdir("/proc/self/fd")) < limits.FD_MARGIN:
+        if self._files_left() < limits.FD_MARGIN and (
+            self._crowd.trim() + self._files_left() < limits.FD_MARGIN
+        ):
             return errors.Exhausted("file descriptors: the daemon's limit (ulimit -n) is near")
         return None
+
+    def _files_left(self) -> int:
+        # One more is open while they are counted.
+        return self._limit - count_files() - 1
 
     def _on_ended(self, connection: Connection) -> None:
         self._connections.discard(connection)

@@ -18,6 +18,7 @@ from kmesh.layout import slab_capacity
 from kmesh.mapping import Mapping
 from kmesh_spand import ipc
 from kmesh_spand.control.applier import Applier
+from kmesh_spand.control.crowd import Crowd
 from kmesh_spand.control.handler import Exported, Handler
 from kmesh_spand.control.limits import MAX_BATCH
 from kmesh_spand.control.link import Link
@@ -105,13 +106,19 @@ class Control:
             self._handler.journal.span,
         )
         self._supervisor = Link(loop, supervisor, self._heard, self._orphaned)
+        self._crowd = Crowd(self._handler, os.path.join(settings.socket_dir, GRPC_SOCKET))
         self._readiness = Readiness(
-            loop, self._handler, self._worker, settings.stuck_ms, self._tell_supervisor
+            loop,
+            self._handler,
+            self._worker,
+            self._crowd,
+            settings.stuck_ms,
+            self._tell_supervisor,
         )
         self._report = Report(self._handler, self._worker, restarts, self._readiness)
         self._operator = Operator(loop, self._handler, restarts, self._ask_to_stop)
         self._recover()
-        self._listener = Listener(loop, self._handler, listener)
+        self._listener = Listener(loop, self._handler, listener, self._crowd)
         loop.call_later(settings.grace_ms / 1000, self._event, events.GraceEnded())
 
     async def run(self) -> None:
@@ -145,6 +152,7 @@ class Control:
             if rpc is not None:
                 await rpc.stop()
             self._worker.close()
+            self._crowd.close()
             self._supervisor.close()
             await self._loop.run_in_executor(None, self._handler.observer.close)
 
@@ -267,14 +275,19 @@ def run(
 ) -> int:
     """Runs the process; returns its exit status."""
 
-    async def main() -> None:
+    async def main() -> int:
         loop = asyncio.get_running_loop()
-        await Control(loop, settings, storage, listener, supervisor, restarts).run()
+        try:
+            control = Control(loop, settings, storage, listener, supervisor, restarts)
+        except OSError as failed:
+            logger.error("control can't have what it needs: %s", failed)
+            return 1
+        await control.run()
+        return 0
 
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         try:
-            runner.run(main())
+            return runner.run(main())
         except ConfigError as wrong:
             logger.error("%s", wrong)
             return 1
-    return 0

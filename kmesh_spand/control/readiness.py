@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import os
-import resource
 from collections.abc import Callable
 
 from kmesh_spand.control import limits
+from kmesh_spand.control.crowd import Crowd, count_files, max_files
 from kmesh_spand.control.handler import Handler
 from kmesh_spand.control.storeworker import StoreWorker
 
@@ -44,27 +43,30 @@ class Readiness:
         loop: asyncio.AbstractEventLoop,
         handler: Handler,
         worker: StoreWorker,
+        crowd: Crowd,
         stuck_ms: int,
         changed: Callable[[dict[str, str]], None],
     ) -> None:
         self.serving = False
-        self.max_files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+        self.max_files = max_files()
         self._loop = loop
         self._handler = handler
         self._worker = worker
+        self._crowd = crowd
         self._stuck = stuck_ms / 1000
         self._changed = changed
         self._turned_at = loop.time()
         self._names: list[str] = ["starting"]
         self._counted_at = loop.time()
-        self.open_files = _open_files()
+        self.open_files = count_files()
 
     def turn(self) -> None:
         """Called by each turn of the control loop."""
         now = self._turned_at = self._loop.time()
         if now - self._counted_at >= _COUNT_SECONDS:
             self._counted_at = now
-            self.open_files = _open_files()
+            self._crowd.trim()
+            self.open_files = count_files()
         reasons = self.reasons()
         if list(reasons) != self._names:
             self._names = list(reasons)
@@ -156,7 +158,3 @@ class Readiness:
         if left - 2 < limits.FD_MARGIN:
             return f"{left} file descriptors are left of {self.max_files}"
         return ""
-
-
-def _open_files() -> int:
-    return len(os.listdir("/proc/self/fd")) - 1

@@ -28,7 +28,7 @@ from kmesh.v1 import (
     spans_pb2_grpc,
 )
 from kmesh_spand.control.handler import Handler
-from kmesh_spand.control.limits import MAX_RPC_BYTES
+from kmesh_spand.control.limits import MAX_RPC_BYTES, RPC_HELLO_SECONDS, RPC_IDLE_SECONDS
 from kmesh_spand.control.operator import Operator
 from kmesh_spand.control.registry import Member
 from kmesh_spand.control.report import Report
@@ -243,6 +243,8 @@ class RpcServer:
                 ("grpc.max_receive_message_length", MAX_RPC_BYTES),
                 ("grpc.max_concurrent_streams", 256),
                 ("grpc.so_reuseport", 0),
+                ("grpc.max_connection_idle_ms", RPC_IDLE_SECONDS * 1000),
+                ("grpc.server_handshake_timeout_ms", RPC_HELLO_SECONDS * 1000),
             ),
         )
         spans_pb2_grpc.add_SpansServicer_to_server(Spans(handler, report), self._server)

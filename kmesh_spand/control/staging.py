@@ -78,19 +78,21 @@ class StagingPool:
     ) -> None:
         wanted = self._making.pop(session)
         failed = made.exception()
-        if failed is not None:
-            self.used -= size
-            if wanted:
-                text = failed.strerror if isinstance(failed, OSError) else "failed"
-                done(-1, errors.Exhausted(f"staging memory: {text}", field="attach_staging.size"))
-            return
-        fd = made.result()
-        if not wanted:
+        fd = -1 if failed is not None else made.result()
+        if wanted and failed is None:
+            try:
+                self._worker.add_staging(session, fd, size)
+            except OSError as lacking:
+                failed = lacking
+            else:
+                done(fd, None)
+                return
+        self.used -= size
+        if fd >= 0:
             os.close(fd)
-            self.used -= size
-            return
-        self._worker.add_staging(session, fd, size)
-        done(fd, None)
+        if wanted:
+            text = failed.strerror if isinstance(failed, OSError) else "failed"
+            done(-1, errors.Exhausted(f"staging memory: {text}", field="attach_staging.size"))
 
 
 def _make(session: int, size: int) -> int:

@@ -121,7 +121,11 @@ class StoreWorker:
         self._heard_at = self._loop.time()
         self._link = Link(self._loop, socket.socket(fileno=fd), self._heard, self._detach)
         for session, (staging, size) in self._staging.items():
-            self._link.send(ipc.Staging(session, size), staging)
+            try:
+                self._link.send(ipc.Staging(session, size), staging)
+            except OSError as failed:
+                # Its copies will say that there is no staging.
+                logger.error("staging: %s", failed.strerror, extra={"session": session})
         waiting, self._waiting = self._waiting, []
         for job in waiting:
             self.verify(job)
@@ -138,10 +142,14 @@ class StoreWorker:
         self._staging.clear()
 
     def add_staging(self, session: int, fd: int, size: int) -> None:
-        """Takes ``fd`` and lets the worker read from it."""
-        self._staging[session] = (fd, size)
+        """Takes ``fd`` and lets the worker read from it.
+
+        Raises:
+            OSError: no file descriptor is left; ``fd`` stays the caller's.
+        """
         if self._link is not None:
             self._link.send(ipc.Staging(session, size), fd)
+        self._staging[session] = (fd, size)
 
     def drop_staging(self, session: int) -> int:
         """Destroys a session's staging, if it has one; returns the bytes that are free now."""

@@ -48,14 +48,14 @@ class Pair:
 
     def __init__(self, capacity: int = 1024, epoch: int = 99) -> None:
         self.size = index_size(capacity)
-        fd = memfd(self.size)
+        self.fd = fd = memfd(self.size)
         self.memory = Mapping(fd, self.size, writable=True)
         self.writer = IndexWriter(self.memory, epoch)
         self.shown = Mapping(fd, self.size)
         self.reader = IndexReader(self.shown)
-        os.close(fd)
 
     def close(self) -> None:
+        os.close(self.fd)
         self.memory.close()
         self.shown.close()
 
@@ -215,7 +215,7 @@ def test_a_poisoned_index_has_nothing(pair: Pair) -> None:
     for i, t in enumerate(tags(keys, [SHARD])):
         pair.writer.insert(t, i)
     assert pair.reader.probe(keys, [SHARD]).hits == 3
-    poison(pair.memory)
+    poison(pair.fd)
     assert pair.reader.poisoned
     hits, slots = pair.reader.probe(keys, [SHARD])
     assert (hits, list(slots)) == (0, [0, 0, 0])
