@@ -14,8 +14,9 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from typing import TypeAlias
 
 from kmesh import _host, layout
 from kmesh.mapping import Mapping
@@ -24,6 +25,9 @@ from kmesh_spand.budget import Gate
 from kmesh_spand.settings import Settings
 
 logger = logging.getLogger(__name__)
+
+#: Runs a job with its message.
+Submit: TypeAlias = Callable[..., object]
 
 _WIPE_BYTES = 32 << 20
 #: Until memory that could not be had is asked for again.
@@ -124,21 +128,29 @@ class Worker:
             except (EOFError, ConnectionError):
                 # Whatever still runs is for nobody: don't wait for it.
                 os._exit(0)
-            match message:
-                case ipc.Copy():
-                    copies.submit(self._job, message)
-                case ipc.Verify() | ipc.Wipe():
-                    checks.submit(self._job, message)
-                case ipc.Beat():
-                    self._send(message)
-                case ipc.Staging() if fd is not None:
-                    self._map_staging(message, fd)
-                case ipc.DropStaging():
-                    dropped = self._staging.pop(message.session, None)
-                    if dropped is not None:
-                        dropped.close()
-                case _:
-                    logger.error("unexpected message %s", type(message).__name__)
+            self.take(message, fd, copies.submit, checks.submit)
+
+    def take(self, message: ipc.AnyMessage, fd: int | None, copy: Submit, check: Submit) -> None:
+        """Does what a message says, and owns its fd.
+
+        Args:
+            copy, check: run a job, now or later.
+        """
+        match message:
+            case ipc.Copy():
+                copy(self._job, message)
+            case ipc.Verify() | ipc.Wipe():
+                check(self._job, message)
+            case ipc.Beat():
+                self._send(message)
+            case ipc.Staging() if fd is not None:
+                self._map_staging(message, fd)
+            case ipc.DropStaging():
+                dropped = self._staging.pop(message.session, None)
+                if dropped is not None:
+                    dropped.close()
+            case _:
+                logger.error("unexpected message %s", type(message).__name__)
 
     def _map_staging(self, message: ipc.Staging, fd: int) -> None:
         try:

@@ -274,6 +274,8 @@ def run(
     restarts: int,
 ) -> int:
     """Runs the process; returns its exit status."""
+    # It would write into our log what peers send, as it comes, lines of their own included.
+    os.environ.setdefault("GRPC_VERBOSITY", "NONE")
 
     async def main() -> int:
         loop = asyncio.get_running_loop()

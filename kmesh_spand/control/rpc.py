@@ -27,6 +27,7 @@ from kmesh.v1 import (
     spans_pb2,
     spans_pb2_grpc,
 )
+from kmesh_spand.control.decoding import Decoder
 from kmesh_spand.control.handler import Handler
 from kmesh_spand.control.limits import MAX_RPC_BYTES, RPC_HELLO_SECONDS, RPC_IDLE_SECONDS
 from kmesh_spand.control.operator import Operator
@@ -236,9 +237,10 @@ class RpcServer:
     def __init__(self, handler: Handler, report: Report, operator: Operator, path: str) -> None:
         self._path = path
         self._mode = handler.settings.socket_mode
+        self._handler = handler
         self._health = health.aio.HealthServicer()
         self._server = aio.server(
-            interceptors=(Authenticator(handler),),
+            interceptors=(Authenticator(handler), Decoder(self._garbage)),
             options=(
                 ("grpc.max_receive_message_length", MAX_RPC_BYTES),
                 ("grpc.max_concurrent_streams", 256),
@@ -265,6 +267,11 @@ class RpcServer:
         finally:
             os.umask(before)
         os.chmod(self._path, self._mode)
+
+    async def _garbage(self, context: Context, failed: errors.RequestError) -> None:
+        self._handler.counters["protocol_errors"] += 1
+        self._handler.count_refusal(failed)
+        await _refuse(context, failed)
 
     async def set_healthy(self, healthy: bool) -> None:
         """What health answers, for the whole and for each service."""
