@@ -10,6 +10,7 @@ import asyncio
 import errno
 import os
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,8 @@ from kmesh_spand.core.policy import LRU
 
 DIRECTORY = "KMESH_TEST_FAULTS"
 COMMAND = (sys.executable, __file__)
+#: How far the system clock jumps, in seconds.
+YEARS = 10 * 365 * 86400
 
 
 def broken(name: str) -> bool:
@@ -61,6 +64,18 @@ def _bug(*_: Any) -> None:
     raise RuntimeError("a bug that a test put here")
 
 
+def _shift() -> int:
+    """Seconds by which the system clock is wrong."""
+    return YEARS * (broken("forward") - broken("back"))
+
+
+def _set_clock() -> None:
+    """What ``date -s`` would do to this daemon alone."""
+    seconds, nanoseconds = time.time, time.time_ns
+    time.time = lambda: seconds() + _shift()
+    time.time_ns = lambda: nanoseconds() + _shift() * 10**9
+
+
 async def _while(fault: str) -> None:
     while broken(fault):  # noqa: ASYNC110
         await asyncio.sleep(0.02)
@@ -94,6 +109,7 @@ def install() -> None:
     _replace(worker.Worker, "_copy", "copy", _bug)
     _replace(worker.Slab, "wipe", "wipe", _bug)
     process._load = _slow_to_start
+    _set_clock()
     if broken("huge"):
         # A kernel that gives huge pages, but can't fill a mapping.
         memory.hugepages_allowed = lambda: True
