@@ -77,6 +77,10 @@ class Slab:
                 ctypes.memset(base + at, 0, min(_WIPE_BYTES, end - at))
 
 
+class NoStaging(Exception):
+    """A copy's source is not there: it could not be mapped, which was said, or is gone."""
+
+
 class Throttle:
     """Lets ``rate`` bytes a second pass; 0 lets all pass."""
 
@@ -174,6 +178,8 @@ class Worker:
                     case ipc.Wipe():
                         self._slab(job.slab).wipe()
                         answer = ipc.Wiped(job.job)
+            except NoStaging as lacking:
+                answer = ipc.Failed(job.job, str(lacking))
             except Exception as failed:
                 logger.exception("a job failed", extra={"job": job.job})
                 answer = ipc.Failed(job.job, f"{type(failed).__name__}: {failed}")
@@ -182,7 +188,7 @@ class Worker:
     def _copy(self, job: ipc.Copy) -> ipc.AnyMessage:
         staging = self._staging.get(job.session)
         if staging is None:
-            raise ValueError("the session has no staging")
+            raise NoStaging("the session has no staging")
         end = job.staging_offset + job.length
         if job.staging_offset < 0 or end > staging.size:
             raise ValueError(f"the source ends at {end}, outside of {staging.size} bytes")

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+from kmesh.mapping import Mapping
 from kmesh.v1 import session_socket_pb2, sessions_pb2
 from kmesh_spand import flags, ipc
 from kmesh_spand.control.connection import Connection
@@ -80,10 +81,14 @@ class Room:
         def now(job: Callable[..., object], message: ipc.AnyMessage) -> object:
             return job(message)
 
-        with contextlib.suppress(BlockingIOError):
+        with contextlib.suppress(BlockingIOError, EOFError):
             while True:
                 message, fd = ipc.receive(self._jobs)
                 self._worker.take(message, fd, now, now)
+
+    def _staging(self) -> list[Mapping]:
+        """What the worker has mapped of sessions, and was not told to forget."""
+        return list(self._worker._staging.values())
 
     def connect(self) -> tuple[socket.socket, Connection]:
         """A client's end, non-blocking, and control's connection behind it."""
@@ -125,8 +130,8 @@ class Room:
             os.close(fd)
         for fd, _ in self._slabs:
             os.close(fd)
-        for slab in self._worker._slabs:
-            slab.mapping.close()
+        for mapping in (*(slab.mapping for slab in self._worker._slabs), *self._staging()):
+            mapping.close()
         for sock in (self.supervisor, self._jobs, self._listener):
             sock.close()
 

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from kmesh.index import IndexWriter
-from kmesh_spand import memory, worker
+from kmesh_spand import memory, storage, worker
 from kmesh_spand.__main__ import main
 from kmesh_spand.control import process
 from kmesh_spand.control.handler import Handler
@@ -49,6 +49,10 @@ def _throw(*_: Any) -> Iterator[int]:
 
 def _no_memory(*_: Any, **__: Any) -> bool:
     raise OSError(errno.ENOMEM, os.strerror(errno.ENOMEM))
+
+
+def _no_space(*_: Any) -> None:
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
 def _only_the_first(owner: Any) -> Any:
@@ -108,6 +112,9 @@ def install() -> None:
     _replace(Readiness, "turn", "turn", _bug)
     _replace(worker.Worker, "_copy", "copy", _bug)
     _replace(worker.Slab, "wipe", "wipe", _bug)
+    _replace(process, "Mapping", "mapping", _no_memory)
+    _replace(worker, "Mapping", "mapping", _no_memory)
+    _replace(storage, "_make", "space", _no_space)
     process._load = _slow_to_start
     _set_clock()
     if broken("huge"):

@@ -1,0 +1,290 @@
+"""No space, no memory, no descriptor, at each single allocation: an error, and nothing is left."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import logging
+import os
+import socket
+from pathlib import Path
+
+import pytest
+from hostile import receive
+from leaks import open_fds
+from rawclient import DIGEST, SHARD
+from room import Room, room, settings
+from scarce import each_allocation
+
+from kmesh.v1 import common_pb2, session_socket_pb2
+from kmesh_spand import ipc
+from kmesh_spand.storage import Storage
+from kmesh_spand.supervisor import Supervisor
+
+CODES = [errno.ENOSPC, errno.ENOMEM, errno.EMFILE]
+_SEVERAL = {"slab_size": "1MiB", "allow_uids": "0,1000"}
+
+
+def end(storage: Storage) -> None:
+    storage.drop_writable()
+    storage.close()
+
+
+def is_the_error(code: int) -> object:
+    """A check for ``each_allocation``: what failed says so, by its errno."""
+
+    def check(failed: BaseException | None) -> None:
+        assert isinstance(failed, OSError) and failed.errno == code
+
+    return check
+
+
+@pytest.mark.parametrize("code", CODES, ids=errno.errorcode.get)
+@pytest.mark.parametrize("hardened", ["false", "true"])
+def test_memory_that_outlives_processes(tmp_path: Path, code: int, hardened: str) -> None:
+    chosen = settings(tmp_path, hardened=hardened, **_SEVERAL)
+    refused = each_allocation(
+        code, lambda: end(Storage(chosen)), after=is_the_error(code)
+    )
+    # Four slabs, the catalog, an index for each of two uids.
+    assert refused.count("memfd_create") == 7
+    assert refused.count("posix_fallocate") == 3
+    assert refused.count("Region") == (4 if hardened == "true" else 0)
+
+
+@pytest.mark.parametrize("code", CODES, ids=errno.errorcode.get)
+def test_a_new_epoch(tmp_path: Path, code: int) -> None:
+    storage = Storage(settings(tmp_path, **_SEVERAL))
+    try:
+        epoch = storage.epoch
+
+        def unchanged(failed: BaseException | None) -> None:
+            assert isinstance(failed, OSError) and failed.errno == code
+            assert storage.epoch == epoch
+            # The old epoch can still be ended, and tried again.
+            storage.poison()
+
+        refused = each_allocation(code, storage.new_epoch, after=unchanged)
+        assert refused.count("memfd_create") == 2
+        assert storage.epoch != epoch
+    finally:
+        end(storage)
+
+
+@pytest.mark.parametrize("code", [errno.EMFILE, errno.ENOMEM], ids=errno.errorcode.get)
+def test_starting_the_other_processes(
+    socket_dir: Path, code: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    socket_dir.mkdir()
+    supervisor = Supervisor(settings(socket_dir), "test")
+    supervisor._storage = Storage(supervisor._settings)
+    supervisor._listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    try:
+        for name, start in (
+            ("control", supervisor._start_control),
+            ("worker", supervisor._start_worker),
+        ):
+            # The last allocation is the fork itself; a child would be a copy of this test.
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(os, "fork", _no_fork(code))
+                refused = each_allocation(code, lambda: _start(start), after=is_the_error(code))
+            assert "socketpair" in refused, name
+            before = open_fds()
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(os, "fork", _no_fork(code))
+                with pytest.raises(OSError, match=os.strerror(code)):
+                    start(0.0)
+            assert open_fds() == before
+        # And the loop tries again later instead of ending.
+        supervisor._control_at = 0.0
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(os, "fork", _no_fork(code))
+            supervisor._start_due()
+        assert supervisor._control_at is not None and supervisor._control_at > 0
+        assert f"control could not be started: [Errno {code}]" in caplog.text
+    finally:
+        supervisor._listener.close()
+        end(supervisor._storage)
+
+
+class _Started(Exception):
+    """All was there for a process to be started."""
+
+
+def _no_fork(code: int) -> object:
+    def fork() -> int:
+        raise OSError(code, os.strerror(code))
+
+    return fork
+
+
+def _start(start: object) -> None:
+    with contextlib.suppress(_Started), pytest.MonkeyPatch.context() as patch:
+        patch.setattr("kmesh_spand.child.fork", _started)
+        start(0.0)  # type: ignore[operator]
+
+
+def _started(*_: object) -> int:
+    raise _Started
+
+
+@pytest.fixture
+def parts(socket_dir: Path) -> object:
+    with room(socket_dir) as made:
+        yield made
+
+
+def call(parts: Room, sock: socket.socket, **body: object) -> session_socket_pb2.Response:
+    """One request's answer; an attached descriptor is closed."""
+    sock.send(session_socket_pb2.Request(id=9, **body).SerializeToString())  # type: ignore[arg-type]
+    got: list[bytes] = []
+
+    def heard() -> bool:
+        with contextlib.suppress(BlockingIOError):
+            got.append(receive(sock))
+        return bool(got)
+
+    parts.turn(heard)
+    return session_socket_pb2.Response.FromString(got[0])
+
+
+def store(parts: Room, sock: socket.socket, key: bytes) -> int:
+    """Reserve and commit; the Reason of the commit."""
+    reserve = {
+        "namespace": DIGEST,
+        "shard": SHARD,
+        "keys": key,
+        "tokens": [64],
+        "start": [0],
+        "length": [1000],
+    }
+    answer = call(parts, sock, reserve=reserve).reserve
+    assert list(answer.reason) == [0]
+    commit = {"reservation": list(answer.reservation), "staging_offset": [0]}
+    return call(parts, sock, commit=commit).commit.reason[0]
+
+
+@pytest.mark.parametrize("code", CODES, ids=errno.errorcode.get)
+def test_staging(parts: Room, code: int, caplog: pytest.LogCaptureFixture) -> None:
+    reasons: list[int] = []
+
+    def session() -> None:
+        sock, _ = parts.session()
+        with sock:
+            answer = call(parts, sock, attach_staging={"size": 1 << 20})
+            if answer.HasField("status"):
+                assert answer.status.code == common_pb2.CODE_EXHAUSTED
+                assert answer.status.message == f"staging memory: {os.strerror(code)}"
+                assert answer.status.field == "attach_staging.size"
+                raise OSError(code, answer.status.message)
+            # Where the worker could not map it, what is committed is not stored, and says so.
+            reasons.append(store(parts, sock, os.urandom(32)))
+        parts.turn(lambda: not parts.handler.registry.members and not parts.staging.used)
+
+    def ended(failed: BaseException | None) -> None:
+        parts.turn(lambda: not parts.handler.registry.members)
+        parts.turn(lambda: not parts.staging.used and parts.core.idle)
+        parts.core.check()
+        assert parts.core.status().reservations == 0
+
+    # The pool of threads has to be there, or its first use would be counted.
+    sock, _ = parts.session()
+    with sock:
+        call(parts, sock, attach_staging={"size": 4096})
+    parts.turn(lambda: not parts.staging.used)
+    refused = each_allocation(code, session, after=ended)
+    for name in ("memfd_create", "ftruncate", "fchmod", "fcntl", "posix_fallocate", "Region"):
+        assert name in refused
+    assert set(reasons) == {common_pb2.REASON_OK, common_pb2.REASON_COPY_FAILED}
+    assert parts.core.counters["copy_failed"] == reasons.count(common_pb2.REASON_COPY_FAILED)
+    assert "staging: [Errno" in caplog.text
+
+
+def test_an_answers_descriptor_that_has_to_wait(parts: Room) -> None:
+    """The client does not read, so the descriptor is kept; without one left, the session ends."""
+
+    def session() -> None:
+        sock, connection = parts.session()
+        with sock:
+            connection._sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 2048)
+            for number in range(60):
+                ping = session_socket_pb2.Request(id=number + 1, ping={})
+                sock.send(ping.SerializeToString())
+            parts.turn(lambda: connection._queue)
+            sock.send(session_socket_pb2.Request(id=99, attach_slab={}).SerializeToString())
+            parts.turn()
+            parts.turn()
+            if connection._open:
+                assert any(fd >= 0 for _, fd in connection._queue)
+                connection.close("seen")
+            else:
+                raise OSError(errno.EMFILE, "the connection was closed")
+
+    def gone(failed: BaseException | None) -> None:
+        assert isinstance(failed, OSError)
+        parts.turn(lambda: not parts.handler.registry.members)
+
+    refused = each_allocation(errno.EMFILE, session, after=gone)
+    assert "dup" in refused
+
+
+def test_staging_that_the_worker_can_not_be_told_of(parts: Room) -> None:
+    """The way to the worker is full, so its copy of the descriptor has to wait, and can't."""
+    sock, _ = parts.session()
+    with sock:
+        link = parts.control._worker._link
+        assert link is not None
+        while not link._queue:
+            link.send(ipc.DropStaging(0))
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(os, "dup", _no_dup)
+            answer = call_without_worker(parts, sock)
+        assert answer.status.code == common_pb2.CODE_EXHAUSTED
+        assert "Too many open files" in answer.status.message
+        assert parts.staging.used == 0
+        parts.turn(lambda: not link._queue)
+        assert call(parts, sock, attach_staging={"size": 4096}).HasField("staging")
+        assert store(parts, sock, os.urandom(32)) == 0
+    parts.turn(lambda: not parts.staging.used)
+
+
+def _no_dup(_fd: int) -> int:
+    raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+
+def call_without_worker(parts: Room, sock: socket.socket) -> session_socket_pb2.Response:
+    """AttachStaging's answer, while the worker does not read."""
+    request = session_socket_pb2.Request(id=9, attach_staging={"size": 4096})
+    sock.send(request.SerializeToString())
+    got: list[bytes] = []
+
+    def heard() -> bool:
+        with contextlib.suppress(BlockingIOError):
+            got.append(receive(sock))
+        return bool(got)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(parts, "_work", lambda: None)
+        parts.turn(heard)
+    return session_socket_pb2.Response.FromString(got[0])
+
+
+def test_a_worker_that_starts_with_too_few_descriptors_for_all_staging(
+    parts: Room, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.ERROR)
+    sock, _ = parts.session()
+    with sock:
+        assert call(parts, sock, attach_staging={"size": 4096}).HasField("staging")
+        worker = parts.control._worker
+        ours, theirs = ipc.pair()
+        with ours, pytest.MonkeyPatch.context() as patch:
+            patch.setattr("kmesh_spand.control.link.Link.send", _lacking)
+            worker.attach(theirs.detach(), 1, 0)
+        assert "staging: Too many open files" in caplog.text
+    parts.turn(lambda: not parts.handler.registry.members)
+    worker._detach()
+
+
+def _lacking(*_: object) -> None:
+    raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
