@@ -92,9 +92,8 @@ def scarce(at: int, code: int) -> Iterator[Scarce]:
         yield told
 
 
-def _held() -> tuple[Counter[str], Counter[str]]:
-    gc.collect()
-    return open_fds(), mapped_memfds()
+def _held() -> Counter[str]:
+    return open_fds() + mapped_memfds()
 
 
 def each_allocation(
@@ -102,7 +101,7 @@ def each_allocation(
 ) -> list[str]:
     """Runs ``act`` again and again, with its first, second, ... allocation refused.
 
-    Descriptors and mapped memory must be what they were each time.
+    No descriptor and no mapped memory may be left each time.
 
     Args:
         after: told what ``act`` raised, with the allocations working again.
@@ -123,5 +122,8 @@ def each_allocation(
             return refused
         refused.append(told.asked[at - 1])
         after(failed)
-        assert _held() == before, (told.asked, failed)
+        if _held() - before:
+            # What is only kept by a cycle is no leak.
+            gc.collect()
+        assert not _held() - before, (told.asked, failed)
     raise AssertionError("there is no end of it")
