@@ -121,7 +121,7 @@ class Loader:
             self._end(job, _State.WAITING, "load_failed_lost")
             return
         except Exception as wrong:
-            if not isinstance(wrong, KMeshError):
+            if not isinstance(wrong, KMeshError | OSError):
                 logger.exception("a load failed")
             else:
                 logger.warning("a load failed: %s", str(wrong))

@@ -207,7 +207,7 @@ class Saver:
                 if size < self._geometry.payload_bytes(session.welcome.span_tokens):
                     logger.warning("nothing is stored: no staging memory: %s", str(wrong))
                     return None
-            except RequestError as wrong:
+            except (RequestError, OSError) as wrong:
                 logger.warning("nothing is stored: no staging memory: %s", str(wrong))
                 return None
 

@@ -1,0 +1,66 @@
+"""An engine that can't map what the daemon gives it: it recomputes, skips, counts, and goes on."""
+
+from __future__ import annotations
+
+import errno
+import os
+from collections.abc import Callable
+
+import pytest
+from mini_engine import NAMESPACE, MiniEngine, until
+
+from kmesh import memory
+from kmesh.testing import FakeDaemon
+
+DIGEST = NAMESPACE.digest()
+Make = Callable[..., MiniEngine]
+BLOCKS = [5, 1, 2, 9]
+
+
+def lacking(*_: object, **__: object) -> None:
+    raise OSError(errno.ENOMEM, os.strerror(errno.ENOMEM))
+
+
+def prompt(count: int) -> list[int]:
+    return [i * 31 % 5000 for i in range(count)]
+
+
+def test_a_slab_that_can_not_be_mapped(
+    engine: Make, daemon: FakeDaemon, caplog: pytest.LogCaptureFixture
+) -> None:
+    one = engine("a")
+    one.scheduler.add("first", prompt(128), DIGEST)
+    one.prefill("first", 7, [1, 2, 3, 4], 0, 128)
+    until(lambda: daemon.spans == 2)
+    one.scheduler.finished("first")
+    other = engine("b")
+    other.scheduler.add("r", prompt(128), DIGEST)
+    assert other.match("r", 0, 128) == 96
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(memory, "Mapping", lacking)
+        outcome = other.load("r", BLOCKS[:3], 96)
+    # All of its blocks are named, and no byte of them was written.
+    assert outcome.bad_blocks == set(BLOCKS[:3])
+    assert other.workers[0].counts.take() == {"load_failed_error": 1}
+    assert "a load failed: [Errno 12] Cannot allocate memory" in caplog.text
+    assert "Traceback" not in caplog.text
+    other.scheduler.finished("r")
+    until(lambda: daemon.leases == 0)
+    # The session is the same; when there is memory again, it restores.
+    until(lambda: other.workers_client.session is not None)
+    assert other.workers_client.session is not None and not other.workers_client.session.closed
+
+
+def test_staging_that_can_not_be_mapped(
+    engine: Make, daemon: FakeDaemon, caplog: pytest.LogCaptureFixture
+) -> None:
+    one = engine("a")
+    one.scheduler.add("r", prompt(128), DIGEST)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(memory, "Mapping", lacking)
+        one.prefill("r", 7, BLOCKS, 0, 128)
+    assert one.workers[0].counts.take() == {"store_skipped_staging": 2}
+    assert "nothing is stored: no staging memory: [Errno 12]" in caplog.text
+    assert (daemon.spans, daemon.reservations) == (0, 0)
+    # The step was computed all the same.
+    assert one.wrong(7, BLOCKS, 0, 128) == []
