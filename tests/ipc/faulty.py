@@ -103,6 +103,8 @@ def _slow_to_start() -> tuple[Any, Any]:
 def install() -> None:
     """Puts every fault in place."""
     _replace(LRU, "victims", "policy", _throw)
+    _replace(LRU, "add", "order", _throw)
+    _replace(LRU, "discard", "order", _throw)
     _replace(memory, "populate_range", "populate", _no_memory)
     _replace(worker.Worker, "_populate_slab", "second", _only_the_first(worker.Worker))
     _replace(Handler, "_attach_slab", "internal", _bug)
