@@ -280,7 +280,8 @@ def attack(sock: socket.socket, hostile: Hostile, turn: Callable[[], Any]) -> tu
                 assert owed[answer.id] > 0, answer
                 owed -= Counter([answer.id])
             # Deferred answers are lost with a connection that its client has broken.
-            assert broken and last_words, "hung up without a word"
+            assert broken, "hung up on"
+            assert last_words, "hung up without a word"
             return sent, False
         assert time.monotonic() < deadline, f"never answered: {owed}"
     return sent, True

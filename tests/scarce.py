@@ -85,9 +85,7 @@ def scarce(at: int, code: int) -> Iterator[Scarce]:
 
     with contextlib.ExitStack() as stack:
         for owner, name in _SOURCES:
-            stack.enter_context(
-                mock.patch.object(owner, name, wrap(name, getattr(owner, name)))
-            )
+            stack.enter_context(mock.patch.object(owner, name, wrap(name, getattr(owner, name))))
         stack.enter_context(mock.patch.object(socket, "socket", Socket))
         yield told
 

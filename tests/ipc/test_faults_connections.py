@@ -65,7 +65,8 @@ def _storing(daemon: Daemon) -> RawClient | None:
             client = ending.enter_context(RawClient(daemon.socket_dir))
             assert client.store(os.urandom(32), b"bytes") == 0
         except Refused as refused:
-            assert refused.code == common_pb2.CODE_EXHAUSTED
+            if refused.code != common_pb2.CODE_EXHAUSTED:
+                raise
             return None
         ending.pop_all()
         return client

@@ -131,9 +131,7 @@ def test_a_worker_that_can_not_map_its_slabs(start_spand: Start, faults: Faults)
         assert client.store(b"k" * 32, b"bytes") == 0
         with faults.during("mapping"):
             os.kill(daemon.child("worker"), signal.SIGKILL)
-            wait_for(
-                lambda: "slabs can't be mapped: Cannot allocate memory" in daemon.log(), 30
-            )
+            wait_for(lambda: "slabs can't be mapped: Cannot allocate memory" in daemon.log(), 30)
             wait_for_reasons(daemon, "worker", seconds=30)
             assert client.read(b"k" * 32) == b"bytes"
         wait_for_reasons(daemon, seconds=30)
@@ -163,9 +161,7 @@ def test_a_control_that_can_not_be_had(start_spand: Start, faults: Faults, fault
     wait_for(lambda: open_fds(daemon.pid).total() == before, 30)
 
 
-def test_a_daemon_that_never_gets_what_it_needs_says_so(
-    start_spand: Start, faults: Faults
-) -> None:
+def test_a_daemon_that_never_gets_what_it_needs_says_so(start_spand: Start, faults: Faults) -> None:
     for fault, said in (
         ("mapping", "control can't have what it needs: [Errno 12] Cannot allocate memory"),
         ("space", "could not start: [Errno 28] No space left on device"),

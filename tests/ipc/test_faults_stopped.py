@@ -78,7 +78,8 @@ def engine(of: Daemon) -> Iterator[subprocess.Popen[str]]:
     )
     with process:
         try:
-            assert process.stdout is not None and process.stdout.readline() == "1\n"
+            assert process.stdout is not None
+            assert process.stdout.readline() == "1\n"
             yield process
         finally:
             process.kill()

@@ -57,7 +57,8 @@ def test_an_engine_that_dies_before_its_first_use(shared_spand: Daemon, how_far:
     )
     with process:
         try:
-            assert process.stdout is not None and process.stdout.readline() == "there\n"
+            assert process.stdout is not None
+            assert process.stdout.readline() == "there\n"
             status = shared_spand.status()
             assert status.sessions - before.sessions == (how_far > 0)
             assert status.staging_bytes == (1 << 20 if how_far > 1 else 0)
@@ -110,8 +111,11 @@ def test_a_policy_that_throws_wherever_it_is_asked(start_spand: Start, faults: F
 
 
 def test_a_crash_leaves_nothing_in_shared_memory(start_spand: Start, socket_dir: Path) -> None:
-    before = {path: set(os.listdir(path)) for path in ("/dev/shm", "/dev/mqueue", "/dev/hugepages")
-              if os.path.isdir(path)}
+    before = {
+        path: set(os.listdir(path))
+        for path in ("/dev/shm", "/dev/mqueue", "/dev/hugepages")
+        if os.path.isdir(path)
+    }
     segments = Path("/proc/sysvipc/shm").read_text()
     daemon = start_spand()
     daemon.wait_populated()
@@ -126,7 +130,10 @@ def test_a_crash_leaves_nothing_in_shared_memory(start_spand: Start, socket_dir:
     assert Path("/proc/sysvipc/shm").read_text() == segments
     # Sockets, which the next one replaces, and its lock.
     assert set(os.listdir(socket_dir)) <= {
-        "session.sock", "grpc.sock", "metrics.sock", "daemon.lock"
+        "session.sock",
+        "grpc.sock",
+        "metrics.sock",
+        "daemon.lock",
     }
     start_spand().wait_populated()
 
@@ -164,8 +171,10 @@ def test_no_memory_need_be_locked(start_spand: Start) -> None:
     try:
         daemon = start_spand()
         done = subprocess.run(
-            [sys.executable, "-m", "kmesh.cli", "--socket-dir", daemon.socket_dir]
-            + ["doctor", "--json"],
+            [
+                *(sys.executable, "-m", "kmesh.cli", "--socket-dir", daemon.socket_dir),
+                *("doctor", "--json"),
+            ],
             env=environment(),
             capture_output=True,
             text=True,
@@ -180,7 +189,8 @@ def test_no_memory_need_be_locked(start_spand: Start) -> None:
         assert client.store(b"k" * 32, b"bytes") == 0
         assert client.read(b"k" * 32) == b"bytes"
     (found,) = [c for c in json.loads(done.stdout)["checks"] if c["name"] == "memlock"]
-    assert found["level"] == "ok" and "limit 0" in found["seen"]
+    assert found["level"] == "ok"
+    assert "limit 0" in found["seen"]
 
 
 _FORBIDDEN = {"pickle", "marshal", "shelve", "dill", "cloudpickle", "jsonpickle", "eval", "exec"}

@@ -24,7 +24,7 @@ SESSION_CASES, RPC_CASES, WIRE_CASES = 5_000, 4_800, 200
 
 @pytest.fixture
 def calm(start_spand: Callable[..., Daemon]) -> Iterator[Daemon]:
-    """A daemon that is, after the test, as it was: it serves, holds nothing, and logged no error."""
+    """A daemon that serves after the test, holds nothing of it, and has logged no error."""
     daemon = start_spand(
         host_memory="4MiB", slab_size="1MiB", staging_memory="2MiB", max_spans=256, watch_events=64
     )
@@ -70,7 +70,8 @@ def test_hostile_packets_on_the_session_socket(calm: Daemon) -> None:
                 client.close()
     counters = calm.status().counters
     assert counters["protocol_errors"] > 20
-    assert counters["spans_committed"] > 20 and counters["spans_hits"] > 20
+    assert counters["spans_committed"] > 20
+    assert counters["spans_hits"] > 20
 
 
 _UNARY = (
@@ -121,8 +122,7 @@ def test_hostile_calls_on_the_grpc_socket(calm: Daemon) -> None:
         gone.close()
         tokens = [client.welcome.token] * 20 + [gone.welcome.token, "", "x" * 3000]
         methods = {
-            name: channel.unary_unary(f"/kmesh.v1.{name}")
-            for name in (*_UNARY, "Admin/Nothing")
+            name: channel.unary_unary(f"/kmesh.v1.{name}") for name in (*_UNARY, "Admin/Nothing")
         }
         for number in range(RPC_CASES):
             name, body = _call(hostile)
@@ -159,9 +159,15 @@ def test_hostile_calls_on_the_grpc_socket(calm: Daemon) -> None:
             with pytest.raises(grpc.RpcError) as refused:
                 next(answers)
             assert refused.value.code() == grpc.StatusCode.INVALID_ARGUMENT
-    assert codes["OK"] > 500 and codes["INVALID_ARGUMENT"] > 200, codes
-    assert codes["UNAUTHENTICATED"] > 100 and codes["RESOURCE_EXHAUSTED"] > 3, codes
-    assert codes["UNIMPLEMENTED"] > 3, codes
+    least = {
+        "OK": 500,
+        "INVALID_ARGUMENT": 200,
+        "UNAUTHENTICATED": 100,
+        "RESOURCE_EXHAUSTED": 3,
+        "UNIMPLEMENTED": 3,
+    }
+    for code, count in least.items():
+        assert codes[code] > count, codes
 
 
 def _explain() -> bytes:

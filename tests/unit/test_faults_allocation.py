@@ -34,7 +34,8 @@ def is_the_error(code: int) -> object:
     """A check for ``each_allocation``: what failed says so, by its errno."""
 
     def check(failed: BaseException | None) -> None:
-        assert isinstance(failed, OSError) and failed.errno == code
+        assert isinstance(failed, OSError)
+        assert failed.errno == code
 
     return check
 
@@ -43,9 +44,7 @@ def is_the_error(code: int) -> object:
 @pytest.mark.parametrize("hardened", ["false", "true"])
 def test_memory_that_outlives_processes(tmp_path: Path, code: int, hardened: str) -> None:
     chosen = settings(tmp_path, hardened=hardened, **_SEVERAL)
-    refused = each_allocation(
-        code, lambda: end(Storage(chosen)), after=is_the_error(code)
-    )
+    refused = each_allocation(code, lambda: end(Storage(chosen)), after=is_the_error(code))
     # Four slabs, the catalog, an index for each of two uids.
     assert refused.count("memfd_create") == 7
     assert refused.count("posix_fallocate") == 3
@@ -59,7 +58,8 @@ def test_a_new_epoch(tmp_path: Path, code: int) -> None:
         epoch = storage.epoch
 
         def unchanged(failed: BaseException | None) -> None:
-            assert isinstance(failed, OSError) and failed.errno == code
+            assert isinstance(failed, OSError)
+            assert failed.errno == code
             assert storage.epoch == epoch
             # The old epoch can still be ended, and tried again.
             storage.poison()
@@ -87,7 +87,9 @@ def test_starting_the_other_processes(
             # The last allocation is the fork itself; a child would be a copy of this test.
             with pytest.MonkeyPatch.context() as patch:
                 patch.setattr(os, "fork", _no_fork(code))
-                refused = each_allocation(code, lambda: _start(start), after=is_the_error(code))
+                refused = each_allocation(
+                    code, lambda start=start: _start(start), after=is_the_error(code)
+                )
             assert "socketpair" in refused, name
             before = open_fds()
             with pytest.MonkeyPatch.context() as patch:
@@ -100,7 +102,8 @@ def test_starting_the_other_processes(
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(os, "fork", _no_fork(code))
             supervisor._start_due()
-        assert supervisor._control_at is not None and supervisor._control_at > 0
+        assert supervisor._control_at is not None
+        assert supervisor._control_at > 0
         assert f"control could not be started: [Errno {code}]" in caplog.text
     finally:
         supervisor._listener.close()

@@ -25,7 +25,8 @@ def test_every_row_has_a_test_or_says_what_is_planned() -> None:
     for line in today.splitlines():
         if re.match(r"\| \d+ \|", line):
             _, _, complaint, tests, how, _ = (cell.strip() for cell in line.split("|"))
-            assert complaint and how
+            assert complaint
+            assert how
             assert _TEST.sub("", tests).strip(", ") == "", line
             assert _TEST.search(tests), line
     for line in later.partition("##")[0].splitlines():
@@ -37,7 +38,8 @@ def test_every_row_has_a_test_or_says_what_is_planned() -> None:
 def test_what_is_named_exists(file: str, name: str) -> None:
     """As pytest collects it: a function of a test module, not skipped whatever happens."""
     path = ROOT / file
-    assert path.name.startswith("test_") and name.startswith("test_")
+    assert path.name.startswith("test_")
+    assert name.startswith("test_")
     found = [
         node
         for node in ast.parse(path.read_text()).body

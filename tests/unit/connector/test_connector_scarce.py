@@ -48,7 +48,8 @@ def test_a_slab_that_can_not_be_mapped(
     until(lambda: daemon.leases == 0)
     # The session is the same; when there is memory again, it restores.
     until(lambda: other.workers_client.session is not None)
-    assert other.workers_client.session is not None and not other.workers_client.session.closed
+    assert other.workers_client.session is not None
+    assert not other.workers_client.session.closed
 
 
 def test_staging_that_can_not_be_mapped(

@@ -46,6 +46,20 @@ def test_leases_end_with_their_session_only(world: World) -> None:
     world.check()
 
 
+def test_a_lease_does_not_end_by_time(world: World) -> None:
+    one = world.connect()
+    world.store(one, [A])
+    lease = world.acquire(one, [A]).lease
+    # Its request waits in a queue for a year, while others need all the room there is.
+    for _ in range(12):
+        world.now += 30 * 86_400_000
+        world.reserve(one, [key(world.now)], length=5 * TILE_BYTES)
+    assert world.core.status().leases == 1
+    assert reasons(world.acquire(one, [A])) == [0]
+    assert world.release(one, [lease]).released == 1
+    world.check()
+
+
 def test_asking_again_costs_nothing(world: World) -> None:
     one = world.connect()
     world.store(one, [A])
