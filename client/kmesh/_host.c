@@ -5,27 +5,12 @@
 
 #include <stdlib.h>
 
+#include "_host_args.h"
+#include "_host_batch.h"
 #include "_host_index.h"
 #include "_host_paged.h"
 #include "_host_region.h"
 #include "_host_sums.h"
-
-// "O&" converter: unlike "K", it refuses what is negative or too large.
-static int to_u64(PyObject *object, void *out) {
-    unsigned long long value = PyLong_AsUnsignedLongLong(object);
-    if (value == (unsigned long long)-1 && PyErr_Occurred()) return 0;
-    *(uint64_t *)out = value;
-    return 1;
-}
-
-static void *pointer(uint64_t address) {
-    return (void *)(uintptr_t)address;
-}
-
-static PyObject *refuse(const char *message) {
-    PyErr_SetString(PyExc_ValueError, message);
-    return NULL;
-}
 
 static PyObject *host_address(PyObject *module, PyObject *args) {
     (void)module;
@@ -283,6 +268,12 @@ static PyMethodDef host_methods[] = {
     {"index_probe", host_index_probe, METH_VARARGS, NULL},
     {"index_insert", host_index_insert, METH_VARARGS, NULL},
     {"index_remove", host_index_remove, METH_VARARGS, NULL},
+    {"rows_find", host_rows_find, METH_VARARGS, NULL},
+    {"rows_gather", host_rows_gather, METH_VARARGS, NULL},
+    {"rows_pin", host_rows_pin, METH_VARARGS, NULL},
+    {"rows_unpin", host_rows_unpin, METH_VARARGS, NULL},
+    {"rows_link", host_rows_link, METH_VARARGS, NULL},
+    {"rows_unlink", host_rows_unlink, METH_VARARGS, NULL},
     {"load", host_load, METH_VARARGS, NULL},
     {"store", host_store, METH_VARARGS, NULL},
     {NULL, NULL, 0, NULL},

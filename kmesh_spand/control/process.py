@@ -22,6 +22,7 @@ from kmesh_spand.control.handler import Exported, Handler
 from kmesh_spand.control.limits import MAX_BATCH
 from kmesh_spand.control.link import Link
 from kmesh_spand.control.listener import Listener
+from kmesh_spand.control.native import NativeBatch
 from kmesh_spand.control.observer import Observer
 from kmesh_spand.control.operator import Operator
 from kmesh_spand.control.readiness import Readiness
@@ -93,6 +94,7 @@ class Control:
                 remembered_keys=settings.remembered_keys,
             ),
             tenancy=settings.tenancy(),
+            batch=NativeBatch(),
         )
         self._handler = Handler(loop, settings, core, staging, exported, storage.epoch, observer)
         self._handler.applier = Applier(
