@@ -274,6 +274,7 @@ static PyMethodDef host_methods[] = {
     {"rows_unpin", host_rows_unpin, METH_VARARGS, NULL},
     {"rows_link", host_rows_link, METH_VARARGS, NULL},
     {"rows_unlink", host_rows_unlink, METH_VARARGS, NULL},
+    {"pack_varints", host_pack_varints, METH_O, NULL},
     {"load", host_load, METH_VARARGS, NULL},
     {"store", host_store, METH_VARARGS, NULL},
     {NULL, NULL, 0, NULL},

@@ -184,4 +184,17 @@ static PyObject *host_rows_unlink(PyObject *module, PyObject *args) {
     return rows_relink(after, before, NULL, rows);
 }
 
+static PyObject *host_pack_varints(PyObject *module, PyObject *column_object) {
+    (void)module;
+    host_batch batch = {.count = 0};
+    km_column column;
+    PyObject *result = NULL;
+    if (batch_take(&batch, column_object, "column", 0, 0, &column)) {
+        result = PyBytes_FromStringAndSize(NULL, (Py_ssize_t)km_varints_size(&column));
+        if (result) km_varints_write(&column, (unsigned char *)PyBytes_AsString(result));
+    }
+    batch_release(&batch);
+    return result;
+}
+
 #endif

@@ -125,6 +125,22 @@ static int km_rows_link(uint32_t *after, uint32_t *before, size_t limit, uint32_
     return 1;
 }
 
+// Bytes of a column's values as the varints of protobuf.
+static size_t km_varints_size(const km_column *column) {
+    size_t size = column->count;
+    for (size_t i = 0; i < column->count; i++)
+        for (uint64_t rest = km_column_get(column, i); rest >>= 7;) size++;
+    return size;
+}
+
+static void km_varints_write(const km_column *column, unsigned char *out) {
+    for (size_t i = 0; i < column->count; i++) {
+        uint64_t rest = km_column_get(column, i);
+        for (; rest >> 7; rest >>= 7) *out++ = (unsigned char)(rest | 0x80);
+        *out++ = (unsigned char)rest;
+    }
+}
+
 static int km_rows_unlink(uint32_t *after, uint32_t *before, size_t limit, const uint32_t *rows,
                           size_t count) {
     for (size_t i = 0; i < count; i++) {

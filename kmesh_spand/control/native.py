@@ -6,7 +6,7 @@ from array import array
 from collections.abc import Sequence
 
 from kmesh import _host
-from kmesh_spand.core.batch import KEY_BYTES, Batch, Column, Rows, Words
+from kmesh_spand.core.batch import KEY_BYTES, Batch, Rows, Words
 
 _BYTES = {kind: bytes(array(kind).itemsize) for kind in "BHIQ"}
 
@@ -30,13 +30,14 @@ class NativeBatch(Batch):
         rows = _zeros("I", len(keys) // KEY_BYTES)
         return rows, _host.rows_find(index, words, scopes, keys, fold, number, limit, rows)
 
-    def gather(self, rows: Rows, column: Column, kind: str = "", factor: int = 1) -> Column:
-        out: Column
-        if isinstance(column, bytearray) and not kind:
-            out = bytearray(len(rows))
-        else:
-            out = _zeros(kind or column.typecode, len(rows))  # type: ignore[union-attr]
+    def gather(self, rows: Rows, column: array[int], kind: str = "", factor: int = 1) -> array[int]:
+        out = _zeros(kind or column.typecode, len(rows))
         _host.rows_gather(column, rows, out, factor)
+        return out
+
+    def gather_bytes(self, rows: Rows, column: bytearray) -> bytearray:
+        out = bytearray(len(rows))
+        _host.rows_gather(column, rows, out, 1)
         return out
 
     def pin(self, pins: array[int], rows: Rows) -> Rows:

@@ -13,7 +13,6 @@ from typing import TypeAlias
 
 KEY_BYTES = 32
 
-Column: TypeAlias = "array[int] | bytearray"
 Rows: TypeAlias = "array[int]"
 Words: TypeAlias = "tuple[array[int], array[int], array[int], array[int]]"
 
@@ -59,16 +58,17 @@ class Batch:
                     break
         return rows, found
 
-    def gather(self, rows: Rows, column: Column, kind: str = "", factor: int = 1) -> Column:
+    def gather(self, rows: Rows, column: array[int], kind: str = "", factor: int = 1) -> array[int]:
         """A column's values at ``rows``, each times ``factor``, in order.
 
         Args:
             kind: type code of the answer, which must have room for them; the column's if empty.
         """
-        values = [column[row] * factor for row in rows]
-        if isinstance(column, bytearray) and not kind:
-            return bytearray(values)
-        return array(kind or column.typecode, values)  # type: ignore[union-attr]
+        return array(kind or column.typecode, [column[row] * factor for row in rows])
+
+    def gather_bytes(self, rows: Rows, column: bytearray) -> bytearray:
+        """As ``gather``, of a column of bytes."""
+        return bytearray(column[row] for row in rows)
 
     def pin(self, pins: array[int], rows: Rows) -> Rows:
         """One more in ``pins`` for each row, which may occur more than once.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 
 from kmesh.layout import STAGING_ALIGN, Shard
@@ -93,6 +94,7 @@ def sub_key_count(tokens: int, config: CoreConfig) -> int:
     return tokens // config.sub_tokens - 1 if tokens < config.span_tokens else 0
 
 
+@functools.lru_cache(1024)
 def is_shard(code: int) -> bool:
     """Whether a number is the code of a ``layout.Shard``."""
     if not 0 <= code < 1 << 64:

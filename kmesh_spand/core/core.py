@@ -130,10 +130,7 @@ class Core:
         if request is None:
             self._note(event)
         else:
-            assert isinstance(
-                event,
-                ev.Acquire | ev.Release | ev.ReportCorrupt | ev.Reserve | ev.Commit | ev.Abort,
-            )
+            assert isinstance(event, ev.Request)
             session = self._book.sessions.get(event.session)
             result: Result | None
             if session is None:

@@ -53,11 +53,11 @@ class Reading:
         counters, table, gather = self._store.counters, self._store.table, self._batch.gather
         tenant = self._store.tenants.find(session.group, event.salt)
         rows = self._find(event, tenant.number if tenant else 0)
-        states = gather(rows, table.state)
+        states = self._batch.gather_bytes(rows, table.state)
         reasons: Sequence[int]
         hits, absent = states.count(_COMMITTED), states.count(_FREE)
         if hits == len(rows):
-            reasons, held = bytes(len(rows)), rows
+            reasons, held = [0] * len(rows), rows
         else:
             if hits + absent == len(rows):
                 reasons = self._miss(rows, len(event.shards), event.prefix)
@@ -111,7 +111,7 @@ class Reading:
             return runs[0][:known]
         return array("I", chain.from_iterable(zip(*(run[:known] for run in runs), strict=True)))
 
-    def _miss(self, rows: Rows, shards: int, prefix: bool) -> list[int]:
+    def _miss(self, rows: Rows, shards: int, prefix: bool) -> list[Reason]:
         """Reasons of rows that are committed or 0; what can't be leased becomes 0."""
         if prefix:
             whole = rows.index(0) // shards * shards

@@ -300,7 +300,7 @@ class SpanStore(Grounds):
             return
         self.pinned -= len(idle)
         self.leased_bytes -= sum(batch.gather(idle, table.length))
-        if batch.gather(idle, table.state).count(State.COMMITTED) == len(idle):
+        if batch.gather_bytes(idle, table.state).count(State.COMMITTED) == len(idle):
             self._allow(idle)
             return
         self._allow([row for row in idle if table.state[row] == State.COMMITTED])

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from kmesh import _host
 from kmesh_spand.control.native import NativeBatch
-from kmesh_spand.core.batch import Batch, Column
+from kmesh_spand.core.batch import Batch
 
 ROWS = 12
 PLAIN, NATIVE = Batch(), NativeBatch()
@@ -25,7 +25,7 @@ def column(kind: str, most: int) -> st.SearchStrategy[array[int]]:
     return found.map(lambda values: array(kind, values))
 
 
-def both(call: Callable[[Batch, list[Any]], object], *columns: Column) -> object:
+def both(call: Callable[[Batch, list[Any]], object], *columns: Any) -> object:
     """What both say, having left the same columns behind."""
     plain, native = [each[:] for each in columns], [each[:] for each in columns]
     said = call(PLAIN, plain)
@@ -71,7 +71,7 @@ def test_gather(rows: array[int], kind: str, data: st.DataObject) -> None:
     wide = both(lambda batch, c: batch.gather(rows, c[0], "Q", 1 << 16), small)
     assert wide == array("Q", [small[row] << 16 for row in rows])
     states = bytearray(data.draw(column("B", 255)))
-    assert both(lambda batch, c: batch.gather(rows, c[0]), states) == bytes(
+    assert both(lambda batch, c: batch.gather_bytes(rows, c[0]), states) == bytes(
         states[row] for row in rows
     )
 
