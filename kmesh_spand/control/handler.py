@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from google.protobuf.message import Message
 
-from kmesh import __version__, errors, layout
+from kmesh import errors, layout
 from kmesh.v1 import common_pb2, sessions_pb2
 from kmesh_spand import logs
 from kmesh_spand.control import limits, translate
@@ -76,6 +76,7 @@ class Handler:
 
     Attributes:
         epoch: of this control process.
+        version: of the daemon.
         counters: what happened to requests and connections, by name.
         journal: what those who watch are told.
         draining: no new session and no new reservation.
@@ -85,6 +86,7 @@ class Handler:
         self,
         loop: asyncio.AbstractEventLoop,
         settings: Settings,
+        version: str,
         core: Core,
         staging: StagingPool,
         exported: Exported,
@@ -94,6 +96,7 @@ class Handler:
         self.observer = observer
         self.epoch = epoch
         self.settings = settings
+        self.version = version
         self.core = core
         self.registry = Registry()
         self.staging = staging
@@ -148,7 +151,7 @@ class Handler:
         return sessions_pb2.Welcome(
             session_id=member.id,
             token=member.token,
-            daemon_version=__version__,
+            daemon_version=self.version,
             max_message_bytes=limits.MAX_MESSAGE_BYTES,
             max_batch=limits.MAX_BATCH,
             span_tokens=self.settings.span_tokens,
