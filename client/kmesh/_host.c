@@ -170,6 +170,8 @@ static int index_open(km_index *index, uint64_t address, uint64_t size) {
     return 0;
 }
 
+enum { HOST_SHORT_PROBE = 2048 };
+
 static PyObject *host_index_probe(PyObject *module, PyObject *args) {
     (void)module;
     uint64_t address, size, epoch;
@@ -188,13 +190,14 @@ static PyObject *host_index_probe(PyObject *module, PyObject *args) {
     else if (room && (uintptr_t)slots.buf % 4) refuse("slots: not aligned");
     else {
         size_t hits = 0;
-        Py_BEGIN_ALLOW_THREADS
+        // A short look takes less time than getting the GIL back from another thread may.
+        PyThreadState *others = key_count * mix_count > HOST_SHORT_PROBE ? PyEval_SaveThread() : NULL;
         if (km_index_open(&index, pointer(address), size) && index.epoch == epoch)
             hits = km_index_probe(&index, keys.buf, key_count, mixes.buf, mix_count, slots.buf,
                                   prefix);
         else
             memset(slots.buf, 0, room);
-        Py_END_ALLOW_THREADS
+        if (others) PyEval_RestoreThread(others);
         result = PyLong_FromSize_t(hits);
     }
     PyBuffer_Release(&keys);
