@@ -104,8 +104,11 @@ def rows_link(after: Buffer, before: Buffer, head: int, rows: Buffer, /) -> None
 def rows_unlink(after: Buffer, before: Buffer, rows: Buffer, /) -> None:
     """Takes rows out of their list."""
 
-def pack_varints(column: Buffer, /) -> bytes:
-    """A column of u8 to u64 as protobuf packs it."""
+def pack_field(number: int, column: Buffer, fixed: bool, /) -> bytes:
+    """A column of u8 to u64 as a packed field of a protobuf message, with its head.
+
+    ``fixed``: the field is fixed32 or fixed64, as the column's items are; else it has varints.
+    """
 
 def load(address: int, bits: int, /) -> int:
     """Atomic load-acquire of an aligned u32 or u64 (``bits`` 32 or 64)."""

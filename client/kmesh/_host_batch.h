@@ -184,14 +184,26 @@ static PyObject *host_rows_unlink(PyObject *module, PyObject *args) {
     return rows_relink(after, before, NULL, rows);
 }
 
-static PyObject *host_pack_varints(PyObject *module, PyObject *column_object) {
+static PyObject *host_pack_field(PyObject *module, PyObject *args) {
     (void)module;
+    uint64_t number;
+    PyObject *column_object, *result = NULL;
+    int fixed;
     host_batch batch = {.count = 0};
     km_column column;
-    PyObject *result = NULL;
+    if (!PyArg_ParseTuple(args, "O&Op:pack_field", to_u64, &number, &column_object, &fixed))
+        return NULL;
+    if (!number || number >= 1 << 29) return refuse("number: no field has it");
     if (batch_take(&batch, column_object, "column", 0, 0, &column)) {
-        result = PyBytes_FromStringAndSize(NULL, (Py_ssize_t)km_varints_size(&column));
-        if (result) km_varints_write(&column, (unsigned char *)PyBytes_AsString(result));
+        uint64_t head = number << 3 | 2;
+        size_t size = km_packed_size(&column, fixed);
+        size_t all = km_varint_size(head) + km_varint_size(size) + size;
+        result = PyBytes_FromStringAndSize(NULL, (Py_ssize_t)all);
+        if (result) {
+            unsigned char *out = (unsigned char *)PyBytes_AsString(result);
+            out = km_varint_write(km_varint_write(out, head), size);
+            km_packed_write(out, &column, fixed);
+        }
     }
     batch_release(&batch);
     return result;

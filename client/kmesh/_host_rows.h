@@ -125,20 +125,34 @@ static int km_rows_link(uint32_t *after, uint32_t *before, size_t limit, uint32_
     return 1;
 }
 
-// Bytes of a column's values as the varints of protobuf.
-static size_t km_varints_size(const km_column *column) {
-    size_t size = column->count;
-    for (size_t i = 0; i < column->count; i++)
-        for (uint64_t rest = km_column_get(column, i); rest >>= 7;) size++;
+static size_t km_varint_size(uint64_t value) {
+    size_t size = 1;
+    while (value >>= 7) size++;
     return size;
 }
 
-static void km_varints_write(const km_column *column, unsigned char *out) {
-    for (size_t i = 0; i < column->count; i++) {
-        uint64_t rest = km_column_get(column, i);
-        for (; rest >> 7; rest >>= 7) *out++ = (unsigned char)(rest | 0x80);
-        *out++ = (unsigned char)rest;
+static unsigned char *km_varint_write(unsigned char *out, uint64_t value) {
+    for (; value >> 7; value >>= 7) *out++ = (unsigned char)(value | 0x80);
+    *out++ = (unsigned char)value;
+    return out;
+}
+
+// Bytes that a column takes as a packed field of protobuf, without the field's head.
+static size_t km_packed_size(const km_column *column, int fixed) {
+    size_t size = 0;
+    if (fixed) return column->count * column->size;
+    for (size_t i = 0; i < column->count; i++) size += km_varint_size(km_column_get(column, i));
+    return size;
+}
+
+static unsigned char *km_packed_write(unsigned char *out, const km_column *column, int fixed) {
+    if (fixed) {
+        memcpy(out, column->at, column->count * column->size);
+        return out + column->count * column->size;
     }
+    for (size_t i = 0; i < column->count; i++)
+        out = km_varint_write(out, km_column_get(column, i));
+    return out;
 }
 
 static int km_rows_unlink(uint32_t *after, uint32_t *before, size_t limit, const uint32_t *rows,

@@ -14,7 +14,7 @@ from collections.abc import Callable
 
 from google.protobuf.message import DecodeError, Message
 
-from kmesh import errors
+from kmesh import _host, errors
 from kmesh.v1 import common_pb2, session_socket_pb2, spans_pb2
 from kmesh_spand.control import limits
 from kmesh_spand.control.handler import Handler
@@ -33,18 +33,11 @@ _TURN_SECONDS = 0.005
 #: Sent at the end of a turn, behind answers that somebody waits for: each wakes the client.
 _UNHURRIED = (spans_pb2.ReleaseResponse, spans_pb2.AbortResponse)
 
-_ANSWER_NAMES = {
-    "Welcome": "welcome",
-    "IndexHandle": "index",
-    "SlabHandle": "slab",
-    "StagingHandle": "staging",
-    "Pong": "pong",
-    "AcquireResponse": "acquire",
-    "ReleaseResponse": "release",
-    "ReserveResponse": "reserve",
-    "CommitResponse": "commit",
-    "AbortResponse": "abort",
-    "ReportCorruptResponse": "report_corrupt",
+#: Number in Response of each answer.
+_ANSWERS = {
+    field.message_type.full_name: field.number
+    for field in session_socket_pb2.Response.DESCRIPTOR.oneofs_by_name["body"].fields
+    if field.message_type is not None
 }
 
 
@@ -232,11 +225,11 @@ class Connection:
         response = session_socket_pb2.Response(id=number, epoch=self._handler.epoch)
         if failed is not None:
             response.status.CopyFrom(status_of(failed))
-        elif body is not None:
-            name = _ANSWER_NAMES[type(body).__name__]
-            getattr(response, name).CopyFrom(body)
-            getattr(response, name).SetInParent()
         packet = response.SerializeToString()
+        if failed is None and body is not None:
+            # Put behind it, as a field of bytes is written: setting it would copy all of it.
+            answer = _ANSWERS[body.DESCRIPTOR.full_name]
+            packet += _host.pack_field(answer, body.SerializeToString(), True)
         if self._unhurried is not None and isinstance(body, _UNHURRIED):
             self._unhurried.append(packet)
         else:
@@ -266,11 +259,12 @@ class Connection:
 
     def _send_now(self, packet: bytes, fd: int) -> bool:
         """Returns False if the client has to read first."""
-        ancillary = []
-        if fd >= 0:
-            ancillary = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [fd]))]
         try:
-            self._sock.sendmsg([packet], ancillary, socket.MSG_NOSIGNAL)
+            if fd < 0:
+                self._sock.send(packet, socket.MSG_NOSIGNAL)
+            else:
+                rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [fd]))]
+                self._sock.sendmsg([packet], rights, socket.MSG_NOSIGNAL)
         except BlockingIOError:
             return False
         except OSError as failed:

@@ -39,12 +39,13 @@ def _refused(code: int) -> str:
 #: Codes that only clients give: for what moved under them, or is gone.
 _CLIENTS_OWN = (common_pb2.CODE_STALE, common_pb2.CODE_UNAVAILABLE)
 
+_REQUESTS = {name: f"requests_{name}" for name in translate.NAMES.values()}
 _COUNTERS = (
     "connections_refused",
     "protocol_errors",
     "sessions_opened",
     "sessions_closed",
-    *(f"requests_{name}" for name in translate.NAMES.values()),
+    *_REQUESTS.values(),
     # The daemon itself never answers these two.
     *(_refused(c) for c in common_pb2.Code.values() if c not in (0, *_CLIENTS_OWN)),
 )
@@ -199,7 +200,7 @@ class Handler:
         self._pending[number] = pending
         numbers = self._of_session.setdefault(session, set())
         numbers.add(number)
-        self.counters[f"requests_{name}"] += 1
+        self.counters[_REQUESTS[name]] += 1
         try:
             if len(numbers) > limits.MAX_PENDING:
                 raise errors.Exhausted(f"{limits.MAX_PENDING} requests are pending")

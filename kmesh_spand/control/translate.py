@@ -6,7 +6,6 @@ The core checks batches; only what an event cannot even express is refused here.
 from __future__ import annotations
 
 import functools
-from array import array
 
 from google.protobuf.message import Message
 
@@ -93,25 +92,21 @@ def to_event(session: int, request: int, body: Message, staging_size: int) -> ev
 
 
 _FIELDS = spans_pb2.AcquireResponse.DESCRIPTOR.fields_by_name
-_PACKED = 2
+_VARINTS = tuple(
+    (name, _FIELDS[name].number) for name in ("slab", "offset", "length", "tokens", "generation")
+)
+_REASON, _ROOT = _FIELDS["reason"].number, _FIELDS["root"].number
 
 
 def _leased(result: effects.AcquireResult) -> spans_pb2.AcquireResponse:
     """An answer of thousands of numbers, which protobuf would take one by one."""
-    parts = [*_field("reason", _host.pack_varints(bytes(result.reason)))]
-    for name in ("slab", "offset", "length", "tokens", "generation"):
-        parts += _field(name, _host.pack_varints(getattr(result, name)))
-    parts += _field("root", result.root.tobytes())
+    pack = _host.pack_field
+    parts = [pack(_REASON, bytes(result.reason), False)]
+    parts += [pack(number, getattr(result, name), False) for name, number in _VARINTS]
+    parts.append(pack(_ROOT, result.root, True))
     answer = spans_pb2.AcquireResponse.FromString(b"".join(parts))
     answer.lease = result.lease
     return answer
-
-
-def _field(name: str, packed: bytes) -> tuple[bytes, bytes]:
-    """A packed field's head and content."""
-    return _host.pack_varints(
-        array("Q", (_FIELDS[name].number << 3 | _PACKED, len(packed)))
-    ), packed
 
 
 def to_message(result: effects.Result, name: str) -> Message:
