@@ -5,7 +5,9 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import os
+import resource
 import signal
+import socket
 import sys
 from collections.abc import Callable, Collection
 from typing import NoReturn
@@ -27,6 +29,17 @@ def fork(name: str, keep: Collection[int], main: Callable[[], int]) -> int:
     if pid:
         return pid
     _run(name, parent, keep, main)
+
+
+def fork_or_close(
+    ours: socket.socket, name: str, keep: Collection[int], main: Callable[[], int]
+) -> int:
+    """As ``fork``; ``ours`` is closed if there is no child to talk to."""
+    try:
+        return fork(name, keep, main)
+    except BaseException:
+        ours.close()
+        raise
 
 
 def _run(name: str, parent: int, keep: Collection[int], main: Callable[[], int]) -> NoReturn:
@@ -52,6 +65,14 @@ def _run(name: str, parent: int, keep: Collection[int], main: Callable[[], int])
             sys.stdout.flush()
             sys.stderr.flush()
         os._exit(status)
+
+
+def raise_file_limit() -> int:
+    """Lets this process have as many fds as it may; returns how many."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft < hard:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    return hard
 
 
 def close_except(keep: Collection[int]) -> None:
