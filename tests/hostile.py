@@ -18,6 +18,10 @@ from rawclient import DIGEST, SHARD
 from kmesh.v1 import common_pb2, session_socket_pb2, sessions_pb2, spans_pb2
 
 MAX_BYTES = 128 * 1024
+# An enum's operators take longer than the calls they are for.
+_SEND = int(socket.MSG_NOSIGNAL | socket.MSG_DONTWAIT)
+_RECEIVE = int(socket.MSG_CMSG_CLOEXEC | socket.MSG_DONTWAIT)
+_CUT = int(socket.MSG_CTRUNC | socket.MSG_TRUNC)
 _ODD = (0, 1, 2, 7, 63, 64, 65, 4095, 4096, 65536, 2**31 - 1, 2**31, 2**32 - 1)
 _WIDE = (*_ODD, 2**32, 2**63 - 1, 2**63, 2**64 - 1)
 _ANSWER = session_socket_pb2.Response.FromString
@@ -224,12 +228,10 @@ def is_broken(packet: bytes) -> bool:
 def receive(sock: socket.socket) -> bytes:
     """One packet, without blocking; its descriptors are closed. Empty at the end."""
     try:
-        data, ancillary, flags, _ = sock.recvmsg(
-            1 << 18, 256, socket.MSG_CMSG_CLOEXEC | socket.MSG_DONTWAIT
-        )
+        data, ancillary, flags, _ = sock.recvmsg(1 << 18, 256, _RECEIVE)
     except ConnectionResetError:
         return b""
-    assert not flags & (socket.MSG_CTRUNC | socket.MSG_TRUNC)
+    assert not flags & _CUT
     for _level, _kind, content in ancillary:
         fds = array.array("i")
         fds.frombytes(content)
@@ -250,7 +252,7 @@ def attack(sock: socket.socket, hostile: Hostile, turn: Callable[[], Any]) -> tu
     sent, broken = 0, False
     for packet in hostile.batch():
         try:
-            sock.send(packet, socket.MSG_NOSIGNAL | socket.MSG_DONTWAIT)
+            sock.send(packet, _SEND)
         except BlockingIOError:
             break
         except OSError:

@@ -58,9 +58,7 @@ class Room:
         self._jobs.setblocking(False)
         self._worker = Worker(chosen, self._jobs, self._slabs, None)
         # Control takes the storage's descriptors, as a forked child has its own.
-        self.control = Control(
-            self.loop, chosen, "test", storage.shared, self._listener, theirs, 0
-        )
+        self.control = Control(self.loop, chosen, "test", storage.shared, self._listener, theirs, 0)
         self.handler = self.control._handler
         self.core = self.handler.core
         self.staging = self.handler.staging

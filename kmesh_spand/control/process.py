@@ -290,6 +290,8 @@ def run(
             control = Control(loop, settings, version, storage, listener, supervisor, restarts)
         except OSError as failed:
             logger.error("control can't have what it needs: %s", failed)
+            listener.close()
+            supervisor.close()
             return 1
         await control.run()
         return 0

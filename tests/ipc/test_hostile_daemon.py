@@ -201,7 +201,7 @@ def test_bytes_that_are_no_grpc(calm: Daemon) -> None:
     rng = hostile.rng
     preface = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + b"\0\0\0\4" + bytes(5)
     forged = b"\n1970-01-01 forged by a client\n"
-    goaway = (8 + len(forged)).to_bytes(3, "big") + b"\7" + bytes(5) + bytes(8) + forged
+    goaway = (8 + len(forged)).to_bytes(3, "big") + b"\7" + bytes(5) + bytes(7) + b"\2" + forged
     for number in range(WIRE_CASES):
         with socket.socket(socket.AF_UNIX) as sock:
             sock.settimeout(30)
