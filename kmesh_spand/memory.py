@@ -168,9 +168,17 @@ class Populator:
             threading.Thread(target=self._work, name=f"populate-{n}")
             for n in range(min(threads, len(self._chunks)))
         ]
+        started = []
         for one in crew:
-            one.start()
-        for one in crew:
+            try:
+                one.start()
+            except RuntimeError as lacking:
+                if not started:
+                    raise OSError(errno.EAGAIN, str(lacking)) from None
+                # Those that are there do all of it.
+                break
+            started.append(one)
+        for one in started:
             one.join()
         if self._failed is not None:
             raise self._failed

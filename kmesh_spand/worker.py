@@ -100,6 +100,19 @@ class Throttle:
         time.sleep(start - now)
 
 
+def _pool(threads: int, name: str) -> ThreadPoolExecutor:
+    """A pool whose threads are there: one that is missed later would leave its job behind.
+
+    Raises:
+        RuntimeError: there can't be as many threads.
+    """
+    pool = ThreadPoolExecutor(threads, name)
+    together = threading.Barrier(threads)
+    for _ in range(threads):
+        pool.submit(together.wait)
+    return pool
+
+
 class Worker:
     """Takes jobs from control until it is gone."""
 
@@ -121,17 +134,23 @@ class Worker:
 
     def run(self) -> int:
         """The process's life; returns its exit status."""
-        filler = threading.Thread(target=self._populate, name="populate", daemon=True)
-        filler.start()
-        copies = ThreadPoolExecutor(self._settings.copy_threads, "copy")
-        # Copies never queue behind verifications.
-        checks = ThreadPoolExecutor(1, "verify")
+        try:
+            copies = _pool(self._settings.copy_threads, "copy")
+            # Copies never queue behind verifications.
+            checks = _pool(1, "verify")
+            threading.Thread(target=self._populate, name="populate", daemon=True).start()
+        except RuntimeError as lacking:
+            logger.error("the store worker has not what it needs: %s", lacking)
+            os._exit(1)
         while True:
             try:
                 message, fd = ipc.receive(self._channel)
             except (EOFError, ConnectionError):
                 # Whatever still runs is for nobody: don't wait for it.
                 os._exit(0)
+            except OSError as failed:
+                logger.error("the way to control: %s", failed)
+                os._exit(1)
             self.take(message, fd, copies.submit, checks.submit)
 
     def take(self, message: ipc.AnyMessage, fd: int | None, copy: Submit, check: Submit) -> None:

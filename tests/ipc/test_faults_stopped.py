@@ -54,10 +54,10 @@ with (
 
 
 @contextlib.contextmanager
-def daemon(name: str) -> Iterator[Daemon]:
+def daemon(name: str, stuck_ms: int = 30_000) -> Iterator[Daemon]:
     """A daemon that is starting."""
     parent = Path(tempfile.mkdtemp(prefix=f"kmesh-{name}-"))
-    made = Daemon(parent / "s", ready=False, stuck_ms=2000, copy_timeout_ms=60_000)
+    made = Daemon(parent / "s", ready=False, stuck_ms=stuck_ms, copy_timeout_ms=60_000)
     try:
         yield made
         made.stop()
@@ -98,7 +98,7 @@ def test_each_process_stands_still_for_ten_seconds() -> None:
     with contextlib.ExitStack() as stack:
         headless = stack.enter_context(daemon("supervisor"))
         deaf = stack.enter_context(daemon("control"))
-        idle = stack.enter_context(daemon("worker"))
+        idle = stack.enter_context(daemon("worker", 2000))
         calm = stack.enter_context(daemon("client"))
         for one in (headless, deaf, idle, calm):
             one.wait_ready()

@@ -65,7 +65,7 @@ def test_an_engine_that_dies_before_its_first_use(shared_spand: Daemon, how_far:
         finally:
             process.kill()
     # Nothing has to be waited for but the end of its connection.
-    shared_spand.wait_status(lambda s: s.sessions == 1 and not s.staging_bytes, 2)
+    shared_spand.wait_status(lambda s: s.sessions == 1 and not s.staging_bytes, 30)
     # The engine's id is free for another namespace, too.
     other = engine(sessions_pb2.ROLE_WORKER, "warming-up", dtype="float16")
     assert other["namespace"] != NAMESPACE

@@ -17,7 +17,7 @@ from room import Room, room, settings
 from scarce import each_allocation, scarce
 
 from kmesh.v1 import common_pb2, session_socket_pb2
-from kmesh_spand import ipc
+from kmesh_spand import ipc, memory
 from kmesh_spand.launch import Prepared
 from kmesh_spand.storage import Storage
 from kmesh_spand.supervisor import Supervisor
@@ -50,6 +50,33 @@ def test_memory_that_outlives_processes(tmp_path: Path, code: int, hardened: str
     assert refused.count("memfd_create") == 7
     assert refused.count("posix_fallocate") == 3
     assert refused.count("Region") == (4 if hardened == "true" else 0)
+
+
+def test_filling_memory() -> None:
+    """A thread less only makes it slower; without any it can be tried again."""
+    size = 96 << 20
+    filled: list[int] = []
+    failures: list[BaseException | None] = []
+
+    def fill() -> None:
+        fd = memory.make_memfd("test", size)
+        try:
+            filled.clear()
+            memory.Populator(fd, 0, [(0, size)], huge=False, done=filled.append).run(2)
+        finally:
+            os.close(fd)
+
+    def check(failed: BaseException | None) -> None:
+        failures.append(failed)
+        assert failed is not None or filled[-1] == size
+
+    refused = each_allocation(errno.ENOMEM, fill, after=check)
+    by_name = dict(zip(refused, failures, strict=True))
+    starts = [failed for name, failed in zip(refused, failures, strict=True) if name == "start"]
+    assert isinstance(starts[0], OSError)
+    assert starts[0].errno == errno.EAGAIN
+    assert starts[1] is None
+    assert isinstance(by_name["posix_fallocate"], OSError)
 
 
 @pytest.mark.parametrize("code", CODES, ids=errno.errorcode.get)
