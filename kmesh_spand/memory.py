@@ -168,7 +168,7 @@ class Populator:
             threading.Thread(target=self._work, name=f"populate-{n}")
             for n in range(min(threads, len(self._chunks)))
         ]
-        started = []
+        started: list[threading.Thread] = []
         for one in crew:
             try:
                 one.start()
