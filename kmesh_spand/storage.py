@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
+from kmesh import dmabuf
+from kmesh.errors import ConfigError
+from kmesh.handles import HandleRefusal
 from kmesh.index import capacity_for, index_size, poison
 from kmesh.layout import PAGE_BYTES
 from kmesh.mapping import Mapping
+from kmesh_spand.budget import shortage
 from kmesh_spand.core.record import RECORD_BYTES
 from kmesh_spand.core.tenants import OWNER_BYTES
 from kmesh_spand.memory import make_memfd, seal_for_good
@@ -20,6 +24,15 @@ class Memory:
 
     fd: int
     size: int
+
+
+@dataclass(frozen=True, slots=True)
+class DmaBufs:
+    """DMA-BUFs of all slabs, made before they were sealed; or why there are none."""
+
+    fds: list[int] = field(default_factory=list)
+    refusal: HandleRefusal | None = None
+    text: str = ""
 
 
 def owners_offset(settings: Settings) -> int:
@@ -48,17 +61,39 @@ def _make(name: str, size: int) -> Memory:
     return memory
 
 
+def _dma_bufs(slabs: list[Memory], headroom: int) -> DmaBufs:
+    """Makes them all, or none. It fills the slabs with pages, which is all the time it takes.
+
+    Raises:
+        ConfigError: the machine has less memory left than that.
+    """
+    made: list[int] = []
+    try:
+        # The kernel kills whoever takes more than its control group may.
+        if short := shortage(sum(slab.size for slab in slabs), headroom):
+            raise ConfigError(f"dma_buf: hardened slabs need all of their memory at once: {short}")
+        for slab in slabs:
+            made.append(dmabuf.create(slab.fd, [(0, slab.size)]))
+    except dmabuf.NotExported as failed:
+        for fd in made:
+            os.close(fd)
+        return DmaBufs([], failed.refusal, str(failed))
+    return DmaBufs(made)
+
+
 class Storage:
     """Slabs and catalog for good, and the indexes of the running epoch.
 
     Attributes:
         slabs, catalog: owned by this object.
         indexes: one for each group of uids, so that none shows what another stored.
+        dma_bufs: of the slabs, if they are to be both exported so and sealed.
         writable: mappings of the slabs, if nobody can make further ones (``hardened``).
         epoch: random, nonzero; changes with ``new_epoch``.
 
     Raises:
         OSError: no file descriptors or no memory.
+        ConfigError: there is no memory for slabs that must have their pages at once.
     """
 
     def __init__(self, settings: Settings) -> None:
@@ -69,9 +104,12 @@ class Storage:
             Memory(make_memfd(f"slab{number}", size, final=not settings.hardened), size)
             for number, size in enumerate(sizes)
         ]
+        self.dma_bufs = DmaBufs()
         # Mapped before the seal: processes forked from this one inherit what no other can have.
         self.writable: list[Mapping] | None = None
         if settings.hardened:
+            if settings.dma_buf == "slabs":
+                self.dma_bufs = _dma_bufs(self.slabs, settings.memory_headroom)
             self.writable = [Mapping(slab.fd, slab.size, writable=True) for slab in self.slabs]
             for slab in self.slabs:
                 seal_for_good(slab.fd)
@@ -114,4 +152,5 @@ class Storage:
     def fds(self) -> list[int]:
         """Every fd that is held."""
         indexes = (index.fd for index in self.indexes.values())
-        return [*(slab.fd for slab in self.slabs), self.catalog.fd, *indexes]
+        slabs = (slab.fd for slab in self.slabs)
+        return [*slabs, self.catalog.fd, *indexes, *self.dma_bufs.fds]

@@ -17,10 +17,11 @@ import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 
-from kmesh import _host, layout
+from kmesh import _host, dmabuf, layout
+from kmesh.handles import HandleRefusal
 from kmesh.mapping import Mapping
 from kmesh_spand import ipc, logs, memory
-from kmesh_spand.budget import Gate
+from kmesh_spand.budget import Gate, shortage
 from kmesh_spand.settings import Settings
 
 logger = logging.getLogger(__name__)
@@ -54,9 +55,13 @@ class Slab:
         base = self.mapping.address
         return base + offset, base + self.sums + offset // layout.TILE_BYTES * 8
 
+    def missing(self) -> int:
+        """Bytes that have no pages yet."""
+        return max(0, self.mapping.size - os.fstat(self.fd).st_blocks * 512)
+
     def populated(self) -> bool:
         """Whether all of it has pages."""
-        return os.fstat(self.fd).st_blocks * 512 >= self.mapping.size
+        return not self.missing()
 
     def wipe(self) -> None:
         """Zeros wherever something was written; pages stay."""
@@ -118,6 +123,7 @@ class Worker:
         copies = ThreadPoolExecutor(self._settings.copy_threads, "copy")
         # Copies never queue behind verifications.
         checks = ThreadPoolExecutor(1, "verify")
+        exports = ThreadPoolExecutor(1, "export")
         while True:
             try:
                 message, fd = ipc.receive(self._channel)
@@ -129,6 +135,8 @@ class Worker:
                     copies.submit(self._job, message)
                 case ipc.Verify() | ipc.Wipe():
                     checks.submit(self._job, message)
+                case ipc.Export():
+                    exports.submit(self._export, message)
                 case ipc.Beat():
                     self._send(message)
                 case ipc.Staging() if fd is not None:
@@ -186,6 +194,26 @@ class Worker:
         payload, sums = self._slab(job.slab).place(job.offset, job.length)
         return ipc.Verified(job.job, _host.verify(payload, job.length, sums, job.root))
 
+    def _export(self, job: ipc.Export) -> None:
+        """Makes a DMA-BUF. Pages that it would have to make are not for it to take."""
+        fd = -1
+        answer: ipc.AnyMessage = ipc.Exported(job.job)
+        try:
+            slab = self._slab(job.slab)
+            if short := shortage(min(job.length, slab.missing()), self._settings.memory_headroom):
+                raise dmabuf.NotExported(HandleRefusal.NO_MEMORY, short)
+            fd = dmabuf.create(slab.fd, [(job.offset, job.length)])
+        except dmabuf.NotExported as failed:
+            answer = ipc.NotExported(job.job, failed.refusal, str(failed))
+        except Exception as failed:
+            logger.exception("an export failed", extra={"job": job.job})
+            answer = ipc.NotExported(job.job, 0, f"{type(failed).__name__}: {failed}")
+        try:
+            self._send(answer, fd if fd >= 0 else None)
+        finally:
+            if fd >= 0:
+                os.close(fd)
+
     def _slab(self, number: int) -> Slab:
         if not 0 <= number < len(self._slabs):
             raise ValueError(f"there is no slab {number}")
@@ -238,10 +266,10 @@ class Worker:
             logger.warning("memory does not grow for now: %s", reason)
         self._send(ipc.PopulatePaused(reason or ""))
 
-    def _send(self, message: ipc.AnyMessage) -> None:
+    def _send(self, message: ipc.AnyMessage, fd: int | None = None) -> None:
         with self._sending:
             try:
-                ipc.send(self._channel, message)
+                ipc.send(self._channel, message, fd)
             except OSError:
                 os._exit(0)
 

@@ -34,6 +34,7 @@ _ANSWER_NAMES = {
     "SlabHandle": "slab",
     "StagingHandle": "staging",
     "Pong": "pong",
+    "SpanHandle": "span",
     "AcquireResponse": "acquire",
     "ReleaseResponse": "release",
     "ReserveResponse": "reserve",

@@ -14,3 +14,7 @@ MAX_PACKETS = PAUSE_PACKETS + 2 * MAX_PENDING
 #: Fds that are kept free for gRPC, staging and the refusal of connections.
 FD_MARGIN = 12
 MAX_TEXT = 256
+#: Tiers, and kinds of one tier, that a Hello may name.
+MAX_HANDLES = 16
+#: Spans that one session is given as a file descriptor of their own.
+MAX_EXPORTS = 1024
