@@ -28,6 +28,8 @@ _CREATE_LIST = 1 << 30 | 8 << 16 | ord("u") << 8 | 0x43
 _CLOEXEC = 1
 _SYNC = 1 << 30 | 8 << 16 | ord("b") << 8
 _READ, _END = 1, 4
+_F_SEAL_FUTURE_WRITE = 0x10
+_SCARCE = (errno.ENOMEM, errno.EMFILE, errno.ENFILE)
 
 
 class NotExported(UnsupportedError):
@@ -139,6 +141,8 @@ def probe() -> None:
 
 
 def _no_device(failed: OSError) -> NotExported:
+    if failed.errno in _SCARCE:
+        return NotExported(HandleRefusal.NO_MEMORY, f"{DEVICE}: {failed.strerror}")
     if failed.errno in (errno.EACCES, errno.EPERM):
         return NotExported(
             HandleRefusal.NO_ACCESS, f"{DEVICE}: {failed.strerror} for uid {os.geteuid()}"
@@ -151,9 +155,9 @@ def _no_device(failed: OSError) -> NotExported:
 
 def _refused(failed: OSError, memfd: int) -> NotExported:
     seals = fcntl.fcntl(memfd, fcntl.F_GET_SEALS)
-    if seals & (fcntl.F_SEAL_WRITE | 0x10):
+    if seals & (fcntl.F_SEAL_WRITE | _F_SEAL_FUTURE_WRITE):
         return NotExported(HandleRefusal.SEALED, "the memfd is sealed against writing")
-    if failed.errno == errno.ENOMEM:
+    if failed.errno in _SCARCE:
         return NotExported(HandleRefusal.NO_MEMORY, f"{DEVICE}: {failed.strerror}")
     return NotExported(HandleRefusal.NO_DEVICE, f"{DEVICE}: {failed.strerror}")
 

@@ -11,6 +11,7 @@ from rich.console import Console
 from rich.table import Table
 
 from kmesh import negotiation
+from kmesh.handles import HandleKind
 from kmesh.v1 import admin_pb2, common_pb2, sessions_pb2
 
 Json = dict[str, object]
@@ -300,6 +301,12 @@ def role(client: sessions_pb2.SessionInfo) -> str:
 
 def sessions_table(clients: Sequence[sessions_pb2.SessionInfo]) -> Table:
     """What each session pins, found and stored."""
+    columns: tuple[str, ...] = (
+        *(">session", "client", "role", "engine", ">pid", ">pinned", ">staging"),
+        *(">hits", ">misses", ">stored", "not stored"),
+    )
+    # What nearly every session has is not worth a column.
+    special = any(_handles(client) not in ("", HandleKind.MEMFD.name) for client in clients)
     rows = [
         (
             str(client.session_id),
@@ -313,12 +320,10 @@ def sessions_table(clients: Sequence[sessions_pb2.SessionInfo]) -> Table:
             f"{client.misses:,}",
             f"{client.committed:,}",
             ", ".join(f"{name} {count:,}" for name, count in sorted(client.reasons.items())),
-            _handles(client),
+            *((_handles(client),) if special else ()),
         )
         for client in clients
     ]
-    columns = (
-        *(">session", "client", "role", "engine", ">pid", ">pinned", ">staging"),
-        *(">hits", ">misses", ">stored", "not stored", "handles"),
-    )
+    if special:
+        columns = (*columns, "handles")
     return table("\nsessions", columns, rows)
