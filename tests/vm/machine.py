@@ -244,8 +244,8 @@ def _file_server(path: Path) -> Iterator[None]:
 def _boot(image: Path, init: Path, share: Path) -> int:
     """Prints what the machine says."""
     kernel_line = (
-        "root=rootfs rootfstype=virtiofs ro console=ttyS0 quiet loglevel=3 panic=-1 mitigations=off "
-        f"lsm= audit=0 random.trust_cpu=on init={init}"
+        "root=rootfs rootfstype=virtiofs ro console=ttyS0 quiet loglevel=3 panic=-1 "
+        f"mitigations=off lsm= audit=0 random.trust_cpu=on init={init}"
     )
     machine = subprocess.Popen(
         [
@@ -279,6 +279,7 @@ def _boot(image: Path, init: Path, share: Path) -> int:
         machine.kill()
         machine.wait()
     if status is None:
+        when = f" in {TIMEOUT:.0f} s" if late else ""
         raise VmError(f"no result{when}; last words: {last}")
     return status
 
