@@ -105,6 +105,10 @@ def receive(sock: socket.socket, buffer: bytearray) -> tuple[bytes, list[int]]:
     if flags & (socket.MSG_CTRUNC | socket.MSG_TRUNC):
         for fd in fds:
             os.close(fd)
+        if flags & socket.MSG_CTRUNC and not fds:
+            raise errors.ProtocolError(
+                "a packet's file descriptor could not be taken: none is left (ulimit -n)"
+            )
         what = "file descriptors" if flags & socket.MSG_CTRUNC else "bytes"
         raise errors.ProtocolError(f"a packet with more {what} than allowed")
     return bytes(memoryview(buffer)[:size]), fds

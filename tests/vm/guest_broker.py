@@ -33,7 +33,7 @@ SHARD = Shard(0, 1, 0, 1)
 LIMIT = Path("/sys/module/udmabuf/parameters/size_limit_mb")
 WISH: Preferences = {Tier.HOST: (HandleKind.DMA_BUF, HandleKind.MEMFD)}
 _NO_FILES = r"Too many open files|store worker died"
-#: The machine has one slow processor.
+#: The machine is slow, and what runs it may be busy.
 PATIENCE = 180.0
 TIMEOUT = 60.0
 SMALL = {
@@ -64,10 +64,13 @@ def connect(daemon: Daemon, handles: Preferences = WISH) -> Session:
 def store(session: Session, payload: bytes) -> bytes:
     key = os.urandom(32)
     batch = ReserveBatch(b"n" * 32, SHARD, key, [64], [0], [len(payload)])
-    reserved = wait_for(
-        lambda: (r := session.reserve(batch, TIMEOUT)).reason == [0] and r, PATIENCE
-    )
-    session.abort(reserved.reservation, TIMEOUT)
+
+    def room() -> bool:
+        reserved = session.reserve(batch, TIMEOUT)
+        session.abort([number for number in reserved.reservation if number], TIMEOUT)
+        return reserved.reason == [0]
+
+    wait_for(room, PATIENCE)
     staging = session.staging(len(payload), TIMEOUT)
     assert put_spans(session, staging, batch, [payload]) == [0]
     return key
@@ -161,7 +164,7 @@ def test_a_span_is_given_alone_and_whole(daemon: Daemon) -> None:
             with DmaBufMapping(handle.fd, handle.size) as mapping, mapping.reading():
                 assert bytes(mapping.view(0, handle.length)) == payload
             os.close(handle.fd)
-            with pytest.raises(errors.PermissionDenied, match="not a kind of this tier"):
+            with pytest.raises(errors.InvalidArgument, match="not a kind of this tier"):
                 session.export_span(lease, 0, kind=HandleKind.CUDA_VMM_FD, timeout=TIMEOUT)
         with pytest.raises(LookupError):
             session.export_span(lease, 0, timeout=TIMEOUT)
@@ -193,7 +196,7 @@ def test_a_client_without_descriptors_loses_its_session_and_nothing_else(daemon:
             os.close(free)
             resource.setrlimit(resource.RLIMIT_NOFILE, (free, hard))
             try:
-                with pytest.raises(errors.ConnectionClosed, match="more file descriptors"):
+                with pytest.raises(errors.ProtocolError, match="none is left"):
                     session.export_span(lease, 0, timeout=TIMEOUT)
             finally:
                 resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
@@ -278,7 +281,7 @@ def test_slabs_over_the_modules_limit_are_refused_by_its_name(daemon: Daemon) ->
         assert own.log().count("a client would rather have DMA_BUF") == 1
     finally:
         LIMIT.write_text(before)
-        own.stop(seconds=PATIENCE)
+        # Its children die with it; to end in good order it would have to load gRPC first.
         own.kill()
         own.check_log()
 
@@ -327,7 +330,7 @@ def test_a_sealed_slab_is_given_as_it_was_made_before(
         events = (limited / "memory.events").read_text()
         assert "oom_kill 0" in events
     finally:
-        own.stop(seconds=PATIENCE)
+        # Its children die with it; to end in good order it would have to load gRPC first.
         own.kill()
         own.check_log()
 

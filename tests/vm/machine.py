@@ -5,7 +5,7 @@
 boots a Debian kernel with this machine's root file system, read-only, and runs a command in it as
 root, in this directory; the exit code is the command's. It needs root, and Debian's packages:
 what is missing is installed, and the kernel kept in .cache/vm. Without hardware virtualisation
-the machine is emulated, on one slow processor.
+the machine is emulated, and slow.
 
 Standard library only.
 """
@@ -311,7 +311,7 @@ def _processor() -> list[str]:
     if able and os.access("/dev/kvm", os.R_OK | os.W_OK):
         return ["-accel", "kvm", "-cpu", "host", "-smp", "2"]
     # QEMU 7.2 gets cmpxchg16b wrong; nothing here needs it.
-    return ["-accel", "tcg", "-cpu", "max,-cx16", "-smp", "1"]
+    return ["-accel", "tcg,thread=multi", "-cpu", "max,-cx16", "-smp", "2"]
 
 
 if __name__ == "__main__":
