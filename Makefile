@@ -96,8 +96,9 @@ test-fast: env native ## the suite without engines and slow tests
 
 .PHONY: test-vm
 test-vm: env native ## DMA-BUFs in a virtual machine (root on Debian; downloads a kernel once)
-	@$(PY) tests/vm/machine.py env PYTHONPATH=client:. $(PY) -m pytest -v -p no:cacheprovider --color=no \
-	  -o timeout=900 tests/vm/guest_udmabuf.py tests/vm/guest_broker.py
+	@$(PY) tests/vm/machine.py env PYTHONPATH=client:. PYTEST_DISABLE_PLUGIN_AUTOLOAD=1 \
+	  $(PY) -m pytest -v -p no:cacheprovider -p pytest_timeout -p pytest_asyncio.plugin \
+	  --color=no -o timeout=900 tests/vm/guest_udmabuf.py tests/vm/guest_broker.py $(PYTEST_ARGS)
 
 .PHONY: model
 model: env ## prepare the demo's model in .cache/models

@@ -91,7 +91,8 @@ def whole_slab(session: Session, slab: int) -> None:
 
 @pytest.fixture(scope="module")
 def daemon(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Daemon]:
-    made = Daemon(Path("/run/kmesh-vm/s"), ready=False, dma_buf="slabs", **SMALL)
+    # A test takes the store worker's way to control away.
+    made = Daemon(Path("/run/kmesh-vm/s"), ready=False, dma_buf="slabs", errors=True, **SMALL)
     try:
         yield made
         assert made.stop(seconds=PATIENCE) == 0

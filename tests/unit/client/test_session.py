@@ -187,7 +187,7 @@ def test_exports_leave_their_descriptor_to_the_caller(daemon: FakeDaemon) -> Non
         with pytest.raises(PermissionError):
             mmap.mmap(handle.fd, 4096, mmap.MAP_SHARED, mmap.PROT_READ | mmap.PROT_WRITE)
         os.close(handle.fd)
-        assert open_fds() == before
+        until(lambda: open_fds() == before)
         with pytest.raises(errors.NotFound):
             session.export_slab(99)
 
