@@ -94,6 +94,7 @@ class Broker:
             return Offer(kind, refusal=HandleRefusal.NOT_ALLOWED, text=text)
         if settings.hardened:
             if self._sealed.refusal is not None:
+                logger.warning("no DMA-BUF is given: %s", self._sealed.text)
                 return Offer(kind, refusal=self._sealed.refusal, text=self._sealed.text)
             return Offer(kind, slabs=True)
         try:
