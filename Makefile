@@ -94,6 +94,12 @@ test: env native ## the whole suite (PYTEST_ARGS=...)
 test-fast: env native ## the suite without engines and slow tests
 	@$(PY) -m pytest -m 'not vllm and not slow' $(PYTEST_ARGS)
 
+.PHONY: test-vm
+test-vm: env native ## DMA-BUFs in a virtual machine (root on Debian; downloads a kernel once)
+	@$(PY) tests/vm/machine.py env PYTHONPATH=client:. PYTEST_DISABLE_PLUGIN_AUTOLOAD=1 \
+	  $(PY) -m pytest -v -p no:cacheprovider -p pytest_timeout -p pytest_asyncio.plugin \
+	  --color=no -o timeout=900 tests/vm/guest_udmabuf.py tests/vm/guest_broker.py $(PYTEST_ARGS)
+
 .PHONY: model
 model: env ## prepare the demo's model in .cache/models
 	@$(PY) tools/prepare_model.py

@@ -40,6 +40,23 @@ def memory_room(root: Path = Path("/")) -> Room | None:
     return min(_rooms(root), key=lambda room: room.size, default=None)
 
 
+def shortage(length: int, headroom: int, taking: int = 0, room: Room | None = None) -> str | None:
+    """Why ``length`` bytes can't be taken now; None if they can.
+
+    Args:
+        headroom: bytes to leave to others.
+        taking: bytes that others of this process are just taking.
+        room: as it was seen, or None to look.
+    """
+    room = room or memory_room()
+    if room is None or room.size >= taking + length + headroom:
+        return None
+    return (
+        f"{max(room.size, 0) >> 20} MiB left by {room.source}, and "
+        f"{headroom >> 20} MiB are for others (memory_headroom)"
+    )
+
+
 def _rooms(root: Path) -> Iterator[Room]:
     for line in _lines(root / "proc/self/cgroup"):
         _, controllers, path = line.split(":", 2)
@@ -116,12 +133,9 @@ class Gate:
     def _short(self, length: int) -> str | None:
         """Why not now. What others are just taking may not show in the files yet."""
         room = self._room()
-        if room is None or room.size >= self._taking + length + self._headroom:
+        if room is None:
             return None
-        return (
-            f"{max(room.size, 0) >> 20} MiB left by {room.source}, and "
-            f"{self._headroom >> 20} MiB are for others (memory_headroom)"
-        )
+        return shortage(length, self._headroom, self._taking, room)
 
 
 def _number(file: Path) -> int | None:

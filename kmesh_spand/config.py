@@ -83,6 +83,9 @@ class Config(BaseSettings):
     )
     tenants: Quotas = _set("bytes that tenants may keep, such as 1000=4GiB,default=1GiB", {})
     hardened: bool = _set("seal slabs so that no other process can ever write them", False)
+    dma_buf: Literal["off", "spans", "slabs"] = _set(
+        "what may be exported as DMA-BUF, which whoever holds it can write through", "off"
+    )
     memory_headroom: Size = _set(
         "memory that growing slabs leave to the machine and the control group", 64 << 20, ge=0
     )
@@ -164,6 +167,7 @@ class Config(BaseSettings):
             share=self.share,
             tenants=self.tenants,
             hardened=self.hardened,
+            dma_buf=self.dma_buf,
             memory_headroom=self.memory_headroom,
             stuck_ms=self.stuck_ms,
             slow_call_ms=self.slow_call_ms,
@@ -201,6 +205,11 @@ def _check(settings: Settings) -> None:
         raise ConfigError(
             f"slab_size: {len(settings.slab_sizes())} slabs for {groups} uids, each of which "
             "needs one of its own; make slabs smaller, or share"
+        )
+    if settings.dma_buf == "spans" and settings.hardened:
+        raise ConfigError(
+            "dma_buf: hardened slabs are sealed before they hold any span, so that only whole "
+            'slabs can be exported: "slabs"'
         )
     if settings.session_staging > settings.staging_memory:
         limit = units.format_size(settings.staging_memory)

@@ -1,7 +1,7 @@
 """What the daemon's processes say to each other, over ``SOCK_SEQPACKET`` pairs.
 
-The supervisor makes every pair. A message is one packet; ``Staging`` and ``NewWorker`` carry
-exactly one file descriptor each, the others none.
+The supervisor makes every pair. A message is one packet; ``Staging``, ``NewWorker`` and
+``Exported`` carry exactly one file descriptor each, the others none.
 """
 
 from __future__ import annotations
@@ -65,6 +65,29 @@ class Wipe(Message, frozen=True):
 
     job: int
     slab: int
+
+
+class Export(Message, frozen=True):
+    """To the worker: make a DMA-BUF of whole pages; answered by Exported or NotExported."""
+
+    job: int
+    slab: int
+    offset: int
+    length: int
+
+
+class Exported(Message, frozen=True):
+    """From the worker: a DMA-BUF, with its fd."""
+
+    job: int
+
+
+class NotExported(Message, frozen=True):
+    """From the worker: why there is none; ``refusal`` is a ``HandleRefusal``."""
+
+    job: int
+    refusal: int
+    error: str
 
 
 class Wiped(Message, frozen=True):
@@ -162,6 +185,9 @@ AnyMessage = (
     | Copy
     | Verify
     | Wipe
+    | Export
+    | Exported
+    | NotExported
     | Wiped
     | CopyDone
     | Verified

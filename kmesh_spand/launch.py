@@ -15,9 +15,10 @@ from collections.abc import Callable, Iterable, Sequence
 
 import msgspec
 
+from kmesh.handles import HandleRefusal
 from kmesh_spand import child, ipc, logs
 from kmesh_spand.settings import Settings
-from kmesh_spand.storage import Memory, Shared
+from kmesh_spand.storage import DmaBufs, Memory, Shared
 
 logger = logging.getLogger(__name__)
 
@@ -27,7 +28,10 @@ _MORE, _LAST = b"+", b"."
 
 
 class Launch(msgspec.Struct, frozen=True):
-    """What a control process begins with, beside its fds. Sizes in bytes; indexes by group."""
+    """What a control process begins with, beside its fds. Sizes in bytes; indexes by group.
+
+    ``dma_bufs`` is how many there are; ``refusal`` (0: none) and ``text`` say why not.
+    """
 
     settings: Settings
     version: str
@@ -36,6 +40,9 @@ class Launch(msgspec.Struct, frozen=True):
     catalog: int
     indexes: dict[int, int]
     slabs: tuple[int, ...]
+    dma_bufs: int
+    refusal: int
+    text: str
 
 
 class Prepared:
@@ -79,6 +86,9 @@ class Prepared:
             shared.catalog.size,
             {group: index.size for group, index in shared.indexes.items()},
             tuple(slab.size for slab in shared.slabs),
+            len(shared.dma_bufs.fds),
+            shared.dma_bufs.refusal or 0,
+            shared.dma_bufs.text,
         )
         told = os.memfd_create("kmesh-launch", os.MFD_CLOEXEC)
         try:
@@ -143,4 +153,6 @@ def _shared(launch: Launch, fds: Iterable[int]) -> Shared:
     slabs: Sequence[Memory] = [Memory(next(left), size) for size in launch.slabs]
     catalog = Memory(next(left), launch.catalog)
     indexes = {group: Memory(next(left), size) for group, size in launch.indexes.items()}
-    return Shared(slabs, catalog, indexes, launch.epoch)
+    refusal = HandleRefusal(launch.refusal) if launch.refusal else None
+    dma_bufs = DmaBufs([next(left) for _ in range(launch.dma_bufs)], refusal, launch.text)
+    return Shared(slabs, catalog, indexes, launch.epoch, dma_bufs)

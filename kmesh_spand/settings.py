@@ -46,6 +46,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     share: str
     tenants: dict[str, int]
     hardened: bool
+    dma_buf: str
     memory_headroom: int
     stuck_ms: int
     slow_call_ms: int

@@ -5,11 +5,15 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
+from kmesh import dmabuf
+from kmesh.errors import ConfigError
+from kmesh.handles import HandleRefusal
 from kmesh.index import capacity_for, index_size, poison
 from kmesh.layout import PAGE_BYTES
 from kmesh.mapping import Mapping as Region
+from kmesh_spand.budget import shortage
 from kmesh_spand.core.record import RECORD_BYTES
 from kmesh_spand.core.tenants import OWNER_BYTES
 from kmesh_spand.memory import make_memfd, seal_for_good
@@ -25,6 +29,15 @@ class Memory:
 
 
 @dataclass(frozen=True, slots=True)
+class DmaBufs:
+    """DMA-BUFs of all slabs, made before they were sealed; or why there are none."""
+
+    fds: list[int] = field(default_factory=list)
+    refusal: HandleRefusal | None = None
+    text: str = ""
+
+
+@dataclass(frozen=True, slots=True)
 class Shared:
     """What one life of control works on; ``indexes`` are by group of uids."""
 
@@ -32,12 +45,13 @@ class Shared:
     catalog: Memory
     indexes: Mapping[int, Memory]
     epoch: int
+    dma_bufs: DmaBufs = field(default_factory=DmaBufs)
 
     @property
     def fds(self) -> list[int]:
-        """Every fd: slabs, catalog, indexes."""
+        """Every fd: slabs, catalog, indexes, DMA-BUFs."""
         memories = (*self.slabs, self.catalog, *self.indexes.values())
-        return [memory.fd for memory in memories]
+        return [*(memory.fd for memory in memories), *self.dma_bufs.fds]
 
 
 def owners_offset(settings: Settings) -> int:
@@ -70,17 +84,41 @@ def _make(name: str, size: int) -> Memory:
     return memory
 
 
+def _dma_bufs(slabs: list[Memory], headroom: int) -> DmaBufs:
+    """Makes them all, or none. It fills the slabs with pages, which is all the time it takes.
+
+    Raises:
+        ConfigError: the machine has less memory left than that.
+    """
+    made: list[int] = []
+    try:
+        # The kernel kills whoever takes more than its control group may.
+        if short := shortage(sum(slab.size for slab in slabs), headroom):
+            raise ConfigError(f"dma_buf: hardened slabs need all of their memory at once: {short}")
+        for slab in slabs:
+            made.append(dmabuf.create(slab.fd, [(0, slab.size)]))
+    except BaseException as failed:
+        for fd in made:
+            os.close(fd)
+        if isinstance(failed, dmabuf.NotExported):
+            return DmaBufs([], failed.refusal, str(failed))
+        raise
+    return DmaBufs(made)
+
+
 class Storage:
     """Slabs and catalog for good, and the indexes of the running epoch.
 
     Attributes:
         slabs, catalog: owned by this object.
         indexes: one for each group of uids, so that none shows what another stored.
+        dma_bufs: of the slabs, if they are to be both exported so and sealed.
         writable: mappings of the slabs, if nobody can make further ones (``hardened``).
         epoch: random, nonzero; changes with ``new_epoch``.
 
     Raises:
         OSError: no file descriptors or no memory; nothing is held then.
+        ConfigError: there is no memory for slabs that must have their pages at once.
     """
 
     def __init__(self, settings: Settings) -> None:
@@ -88,6 +126,7 @@ class Storage:
         self._groups = settings.tenancy().groups
         self.writable: list[Region] | None = None
         self.slabs: list[Memory] = []
+        self.dma_bufs = DmaBufs()
         self.catalog: Memory
         self.indexes: dict[int, Memory]
         self.epoch: int
@@ -99,6 +138,10 @@ class Storage:
             # Mapped before the seal: processes forked from this one inherit what no other can
             # have.
             if settings.hardened:
+                if settings.dma_buf == "slabs":
+                    self.dma_bufs = _dma_bufs(self.slabs, settings.memory_headroom)
+                    for fd in self.dma_bufs.fds:
+                        undo.callback(os.close, fd)
                 self.writable = []
                 undo.callback(self.drop_writable)
                 for slab in self.slabs:
@@ -154,4 +197,4 @@ class Storage:
     @property
     def shared(self) -> Shared:
         """What a control process is given; the fds stay this object's."""
-        return Shared(self.slabs, self.catalog, self.indexes, self.epoch)
+        return Shared(self.slabs, self.catalog, self.indexes, self.epoch, self.dma_bufs)

@@ -111,7 +111,10 @@ class Supervisor:
     def _open(self) -> None:
         settings = self._settings
         hard = child.raise_file_limit()
-        needed = len(settings.slab_sizes()) + len(settings.tenancy().groups) - 1 + _SPARE_FDS
+        # A slab that is sealed and exported as DMA-BUF has a second one.
+        each = 2 if settings.dma_buf == "slabs" else 1
+        slabs = len(settings.slab_sizes())
+        needed = each * slabs + len(settings.tenancy().groups) - 1 + _SPARE_FDS
         if needed > hard:
             raise ConfigError(
                 f"slab_size: {len(settings.slab_sizes())} slabs need {needed} file descriptors, "

@@ -18,10 +18,11 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import TypeAlias
 
-from kmesh import _host, layout
+from kmesh import _host, dmabuf, layout
+from kmesh.handles import HandleRefusal
 from kmesh.mapping import Mapping
 from kmesh_spand import ipc, logs, memory
-from kmesh_spand.budget import Gate
+from kmesh_spand.budget import Gate, shortage
 from kmesh_spand.settings import Settings
 
 logger = logging.getLogger(__name__)
@@ -58,9 +59,13 @@ class Slab:
         base = self.mapping.address
         return base + offset, base + self.sums + offset // layout.TILE_BYTES * 8
 
+    def missing(self) -> int:
+        """Bytes that have no pages yet."""
+        return max(0, self.mapping.size - os.fstat(self.fd).st_blocks * 512)
+
     def populated(self) -> bool:
         """Whether all of it has pages."""
-        return os.fstat(self.fd).st_blocks * 512 >= self.mapping.size
+        return not self.missing()
 
     def wipe(self) -> None:
         """Zeros wherever something was written; pages stay."""
@@ -138,6 +143,7 @@ class Worker:
             copies = _pool(self._settings.copy_threads, "copy")
             # Copies never queue behind verifications.
             checks = _pool(1, "verify")
+            exports = _pool(1, "export")
             threading.Thread(target=self._populate, name="populate", daemon=True).start()
         except RuntimeError as lacking:
             logger.error("the store worker has not what it needs: %s", lacking)
@@ -151,19 +157,28 @@ class Worker:
             except OSError as failed:
                 logger.error("the way to control: %s", failed)
                 os._exit(1)
-            self.take(message, fd, copies.submit, checks.submit)
+            self.take(message, fd, copies.submit, checks.submit, exports.submit)
 
-    def take(self, message: ipc.AnyMessage, fd: int | None, copy: Submit, check: Submit) -> None:
+    def take(
+        self,
+        message: ipc.AnyMessage,
+        fd: int | None,
+        copy: Submit,
+        check: Submit,
+        export: Submit,
+    ) -> None:
         """Does what a message says, and owns its fd.
 
         Args:
-            copy, check: run a job, now or later.
+            copy, check, export: run a job, now or later.
         """
         match message:
             case ipc.Copy():
                 copy(self._job, message)
             case ipc.Verify() | ipc.Wipe():
                 check(self._job, message)
+            case ipc.Export():
+                export(self._export, message)
             case ipc.Beat():
                 self._send(message)
             case ipc.Staging() if fd is not None:
@@ -223,6 +238,26 @@ class Worker:
         payload, sums = self._slab(job.slab).place(job.offset, job.length)
         return ipc.Verified(job.job, _host.verify(payload, job.length, sums, job.root))
 
+    def _export(self, job: ipc.Export) -> None:
+        """Makes a DMA-BUF. Pages that it would have to make are not for it to take."""
+        fd = -1
+        answer: ipc.AnyMessage = ipc.Exported(job.job)
+        try:
+            slab = self._slab(job.slab)
+            if short := shortage(min(job.length, slab.missing()), self._settings.memory_headroom):
+                raise dmabuf.NotExported(HandleRefusal.NO_MEMORY, short)
+            fd = dmabuf.create(slab.fd, [(job.offset, job.length)])
+        except dmabuf.NotExported as failed:
+            answer = ipc.NotExported(job.job, failed.refusal, str(failed))
+        except Exception as failed:
+            logger.exception("an export failed", extra={"job": job.job})
+            answer = ipc.NotExported(job.job, 0, f"{type(failed).__name__}: {failed}")
+        try:
+            self._send(answer, fd if fd >= 0 else None)
+        finally:
+            if fd >= 0:
+                os.close(fd)
+
     def _slab(self, number: int) -> Slab:
         if not 0 <= number < len(self._slabs):
             raise ValueError(f"there is no slab {number}")
@@ -275,10 +310,10 @@ class Worker:
             logger.warning("memory does not grow for now: %s", reason)
         self._send(ipc.PopulatePaused(reason or ""))
 
-    def _send(self, message: ipc.AnyMessage) -> None:
+    def _send(self, message: ipc.AnyMessage, fd: int | None = None) -> None:
         with self._sending:
             try:
-                ipc.send(self._channel, message)
+                ipc.send(self._channel, message, fd)
             except OSError:
                 os._exit(0)
 

@@ -56,9 +56,10 @@ def _kind(link: str) -> str:
 
 
 def mapped_memfds() -> Counter[str]:
-    """Memfds that this process has mapped."""
+    """Memfds and DMA-BUFs that this process has mapped."""
     with open("/proc/self/maps") as maps:
-        return Counter(line.split(maxsplit=5)[5].strip() for line in maps if "/memfd:" in line)
+        shared = [line for line in maps if "/memfd:" in line or "/dmabuf:" in line]
+    return Counter(line.split(maxsplit=5)[5].strip() for line in shared)
 
 
 @dataclass(frozen=True)

@@ -25,7 +25,7 @@ from google.protobuf.message import Message
 from kmesh import calls, errors, memory, packets
 from kmesh.calls import Procedure, Reservations, ReserveBatch, Welcome
 from kmesh.channel import MAX_UNSENT
-from kmesh.handles import Handle
+from kmesh.handles import COMMON, Handle, HandleKind, Preferences, SpanHandle
 from kmesh.index import IndexReader
 from kmesh.keys import Namespace
 from kmesh.layout import Shard
@@ -269,10 +269,11 @@ class AsyncSession:
         namespace: Namespace | None = None,
         client_name: str = "kmesh",
         timeout: float = DEFAULT_TIMEOUT,
+        handles: Preferences = COMMON,
     ) -> AsyncSession:
         """As ``Session.connect``."""
         until = time.monotonic() + timeout
-        message = hello(role, engine_id, namespace, client_name)
+        message = hello(role, engine_id, namespace, client_name, handles)
         while (sock := packets.try_dial(socket_dir)) is None:
             if time.monotonic() >= until:
                 raise packets.busy(socket_dir)
@@ -344,12 +345,26 @@ class AsyncSession:
             async with self._attaching:
                 found = self._slabs.get(slab_id)
                 if found is None:
-                    found = await self._run(memory.attach_slab(slab_id), timeout)
+                    found = await self._run(memory.attach_slab(self.welcome, slab_id), timeout)
                     self._slabs[slab_id] = found
         return found
 
-    async def export_slab(self, slab_id: int, timeout: float | None = None) -> Handle:
-        return (await self._run(memory.export_slab(slab_id), timeout))[0]
+    async def export_slab(
+        self, slab_id: int, timeout: float | None = None, kind: HandleKind | None = None
+    ) -> Handle:
+        return (await self._run(memory.export_slab(self.welcome, slab_id, kind), timeout))[0]
+
+    async def export_span(
+        self,
+        lease: Lease,
+        key: int,
+        shard: int = 0,
+        *,
+        kind: HandleKind = HandleKind.DMA_BUF,
+        timeout: float | None = None,
+    ) -> SpanHandle:
+        lease.entry(key, shard)
+        return await self._run(memory.export_span(lease, lease.index(key, shard), kind), timeout)
 
     async def staging(self, size: int, timeout: float | None = None) -> Staging:
         return await self._run(memory.attach_staging(size), timeout)

@@ -6,14 +6,15 @@ sockets nor threads. ``Session`` and ``AsyncSession`` drive the same ones.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Sequence
+import logging
+from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TypeVar
 
 from google.protobuf.message import Message
 
-from kmesh import errors
-from kmesh.handles import HandleKind
+from kmesh import errors, negotiation
+from kmesh.handles import Agreement, HandleKind, Tier
 from kmesh.keys import KEY_BYTES
 from kmesh.layout import Shard
 from kmesh.lease import Lease
@@ -25,6 +26,10 @@ Procedure = Generator[Message, Answer, T]
 #: Sends a message whose answer nobody waits for; does nothing when the session is over.
 Forget = Callable[[Message], None]
 
+logger = logging.getLogger("kmesh")
+
+_TIERS = {Tier.HOST: "host memory", Tier.GPU: "GPU memory"}
+
 #: No kernel sends a larger packet unless it was tuned for it.
 _MAX_MESSAGE_BYTES = 16 << 20
 #: Bytes of a packet left to the frame around a batch.
@@ -33,7 +38,12 @@ _FRAME_BYTES = 256
 
 @dataclass(frozen=True, slots=True)
 class Welcome:
-    """What the daemon said at connect; sizes in bytes, counts in tokens or spans."""
+    """What the daemon said at connect; sizes in bytes, counts in tokens or spans.
+
+    Attributes:
+        handle_kinds: in which whole slabs of the host are given, best first.
+        handles: what was agreed for each tier; empty with a daemon that is too old to agree.
+    """
 
     session_id: int
     token: str = field(repr=False)
@@ -46,6 +56,7 @@ class Welcome:
     max_staging_bytes: int
     slab_count: int
     handle_kinds: tuple[HandleKind, ...]
+    handles: Mapping[Tier, Agreement] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,6 +111,9 @@ class Reservations:
 def hello(message: sessions_pb2.Hello) -> Procedure[Welcome]:
     """Raises VersionMismatch, NamespaceMismatch or PermissionDenied, as the daemon says."""
     body = _body(sessions_pb2.Welcome, (yield message))
+    handles = negotiation.from_messages(body.tiers)
+    for agreement in handles.values():
+        _tell(agreement)
     kinds = []
     for number in body.handle_kinds:
         try:
@@ -122,7 +136,19 @@ def hello(message: sessions_pb2.Hello) -> Procedure[Welcome]:
         max_staging_bytes=body.max_staging_bytes,
         slab_count=body.slab_count,
         handle_kinds=tuple(kinds),
+        handles=handles,
     )
+
+
+_told: set[str] = set()
+
+
+def _tell(agreement: Agreement) -> None:
+    """A lesser kind than was asked for is worth a line, once in a process."""
+    text = f"{_TIERS[Tier(agreement.tier)]}: {negotiation.describe(agreement)}"
+    if agreement.fallback is not None and text not in _told:
+        _told.add(text)
+        logger.warning("handles of %s", text)
 
 
 def acquire(

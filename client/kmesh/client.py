@@ -20,6 +20,7 @@ from collections.abc import Awaitable, Callable
 
 from kmesh import errors
 from kmesh.aio import AsyncSession
+from kmesh.handles import COMMON, Preferences
 from kmesh.keys import Namespace
 from kmesh.session import Role, Session
 from kmesh.wire import DEFAULT_TIMEOUT
@@ -96,6 +97,7 @@ class Client:
         namespace: Namespace | None = None,
         client_name: str = "kmesh",
         timeout: float = DEFAULT_TIMEOUT,
+        handles: Preferences = COMMON,
     ) -> None:
         self._connect: Callable[[], Session] = lambda: Session.connect(
             socket_dir,
@@ -104,6 +106,7 @@ class Client:
             namespace=namespace,
             client_name=client_name,
             timeout=timeout,
+            handles=handles,
         )
         self._reconnect = Reconnect(os.fspath(socket_dir))
         self._session: Session | None = None
@@ -215,6 +218,7 @@ class AsyncClient:
         namespace: Namespace | None = None,
         client_name: str = "kmesh",
         timeout: float = DEFAULT_TIMEOUT,
+        handles: Preferences = COMMON,
     ) -> None:
         self._connect: Callable[[], Awaitable[AsyncSession]] = lambda: AsyncSession.connect(
             socket_dir,
@@ -223,6 +227,7 @@ class AsyncClient:
             namespace=namespace,
             client_name=client_name,
             timeout=timeout,
+            handles=handles,
         )
         self._reconnect = Reconnect(os.fspath(socket_dir))
         self._session: AsyncSession | None = None

@@ -12,13 +12,24 @@ from collections.abc import Iterable
 
 from google.protobuf.message import Message
 
-from kmesh import _host, errors, keys, layout
+from kmesh import _host, errors, keys, layout, negotiation
 from kmesh.fake_state import Limits, Peer, Slab, Span, create_memfd, reopen_read_only
+from kmesh.handles import HandleKind, HandleRefusal, Offer, Tier, agree
 from kmesh.index import IndexWriter, capacity_for, index_size, tag
 from kmesh.layout import STAGING_ALIGN
 from kmesh.mapping import Mapping
 from kmesh.v1 import common_pb2, sessions_pb2, spans_pb2
 
+_OFFERED: dict[int, tuple[Offer, ...]] = {
+    Tier.HOST: (
+        Offer(HandleKind.MEMFD, slabs=True),
+        Offer(
+            HandleKind.DMA_BUF,
+            refusal=HandleRefusal.NOT_ALLOWED,
+            text="the fake has memfds",
+        ),
+    )
+}
 OK, MISS, PENDING, CORRUPT, EXISTS = 0, 1, 2, 3, 4
 POOL_FULL, TOO_LARGE, STALE = 5, 7, 8
 SCHEDULER, WORKER, TOOL = 1, 2, 3
@@ -91,6 +102,10 @@ class Model:
             max_staging_bytes=self.limits.max_staging_bytes,
             handle_kinds=[common_pb2.HANDLE_KIND_MEMFD],
             slab_count=len(self.slabs),
+            tiers=[
+                negotiation.to_message(agree(p.tier, list(p.kinds), _OFFERED.get(p.tier, ())))
+                for p in body.handles
+            ],
         )
 
     def end(self, session: int) -> None:
@@ -112,7 +127,9 @@ class Model:
             kind = common_pb2.HANDLE_KIND_MEMFD
             return sessions_pb2.IndexHandle(kind=kind, size=self._index_size), fd
         if isinstance(body, sessions_pb2.AttachSlab):
-            return self._attach_slab(body.slab)
+            return self._attach_slab(body.slab, body.kind)
+        if isinstance(body, sessions_pb2.ExportSpan):
+            raise errors.PermissionDenied("the fake has no DMA-BUF", field="export_span.kind")
         if isinstance(body, sessions_pb2.AttachStaging):
             return self._attach_staging(peer, body.size)
         if isinstance(body, sessions_pb2.Ping):
@@ -144,7 +161,9 @@ class Model:
         if count > self.limits.max_batch:
             raise errors.TooLarge(f"{count} spans are too many", field=name)
 
-    def _attach_slab(self, number: int) -> tuple[Message, int]:
+    def _attach_slab(self, number: int, kind: int) -> tuple[Message, int]:
+        if kind not in (0, HandleKind.MEMFD):
+            raise errors.PermissionDenied("the fake has memfds", field="attach_slab.kind")
         if number >= len(self.slabs):
             raise errors.NotFound(f"no slab {number}", field="attach_slab.slab")
         size = self.limits.slab_bytes

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 
-from kmesh import errors
-from kmesh.calls import Procedure
-from kmesh.handles import Handle, HandleKind
+from kmesh import dmabuf, errors
+from kmesh.calls import Procedure, Welcome
+from kmesh.handles import Handle, HandleKind, SpanHandle, Tier
 from kmesh.index import IndexReader
 from kmesh.layout import PAGE_BYTES, TILE_BYTES, slab_capacity, sums_bytes
+from kmesh.lease import Lease
 from kmesh.mapping import Mapping
-from kmesh.v1 import sessions_pb2
+from kmesh.v1 import common_pb2, sessions_pb2
 from kmesh.wire import Answer
 
 
@@ -30,7 +32,11 @@ class SlabMapping:
     __slots__ = ("_mapping", "_sums", "address", "kind", "size", "slab")
 
     def __init__(self, slab: int, handle: Handle, sums_offset: int) -> None:
-        self._mapping = Mapping(handle.fd, handle.size)
+        self._mapping: Mapping | dmabuf.DmaBufMapping
+        if handle.kind == HandleKind.DMA_BUF:
+            self._mapping = dmabuf.DmaBufMapping(handle.fd, handle.size)
+        else:
+            self._mapping = Mapping(handle.fd, handle.size)
         self._sums = sums_offset
         self.slab = slab
         self.kind = handle.kind
@@ -40,6 +46,12 @@ class SlabMapping:
     def sums_address(self, offset: int) -> int:
         """Address of the first tile sum of the span at ``offset``, one u64 for each tile."""
         return self.address + self._sums + offset // TILE_BYTES * 8
+
+    def reading(self) -> contextlib.AbstractContextManager[None]:
+        """Payloads and sums are read inside of it; costs nothing but where it is a DMA-BUF."""
+        if isinstance(self._mapping, dmabuf.DmaBufMapping):
+            return self._mapping.reading()
+        return contextlib.nullcontext()
 
     def contains(self, offset: int, length: int) -> bool:
         """Whether a span may lie at ``offset``: on a tile, and before the sums."""
@@ -91,20 +103,34 @@ def attach_index(epoch: int) -> Procedure[IndexReader]:
     return index
 
 
-def export_slab(slab: int) -> Procedure[tuple[Handle, int]]:
+def export_slab(
+    welcome: Welcome, slab: int, kind: HandleKind | None = None
+) -> Procedure[tuple[Handle, int]]:
     """A slab's handle, whose fd the caller closes, and where its sums begin.
+
+    Args:
+        kind: the one that was agreed on at connect if None.
 
     Raises:
         NotFound: no such slab.
-        ProtocolError: the daemon says sizes that a slab can't have.
+        PermissionDenied: the daemon does not give slabs of this kind.
+        ProtocolError: the daemon says sizes that a slab can't have, or it is not that kind.
+        UnsupportedError: no kind was agreed on.
     """
-    answer = yield sessions_pb2.AttachSlab(slab=slab)
+    agreed = welcome.handles.get(Tier.HOST)
+    if kind is None and agreed is not None and not agreed.chosen:
+        why = "; ".join(offer.text for offer in agreed.offers) or "no kind was asked for"
+        raise errors.UnsupportedError(f"slabs of host memory are not given to us: {why}")
+    number = common_pb2.HandleKind.ValueType(kind or 0)
+    answer = yield sessions_pb2.AttachSlab(slab=slab, kind=number)
     body = answer.body
     handle = _handle(answer)
     assert isinstance(body, sessions_pb2.SlabHandle)
     try:
         if body.slab != slab:
             raise errors.ProtocolError(f"asked for slab {slab}, got {body.slab}")
+        if kind is not None and handle.kind != kind:
+            raise errors.ProtocolError(f"asked for {kind.name}, got {handle.kind.name}")
         low, high = slab_capacity(handle.size), handle.size - sums_bytes(handle.size)
         if not 0 < low <= body.sums_offset <= high or body.sums_offset % 8:
             raise errors.ProtocolError(f"slab {slab}: its sums can't begin at {body.sums_offset}")
@@ -114,15 +140,50 @@ def export_slab(slab: int) -> Procedure[tuple[Handle, int]]:
     return handle, body.sums_offset
 
 
-def attach_slab(slab: int) -> Procedure[SlabMapping]:
+def export_span(lease: Lease, entry: int, kind: HandleKind) -> Procedure[SpanHandle]:
+    """A leased span's pages alone; the caller closes the fd, and keeps the lease meanwhile.
+
+    Raises:
+        IndexError: the lease has no such entry.
+        LookupError: that entry is not leased.
+        PermissionDenied, TooLarge, Exhausted, NotFound: as the daemon says.
+        ProtocolError: what came is not that kind, or not that span's size.
+    """
+    if not 0 <= entry < len(lease):
+        raise IndexError(f"no entry {entry} in this lease")
+    if lease.reason[entry] or lease.released:
+        raise LookupError(f"entry {entry} is not leased")
+    part = next(part for part in lease.parts if entry < part.first + part.count)
+    answer = yield sessions_pb2.ExportSpan(
+        lease=part.lease, entry=entry - part.first, kind=common_pb2.HandleKind.ValueType(kind)
+    )
+    body = answer.body
+    handle = _handle(answer)
+    assert isinstance(body, sessions_pb2.SpanHandle)
+    try:
+        if handle.kind != kind:
+            raise errors.ProtocolError(f"asked for {kind.name}, got {handle.kind.name}")
+        if body.length != lease.length[entry] or handle.size != dmabuf.whole_pages(body.length):
+            raise errors.ProtocolError(
+                f"{handle.size} bytes for a span of {lease.length[entry]} bytes"
+            )
+        if kind == HandleKind.DMA_BUF:
+            dmabuf.check(handle.fd, handle.size)
+    except BaseException:
+        os.close(handle.fd)
+        raise
+    return SpanHandle(kind, handle.fd, handle.size, body.length)
+
+
+def attach_slab(welcome: Welcome, slab: int) -> Procedure[SlabMapping]:
     """A slab, mapped; errors as ``export_slab``.
 
     Raises:
         UnsupportedError: it is of a kind that can't be mapped as host memory.
     """
-    handle, sums = yield from export_slab(slab)
+    handle, sums = yield from export_slab(welcome, slab)
     try:
-        if handle.kind != HandleKind.MEMFD:
+        if handle.kind not in (HandleKind.MEMFD, HandleKind.DMA_BUF):
             raise errors.UnsupportedError(f"slab {slab} is {handle.kind.name}, not host memory")
         return SlabMapping(slab, handle, sums)
     finally:
@@ -148,7 +209,10 @@ def _handle(answer: Answer) -> Handle:
     try:
         assert isinstance(
             body,
-            sessions_pb2.IndexHandle | sessions_pb2.SlabHandle | sessions_pb2.StagingHandle,
+            sessions_pb2.IndexHandle
+            | sessions_pb2.SlabHandle
+            | sessions_pb2.StagingHandle
+            | sessions_pb2.SpanHandle,
         )
         try:
             kind = HandleKind(body.kind)

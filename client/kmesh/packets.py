@@ -109,7 +109,11 @@ def receive(sock: socket.socket, buffer: bytearray) -> tuple[bytes, list[int]]:
             os.close(fd)
         if flags & _CUT_DATA:
             raise errors.ProtocolError("a packet with more bytes than allowed")
-        # The kernel says the same when this process has no descriptor left.
+        if not fds:
+            raise errors.ProtocolError(
+                "a packet's file descriptor could not be taken: none is left (ulimit -n)"
+            )
+        # The kernel says the same when only some could be taken.
         raise errors.ProtocolError(
             "a packet with more file descriptors than allowed, or than this process may open"
         )

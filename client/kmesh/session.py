@@ -19,10 +19,10 @@ from concurrent.futures import Future
 from typing import TypeVar
 
 import kmesh
-from kmesh import calls, errors, memory, packets
+from kmesh import calls, errors, memory, negotiation, packets
 from kmesh.calls import Procedure, Reservations, ReserveBatch, Welcome
 from kmesh.channel import Channel
-from kmesh.handles import Handle
+from kmesh.handles import COMMON, Handle, HandleKind, Preferences, SpanHandle
 from kmesh.index import IndexReader
 from kmesh.keys import Namespace
 from kmesh.layout import LAYOUT_VERSION, PROTOCOL_VERSION, Shard
@@ -54,7 +54,11 @@ class Role(enum.IntEnum):
 
 
 def hello(
-    role: Role, engine_id: str, namespace: Namespace | None, client_name: str
+    role: Role,
+    engine_id: str,
+    namespace: Namespace | None,
+    client_name: str,
+    handles: Preferences = COMMON,
 ) -> sessions_pb2.Hello:
     """The first message of a connection."""
     return sessions_pb2.Hello(
@@ -66,6 +70,7 @@ def hello(
         client_version=kmesh.__version__,
         namespace=namespace.fields() if namespace else {},
         pid=os.getpid(),
+        handles=negotiation.preferences(handles),
     )
 
 
@@ -121,6 +126,7 @@ class Session:
         namespace: Namespace | None = None,
         client_name: str = "kmesh",
         timeout: float = DEFAULT_TIMEOUT,
+        handles: Preferences = COMMON,
     ) -> Session:
         """Opens a session with the daemon whose socket lies in ``socket_dir``.
 
@@ -130,6 +136,8 @@ class Session:
             namespace: the engine's base namespace; sessions of one engine must agree.
             client_name: for people who look at the daemon.
             timeout: seconds for all of it.
+            handles: for each tier the kinds of handle that can be used, best first; what was
+                agreed is in ``welcome.handles``.
 
         Raises:
             DaemonUnavailable: nobody answers.
@@ -137,7 +145,7 @@ class Session:
             OSError: this process has no file descriptor or no memory left for it.
         """
         until = time.monotonic() + timeout
-        message = hello(role, engine_id, namespace, client_name)
+        message = hello(role, engine_id, namespace, client_name, handles)
         sock = packets.dial(socket_dir, timeout)
         return cls(sock, message, max(until - time.monotonic(), 0.001))
 
@@ -260,7 +268,7 @@ class Session:
 
         Raises:
             NotFound: no such slab.
-            UnsupportedError: it is not host memory.
+            UnsupportedError: it is not host memory, or no kind of handle was agreed on.
             OSError: it can't be mapped.
         """
         found = self._slabs.get(slab_id)
@@ -268,13 +276,44 @@ class Session:
             with self._attaching:
                 found = self._slabs.get(slab_id)
                 if found is None:
-                    found = self._run(memory.attach_slab(slab_id), timeout)
+                    found = self._run(memory.attach_slab(self.welcome, slab_id), timeout)
                     self._slabs[slab_id] = found
         return found
 
-    def export_slab(self, slab_id: int, timeout: float | None = None) -> Handle:
-        """A slab's handle, for an importer of another kind; the caller closes its fd."""
-        return self._run(memory.export_slab(slab_id), timeout)[0]
+    def export_slab(
+        self, slab_id: int, timeout: float | None = None, kind: HandleKind | None = None
+    ) -> Handle:
+        """A slab's handle, for an importer of another kind; the caller closes its fd.
+
+        Args:
+            kind: the one that was agreed on at connect if None.
+
+        Raises:
+            PermissionDenied: the daemon does not give slabs of that kind; says why.
+        """
+        return self._run(memory.export_slab(self.welcome, slab_id, kind), timeout)[0]
+
+    def export_span(
+        self,
+        lease: Lease,
+        key: int,
+        shard: int = 0,
+        *,
+        kind: HandleKind = HandleKind.DMA_BUF,
+        timeout: float | None = None,
+    ) -> SpanHandle:
+        """The pages of one leased span alone, for a NIC, storage or another program.
+
+        The caller closes its fd. Whoever holds it can write the span, and still could when the
+        lease has ended and the pages are another span's: keep the lease as long as the fd.
+
+        Raises:
+            IndexError, LookupError: as ``Lease.entry``.
+            PermissionDenied: the daemon's settings do not permit it.
+            TooLarge: the machine does not make DMA-BUFs so large.
+        """
+        lease.entry(key, shard)
+        return self._run(memory.export_span(lease, lease.index(key, shard), kind), timeout)
 
     def staging(self, size: int, timeout: float | None = None) -> Staging:
         """Memory of ``size`` bytes, in whole pages, to write spans in; a session gets it once.

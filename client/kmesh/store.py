@@ -83,10 +83,12 @@ def read_mapped(slab: SlabMapping, lease: Lease, key: int, shard: int = 0) -> by
     span = lease.entry(key, shard)
     if span.slab != slab.slab or not slab.contains(span.offset, span.length):
         raise errors.ProtocolError(f"no span can lie at {span} in slab {slab.slab}")
-    payload = bytes(slab.view(span.offset, span.length))
     root = lease.root[lease.index(key, shard)]
     sums = slab.sums_address(span.offset)
-    if not _host.verify(_host.address(payload), span.length, sums, root):
+    with slab.reading():
+        payload = bytes(slab.view(span.offset, span.length))
+        good = _host.verify(_host.address(payload), span.length, sums, root)
+    if not good:
         name = lease.keys[key * KEY_BYTES : (key + 1) * KEY_BYTES].hex()
         raise errors.CorruptionError(f"span {name}: its bytes do not match their sums")
     return payload

@@ -25,6 +25,7 @@ from google.protobuf.message import DecodeError
 from kmesh import errors, packets
 from kmesh.fake_model import Model
 from kmesh.fake_state import Limits, Peer, Span
+from kmesh.handles import COMMON, Preferences
 from kmesh.keys import Namespace
 from kmesh.layout import Shard
 from kmesh.session import Role, Session, hello
@@ -101,9 +102,12 @@ class FakeDaemon:
         namespace: Namespace | None = None,
         client_name: str = "kmesh",
         timeout: float = DEFAULT_TIMEOUT,
+        handles: Preferences = COMMON,
     ) -> Session:
         """A session, as ``Session.connect`` makes one."""
-        return Session(self.dial(), hello(role, engine_id, namespace, client_name), timeout)
+        return Session(
+            self.dial(), hello(role, engine_id, namespace, client_name, handles), timeout
+        )
 
     def dial(self) -> socket.socket:
         """A connected socket on which nothing was said yet; the caller owns it."""

@@ -35,6 +35,7 @@ _NAMES: dict[type[Message], tuple[str, str]] = {
     sessions_pb2.AttachSlab: ("attach_slab", "slab"),
     sessions_pb2.AttachStaging: ("attach_staging", "staging"),
     sessions_pb2.Ping: ("ping", "pong"),
+    sessions_pb2.ExportSpan: ("export_span", "span"),
     spans_pb2.AcquireRequest: ("acquire", "acquire"),
     spans_pb2.ReleaseRequest: ("release", "release"),
     spans_pb2.ReserveRequest: ("reserve", "reserve"),
@@ -44,7 +45,7 @@ _NAMES: dict[type[Message], tuple[str, str]] = {
 }
 #: Seconds that a call may take, whatever its caller says: more has no place in a message.
 _LONGEST = 1_000_000.0
-_WITH_FD = frozenset({"index", "slab", "staging"})
+_WITH_FD = frozenset({"index", "slab", "staging", "span"})
 
 
 @dataclass(frozen=True, slots=True)

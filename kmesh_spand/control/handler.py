@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import logging
 import time
 from collections import Counter
@@ -11,11 +12,13 @@ from dataclasses import dataclass
 
 from google.protobuf.message import Message
 
-from kmesh import errors, layout
+from kmesh import errors, layout, negotiation
 from kmesh.v1 import common_pb2, sessions_pb2
 from kmesh_spand import logs
+from kmesh_spand.control import broker as brokers
 from kmesh_spand.control import limits, translate
 from kmesh_spand.control.applier import Applier
+from kmesh_spand.control.broker import Broker, Exported, Make
 from kmesh_spand.control.journal import Journal
 from kmesh_spand.control.observer import Call, Observer
 from kmesh_spand.control.registry import Member, Peer, Registry
@@ -45,21 +48,11 @@ _COUNTERS = (
     "protocol_errors",
     "sessions_opened",
     "sessions_closed",
+    *brokers.COUNTERS,
     *_REQUESTS.values(),
     # The daemon itself never answers these two.
     *(_refused(c) for c in common_pb2.Code.values() if c not in (0, *_CLIENTS_OWN)),
 )
-
-
-@dataclass(frozen=True, slots=True)
-class Exported:
-    """What sessions may attach: read-only fds and sizes, owned by the process.
-
-    ``indexes`` are by group of uids.
-    """
-
-    indexes: dict[int, tuple[int, int]]
-    slabs: tuple[tuple[int, int], ...]
 
 
 @dataclass(slots=True)
@@ -91,6 +84,7 @@ class Handler:
         core: Core,
         staging: StagingPool,
         exported: Exported,
+        make: Make,
         epoch: int,
         observer: Observer,
     ) -> None:
@@ -106,7 +100,8 @@ class Handler:
         self.journal = Journal(epoch, settings.watch_events)
         self.applier: Applier
         self._loop = loop
-        self._exported = exported
+        self._indexes = exported.indexes
+        self.broker = Broker(settings, exported, make, self.counters)
         self._pending: dict[int, _Pending] = {}
         self._of_session: dict[int, set[int]] = {}
         self._last = 0
@@ -130,7 +125,9 @@ class Handler:
         """
         if self.draining:
             raise errors.Draining("the daemon is stopping")
+        agreed = self.broker.agree(hello.handles)
         member = self.registry.open(hello, peer, self.now_ms())
+        self.broker.opened(member.id, agreed)
         engine = f"{peer.uid}:{member.engine_id}" if member.engine_id else ""
         self.event(events.SessionOpened(member.id, peer.uid, engine, member.role))
         self.counters["sessions_opened"] += 1
@@ -159,8 +156,9 @@ class Handler:
             sub_tokens=layout.SUB_TOKENS,
             tile_bytes=layout.TILE_BYTES,
             max_staging_bytes=self.staging.each,
-            handle_kinds=[common_pb2.HANDLE_KIND_MEMFD],
-            slab_count=len(self._exported.slabs),
+            handle_kinds=[common_pb2.HandleKind.ValueType(k) for k in self.broker.kinds()],
+            slab_count=self.broker.slab_count(),
+            tiers=[negotiation.to_message(a) for a in self.broker.agreed(member.id)],
         )
 
     def close(self, session: int, reason: str) -> None:
@@ -168,6 +166,7 @@ class Handler:
         ended = [self._take(number) for number in list(self._of_session.get(session, ()))]
         member = self.registry.members.get(session)
         self.registry.close(session)
+        self.broker.closed(session)
         if member is not None:
             self.journal.session_closed(member, reason)
         with logs.about(session):
@@ -224,11 +223,13 @@ class Handler:
                 self._answer(number, sessions_pb2.Pong())
             case sessions_pb2.AttachIndex():
                 group = self.core.tenancy.group(self._uid(session))
-                fd, size = self._exported.indexes[group]
+                fd, size = self._indexes[group]
                 handle = sessions_pb2.IndexHandle(kind=common_pb2.HANDLE_KIND_MEMFD, size=size)
                 self._answer(number, handle, fd)
             case sessions_pb2.AttachSlab():
-                self._attach_slab(session, number, body.slab)
+                self._attach_slab(session, number, body)
+            case sessions_pb2.ExportSpan():
+                self._export_span(session, number, body)
             case sessions_pb2.AttachStaging():
                 self._attach_staging(session, number, body.size)
             case _:
@@ -238,22 +239,22 @@ class Handler:
     def _uid(self, session: int) -> int:
         return self.registry.members[session].peer.uid
 
-    def _attach_slab(self, session: int, number: int, slab: int) -> None:
-        if slab >= len(self._exported.slabs):
-            raise errors.NotFound(f"there is no slab {slab}", field="attach_slab.slab")
+    def _attach_slab(self, session: int, number: int, body: sessions_pb2.AttachSlab) -> None:
+        if body.slab >= self.broker.slab_count():
+            raise errors.NotFound(f"there is no slab {body.slab}", field="attach_slab.slab")
         # A mapping can't be taken back, so a slab that may become another's is not shown either.
-        if not self.core.may_map(slab, self._uid(session)):
+        if not self.core.may_map(body.slab, self._uid(session)):
             raise errors.PermissionDenied(
-                f"slab {slab} holds nothing of uid {self._uid(session)}", field="attach_slab.slab"
+                f"slab {body.slab} holds nothing of uid {self._uid(session)}",
+                field="attach_slab.slab",
             )
-        fd, size = self._exported.slabs[slab]
-        handle = sessions_pb2.SlabHandle(
-            slab=slab,
-            kind=common_pb2.HANDLE_KIND_MEMFD,
-            size=size,
-            sums_offset=layout.sums_offset(size),
-        )
-        self._answer(number, handle, fd)
+        answer = functools.partial(self._answer, number)
+        whole = self.core.populated(body.slab)
+        self.broker.slab(session, body.slab, body.kind, whole, answer)
+
+    def _export_span(self, session: int, number: int, body: sessions_pb2.ExportSpan) -> None:
+        find = functools.partial(self.core.place, session, body.lease, body.entry)
+        self.broker.span(session, body.kind, find, functools.partial(self._answer, number))
 
     def _attach_staging(self, session: int, number: int, size: int) -> None:
         if self.draining:

@@ -19,3 +19,7 @@ MAX_RPC_CONNECTIONS = 256
 #: After which a gRPC connection without a call is ended, and one that never said anything.
 RPC_IDLE_SECONDS = 60
 RPC_HELLO_SECONDS = 5
+#: Tiers, and kinds of one tier, that a Hello may name.
+MAX_HANDLES = 16
+#: Spans that one session is given as a file descriptor of their own.
+MAX_EXPORTS = 1024

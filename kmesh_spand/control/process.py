@@ -18,8 +18,9 @@ from kmesh.layout import slab_capacity
 from kmesh.mapping import Mapping
 from kmesh_spand import ipc
 from kmesh_spand.control.applier import Applier
+from kmesh_spand.control.broker import Exported
 from kmesh_spand.control.crowd import Crowd
-from kmesh_spand.control.handler import Exported, Handler
+from kmesh_spand.control.handler import Handler
 from kmesh_spand.control.limits import MAX_BATCH
 from kmesh_spand.control.link import Link
 from kmesh_spand.control.listener import Listener
@@ -99,7 +100,15 @@ class Control:
             batch=NativeBatch(),
         )
         self._handler = Handler(
-            loop, settings, version, core, staging, exported, storage.epoch, observer
+            loop,
+            settings,
+            version,
+            core,
+            staging,
+            exported,
+            self._worker.export,
+            storage.epoch,
+            observer,
         )
         self._handler.applier = Applier(
             self._catalog.view(0, owners_offset(settings)),
@@ -267,9 +276,9 @@ def _export(storage: Shared) -> Exported:
         group: (reopen_read_only(index.fd), index.size) for group, index in storage.indexes.items()
     }
     slabs = tuple((reopen_read_only(slab.fd), slab.size) for slab in storage.slabs)
-    for fd in storage.fds:
+    for fd in set(storage.fds) - set(storage.dma_bufs.fds):
         os.close(fd)
-    return Exported(indexes, slabs)
+    return Exported(indexes, slabs, storage.dma_bufs)
 
 
 def run(

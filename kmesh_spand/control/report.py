@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 
-from kmesh import errors
+from kmesh import errors, negotiation
 from kmesh.handles import HandleKind
 from kmesh.keys import KEY_BYTES
 from kmesh.layout import Shard
@@ -117,6 +117,7 @@ class Report:
             tenants=tenants,
             paused=self._worker.paused,
             hardened=handler.settings.hardened,
+            handles=[negotiation.to_message(a) for a in handler.broker.everything()],
             not_ready=_conditions(self.readiness.reasons()),
             warnings=_conditions(self.readiness.warnings()),
         )
@@ -222,6 +223,7 @@ class Report:
             pid=member.peer.pid,
             age_ms=self._handler.now_ms() - member.opened_ms,
             staging_bytes=self._handler.staging.size(member.id),
+            handles=[negotiation.to_message(a) for a in self._handler.broker.agreed(member.id)],
         )
         if row is not None:
             info.leases = row.leases

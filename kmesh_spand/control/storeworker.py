@@ -9,12 +9,17 @@ import socket
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from kmesh import errors
+from kmesh.handles import HandleRefusal
 from kmesh_spand import ipc, logs
 from kmesh_spand.control.link import Link
 from kmesh_spand.control.observer import CopyMark, Observer
 from kmesh_spand.core import effects, events
 
 logger = logging.getLogger(__name__)
+
+#: Told a DMA-BUF's fd, which it owns, or what went wrong.
+Made = Callable[[int, errors.RequestError | None], None]
 
 _BEAT_SECONDS = 1.0
 #: A worker is not ended for less silence than this.
@@ -79,6 +84,8 @@ class StoreWorker:
         self._checks: dict[int, int] = {}
         self._wipes: dict[int, effects.Wipe] = {}
         self._waiting: list[effects.Verify] = []
+        self._exports: dict[int, Made] = {}
+        self._export_number = 0
         self._heard_at = loop.time()
         self._given_up = False
         self._beats = 0
@@ -200,13 +207,24 @@ class StoreWorker:
         if self._link is not None:
             self._link.send(ipc.Wipe(job.job, job.slab))
 
+    def export(self, slab: int, offset: int, length: int, made: Made) -> None:
+        """Has a DMA-BUF made of whole pages; ``made`` is told later, once."""
+        if self._link is None:
+            gone = errors.Exhausted("there is no store worker just now")
+            self._loop.call_soon(made, -1, gone)
+            return
+        self._wakes()
+        self._export_number += 1
+        self._exports[self._export_number] = made
+        self._link.send(ipc.Export(self._export_number, slab, offset, length))
+
     def check(self) -> None:
         """Called now and then: a worker that owes answers for too long is given up."""
         self._beat()
         allowed = self._timeout
         if not self._copies and self._checks and self._verify_rate:
             allowed += sum(self._checks.values()) / self._verify_rate
-        owes = bool(self._copies or self._checks or self._wipes)
+        owes = bool(self._copies or self._checks or self._wipes or self._exports)
         if self.up and owes and self._loop.time() - self._heard_at > allowed:
             self._given_up = True
             self._restart(f"no answer for {allowed:.1f} s")
@@ -225,7 +243,7 @@ class StoreWorker:
             self._link.send(ipc.Beat(self._beats))
 
     def _wakes(self) -> None:
-        if not self._copies and not self._checks and not self._wipes:
+        if not (self._copies or self._checks or self._wipes or self._exports):
             self._heard_at = self._loop.time()
 
     def _detach(self) -> None:
@@ -237,12 +255,15 @@ class StoreWorker:
         self._beat_at = None
         copies, self._copies = self._copies, {}
         checks, self._checks = self._checks, {}
+        exports, self._exports = self._exports, {}
+        for made in exports.values():
+            made(-1, errors.Exhausted("the store worker died"))
         for job, mark in copies.items():
             self._copy_failed(job, mark)
         for job in checks:
             self._event(events.VerifyDone(job, None))
 
-    def _heard(self, message: ipc.AnyMessage, _fd: int | None) -> None:
+    def _heard(self, message: ipc.AnyMessage, fd: int | None) -> None:
         if isinstance(message, ipc.Beat):
             if message.number == self._beats:
                 self._beat_at = None
@@ -262,6 +283,10 @@ class StoreWorker:
             case ipc.Wiped():
                 self._wipes.pop(message.job, None)
                 self._event(events.WipeDone(message.job, True))
+            case ipc.Exported():
+                self._exported(message.job, -1 if fd is None else fd, None)
+            case ipc.NotExported():
+                self._exported(message.job, -1, _export_error(message))
             case ipc.PopulatePaused():
                 self.paused = message.reason
                 self.pauses += bool(message.reason)
@@ -289,6 +314,13 @@ class StoreWorker:
             case _:
                 logger.error("unexpected message %s", type(message).__name__)
 
+    def _exported(self, job: int, fd: int, failed: errors.RequestError | None) -> None:
+        made = self._exports.pop(job, None)
+        if made is not None:
+            made(fd, failed)
+        elif fd >= 0:
+            os.close(fd)
+
     def _fell_back(self, message: ipc.Fallback) -> None:
         if message.kind == "hugepages":
             self.slabs[message.slab].small_pages = True
@@ -314,3 +346,11 @@ class StoreWorker:
             self._event(events.WipeDone(message.job, False))
         elif self._checks.pop(message.job, None) is not None:
             self._event(events.VerifyDone(message.job, None))
+
+
+def _export_error(message: ipc.NotExported) -> errors.RequestError:
+    if message.refusal == HandleRefusal.SIZE_LIMIT:
+        return errors.TooLarge(message.error)
+    if message.refusal:
+        return errors.Exhausted(message.error)
+    return errors.InternalError("a bug in the daemon, see its log")

@@ -21,6 +21,7 @@ NAMES: dict[type[Message], str] = {
     sessions_pb2.AttachSlab: "attach_slab",
     sessions_pb2.AttachStaging: "attach_staging",
     sessions_pb2.Ping: "ping",
+    sessions_pb2.ExportSpan: "export_span",
     spans_pb2.AcquireRequest: "acquire",
     spans_pb2.ReleaseRequest: "release",
     spans_pb2.ReserveRequest: "reserve",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable
 
+from kmesh.handles import Location
 from kmesh.layout import TILE_BYTES
 from kmesh_spand.core import events as ev
 from kmesh_spand.core.batch import Batch
@@ -337,6 +338,16 @@ class Core:
         """Whether a slab holds, and only ever held, what processes of a uid may see."""
         found = self._store.slabs.get(slab)
         return found is not None and not found.lost and found.group == self.tenancy.group(uid)
+
+    def populated(self, slab: int) -> bool:
+        """Whether a slab's payload area has all of its pages."""
+        found = self._store.slabs.get(slab)
+        return found is not None and found.populated == found.tiles
+
+    def place(self, session: int, lease: int, entry: int) -> Location | None:
+        """Where a span lies that an open session's engine leases; None for any other."""
+        found = self._book.sessions.get(session)
+        return None if found is None else self._reading.place(found, lease, entry)
 
     def namespaces(self, group: int | None = None) -> list[NamespaceRow]:
         """All namespaces that have stored spans, in no order.

@@ -6,6 +6,7 @@ from array import array
 from collections.abc import Sequence
 from itertools import chain
 
+from kmesh.handles import Location
 from kmesh.layout import TILE_BYTES
 from kmesh_spand.core.batch import KEY_BYTES, Rows
 from kmesh_spand.core.checks import check_acquire, too_many
@@ -170,6 +171,18 @@ class Reading:
         if lease.spans != len(rows):
             rows = array("I", filter(None, rows))
         self._store.unpin(rows)
+
+    def place(self, session: Session, number: int, entry: int) -> Location | None:
+        """Where a span lies that the session's engine leases; None if it does not, or not now."""
+        lease = self._book.leases.get(number)
+        if lease is None or not lease.session.same_engine(session):
+            return None
+        row = lease.rows[entry] if 0 <= entry < len(lease.rows) else 0
+        table = self._store.table
+        if not row or table.state[row] != State.COMMITTED:
+            return None
+        offset = table.tile[row] * TILE_BYTES
+        return Location(table.slab[row], offset, table.length[row], table.generation[row])
 
     def report(self, session: Session, event: ReportCorrupt) -> Result:
         """Take reported spans out of service until they have been read again."""

@@ -15,6 +15,7 @@ from daemon_process import Daemon, environment
 
 from kmesh import errors
 from kmesh.cli import rpc
+from kmesh.handles import HandleKind, HandleRefusal, Tier
 from kmesh.keys import Namespace
 from kmesh.layout import Shard
 from kmesh.session import ReserveBatch, Role, Session
@@ -82,6 +83,73 @@ def test_status(spand: Daemon) -> None:
         assert f"`{key}`" in DOCS, f"docs/cli.md does not explain {key}"
 
 
+def test_handles_are_agreed_on_and_a_lesser_kind_is_shown(spand: Daemon) -> None:
+    """The wish is refused, for its reason, in every place where somebody would look."""
+    wish = {Tier.HOST: (HandleKind.DMA_BUF, HandleKind.MEMFD)}
+    with Session.connect(spand.socket_dir, role=Role.TOOL, handles=wish) as session:
+        agreed = session.welcome.handles[Tier.HOST]
+        assert agreed.chosen == HandleKind.MEMFD
+        assert agreed.fallback is not None
+        assert agreed.fallback.refusal == HandleRefusal.NOT_ALLOWED
+        assert session.welcome.handle_kinds == (HandleKind.MEMFD,)
+        assert session.slab(0).kind == HandleKind.MEMFD
+        with pytest.raises(errors.PermissionDenied, match='setting dma_buf is "off"') as refused:
+            session.export_slab(0, kind=HandleKind.DMA_BUF)
+        assert refused.value.field == "attach_slab.kind"
+        keys = store(session, 1)
+        with session.acquire(keys, [SHARD]) as lease:
+            before = len(os.listdir("/proc/self/fd"))
+            with pytest.raises(errors.PermissionDenied, match='setting dma_buf is "off"'):
+                session.export_span(lease, 0)
+            assert len(os.listdir("/proc/self/fd")) == before
+        status = as_json("status", socket_dir=spand.socket_dir)
+        human = kmesh("status", socket_dir=spand.socket_dir).stdout
+        report = as_json("doctor", socket_dir=spand.socket_dir)
+        command = ("export", keys.hex()[:10], "--dma-buf", "--", "touch", "never")
+        exported = kmesh(*command, socket_dir=spand.socket_dir)
+    host, gpu = status["handles"]
+    assert (host["tier"], host["chosen"], gpu["tier"], gpu["chosen"]) == (
+        *("host", "MEMFD"),
+        *("gpu", None),
+    )
+    memfd, dma_buf = host["offers"]
+    assert (memfd["kind"], memfd["slabs"], memfd["refusal"]) == ("MEMFD", True, None)
+    assert (dma_buf["kind"], dma_buf["slabs"], dma_buf["spans"]) == ("DMA_BUF", False, False)
+    assert dma_buf["refusal"] == "not_allowed"
+    mine = next(c for c in status["clients"] if c["session"] == session.welcome.session_id)
+    assert [offer["kind"] for offer in mine["handles"][0]["offers"]] == ["DMA_BUF", "MEMFD"]
+    assert status["counters"]["handle_fallbacks"] == 1
+    assert "MEMFD, not DMA_BUF" in human
+    checks = {check["name"]: check for check in report["checks"]}
+    assert checks["handles"]["level"] == "warn"
+    assert "lesser kind than they asked for: 1" in checks["handles"]["seen"]
+    assert 'MEMFD (DMA_BUF: the daemon\'s setting dma_buf is "off"' in checks["handles"]["fix"]
+    assert exported.returncode == 4
+    assert 'DMA_BUF is not given: the daemon\'s setting dma_buf is "off"' in exported.stderr
+    assert spand.log().count("a client would rather have DMA_BUF") == 1
+    for key in (*host, *memfd, *mine):
+        assert f"`{key}`" in DOCS, f"docs/cli.md does not explain {key}"
+
+
+def test_export_says_what_is_wrong_with_its_arguments(spand: Daemon) -> None:
+    with Session.connect(spand.socket_dir, role=Role.TOOL, namespace=SPACE) as session:
+        first = store(session, 1).hex()
+    where = {"socket_dir": spand.socket_dir}
+    for arguments, said in (
+        ((first, "--", "true"), "--dma-buf is what there is"),
+        (("zz", "--dma-buf", "--", "true"), "no hex digits"),
+        ((first, "--dma-buf", "--layers", "1", "--", "true"), "is not BEGIN:END"),
+        ((first, "--dma-buf", "--salt-digest", "00", "--", "true"), "64 hex digits"),
+    ):
+        done = kmesh("export", *arguments, **where)
+        assert done.returncode == 2
+        assert said in " ".join(done.stderr.replace("│", " ").split()), done.stderr
+    absent = ("--layers", "7:9", "--heads", "0:1")
+    done = kmesh("export", first, "--dma-buf", *absent, "--", "true", **where)
+    assert done.returncode == 4
+    assert "not served to this user" in done.stderr
+
+
 def test_ls(spand: Daemon) -> None:
     other = Namespace("another model", "w", "float16", 4, 2, 8)
     with Session.connect(spand.socket_dir, role=Role.TOOL, namespace=SPACE) as session:
@@ -137,10 +205,15 @@ def test_doctor_finds_a_daemon_well(spand: Daemon) -> None:
     for name in ("native", "proc", "memfd", "socket", "health", "slabs", "pattern"):
         assert levels[name] == "ok", report
     assert "fail" not in levels.values()
-    assert "skip" not in levels.values()
+    # By default nothing is given as DMA-BUF, and not every machine can make one.
+    assert {name for name, level in levels.items() if level == "skip"} <= {"udmabuf", "dma_buf"}
+    assert levels["dma_buf"] == "skip"
     by_name = {check["name"]: check["seen"] for check in report["checks"]}
     assert "host memory only" in by_name["gpu"]
     assert "two processes" in by_name["pattern"]
+    assert "read by a second process" in by_name["memfd"]
+    assert "HOST: MEMFD (slabs)" in by_name["handles"]
+    assert 'not DMA_BUF: the daemon\'s setting dma_buf is "off"' in by_name["handles"]
     for name in levels:
         assert f"`{name}`" in DOCS, f"docs/cli.md does not explain {name}"
     # What it stored went into a namespace of its own, which says so.

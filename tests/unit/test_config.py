@@ -83,6 +83,7 @@ def test_every_setting_has_all_three_forms(tmp_path: Path) -> None:
         "share": "all",
         "tenants": "all=1GiB,default=2GiB",
         "hardened": "true",
+        "dma_buf": "slabs",
         "memory_headroom": "5MiB",
         "stuck_ms": "1500",
         "slow_call_ms": "16",
@@ -256,6 +257,12 @@ def test_command_line() -> None:
     said = command("--help").stdout
     for name in Config.model_fields:
         assert f"--{name.replace('_', '-')}" in said
+
+
+def test_single_spans_of_sealed_slabs_are_refused_at_once() -> None:
+    with pytest.raises(ConfigError, match=r"^dma_buf: hardened slabs .* \(flag\)$"):
+        load({"hardened": True, "dma_buf": "spans"}, {})
+    assert load({"hardened": True, "dma_buf": "slabs"}, {}).settings.dma_buf == "slabs"
 
 
 def test_settings_documentation_is_complete() -> None:

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import fcntl
+import json
 import os
 import resource
+import subprocess
+import sys
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Literal
 
-from kmesh import _host
+from kmesh import _host, dmabuf
 from kmesh.cli.render import size
+from kmesh.handles import HandleKind
 from kmesh.mapping import Mapping
 
 Level = Literal["ok", "warn", "fail", "skip"]
@@ -19,6 +23,11 @@ Level = Literal["ok", "warn", "fail", "skip"]
 #: Soft limit of open files below which an engine with a session gets into trouble.
 _FEW_FILES = 64
 _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
+_PATIENCE_SECONDS = 60
+_UDMABUF_FIX = (
+    "modprobe udmabuf, and let the daemon's user open /dev/udmabuf; needed only for DMA-BUFs, "
+    "engines share memory without it"
+)
 _THP = Path("/sys/kernel/mm/transparent_hugepage/shmem_enabled")
 
 
@@ -84,11 +93,14 @@ def memfd() -> Check:
                     return Check("memfd", "fail", "a pattern came out of a memfd changed")
             if writable(importer, len(pattern)):
                 return Check("memfd", "fail", "a read-only memfd was mapped writable")
+            if problem := elsewhere(HandleKind.MEMFD, importer, pattern):
+                return Check("memfd", "fail", problem)
         finally:
             os.close(importer)
     finally:
         os.close(owner)
-    return Check("memfd", "ok", "sealed, re-opened read-only, writable mapping refused")
+    seen = "sealed, re-opened read-only, writable mapping refused; read by a second process"
+    return Check("memfd", "ok", seen)
 
 
 def writable(fd: int, length: int) -> bool:
@@ -136,9 +148,55 @@ def hugepages() -> Check:
 
 
 def udmabuf() -> Check:
-    there = os.path.exists("/dev/udmabuf")
-    seen = "is there" if there else "is not there"
-    return Check("udmabuf", "ok", f"/dev/udmabuf {seen}; this version does not use it")
+    """A DMA-BUF of a memfd's pages is read by a second process, which looks what it is."""
+    pattern = os.urandom(3 * resource.getpagesize())
+    owner = os.memfd_create("kmesh-doctor", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    try:
+        os.truncate(owner, len(pattern))
+        fcntl.fcntl(owner, fcntl.F_ADD_SEALS, _SEALS)
+        os.pwrite(owner, pattern, 0)
+        try:
+            fd = dmabuf.create(owner, [(0, len(pattern))])
+        except dmabuf.NotExported as missing:
+            return Check("udmabuf", "skip", f"{missing}; no DMA-BUF can be made", _UDMABUF_FIX)
+    finally:
+        os.close(owner)
+    # The memfd is closed: the DMA-BUF alone keeps the pages.
+    try:
+        if problem := elsewhere(HandleKind.DMA_BUF, fd, pattern):
+            return Check("udmabuf", "fail", problem)
+    finally:
+        os.close(fd)
+    limit = dmabuf.Limits.read().size
+    return Check(
+        "udmabuf",
+        "ok",
+        f"a second process read a pattern from a DMA-BUF of {dmabuf.UDMABUF}; at most "
+        f"{size(limit)} each (size_limit_mb)",
+    )
+
+
+def elsewhere(kind: HandleKind, fd: int, expected: bytes) -> str:
+    """Lets a second process map what ``fd`` is, by its kind. What went wrong, or nothing."""
+    done = subprocess.run(
+        [sys.executable, "-m", "kmesh.cli.importer", kind.name, str(fd), str(whole(expected))],
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        pass_fds=(fd,),
+        timeout=_PATIENCE_SECONDS,
+        check=False,
+    )
+    if done.returncode:
+        said = done.stderr.decode(errors="replace").strip().splitlines()[-1:] or ["no reason"]
+        return f"a second process could not map it: {said[0]}"
+    if bytes.fromhex(json.loads(done.stdout)["bytes"])[: len(expected)] != expected:
+        return "a second process read other bytes"
+    return ""
+
+
+def whole(content: bytes) -> int:
+    """Bytes of the pages that hold it."""
+    return dmabuf.whole_pages(len(content))
 
 
 def gpu() -> Check:

@@ -11,11 +11,12 @@ from functools import partial
 
 from rich.console import Console
 
-from kmesh import errors
-from kmesh.cli import checks
+from kmesh import errors, negotiation
+from kmesh.cli import checks, render
 from kmesh.cli.checks import Check, attempt
 from kmesh.cli.render import size, table
 from kmesh.cli.rpc import Tool, healthy
+from kmesh.handles import HandleKind, Offer, Tier
 from kmesh.keys import Namespace
 from kmesh.layout import TILE_BYTES, Shard
 from kmesh.session import ReserveBatch
@@ -28,6 +29,7 @@ SHARD = Shard(0, 1, 0, 1)
 #: More than one tile, and no whole number of anything.
 _PATTERN_BYTES = TILE_BYTES + 4242
 
+_WITH_SESSION = ("slabs", "pattern", "handles", "dma_buf", "cgroup")
 _COLOURS = {"ok": "green", "warn": "yellow", "fail": "red", "skip": "dim"}
 
 
@@ -77,7 +79,7 @@ def examine(socket_dir: str, timeout: float) -> Report:
             found.append(Check("health", "skip", "no daemon"))
         else:
             found.append(attempt("health", partial(_health, socket_dir, timeout)))
-        found += [Check(name, "skip", "no session") for name in ("slabs", "pattern", "cgroup")]
+        found += [Check(name, "skip", "no session") for name in _WITH_SESSION]
         return Report(found, refused)
     with tool:
         welcome = tool.session.welcome
@@ -85,7 +87,10 @@ def examine(socket_dir: str, timeout: float) -> Report:
         found.append(Check("socket", "ok", f"{seen}, uid {os.getuid()} is allowed"))
         found.append(attempt("health", partial(_health, socket_dir, timeout, tool)))
         found.append(attempt("slabs", partial(_slabs, tool)))
-        found.append(attempt("pattern", partial(_pattern, tool, socket_dir)))
+        key, payload = os.urandom(32), os.urandom(_PATTERN_BYTES)
+        found.append(attempt("pattern", partial(_pattern, tool, socket_dir, key, payload)))
+        found.append(attempt("handles", partial(_handles, tool)))
+        found.append(attempt("dma_buf", partial(_dma_buf, tool, key, payload)))
         found.append(attempt("cgroup", partial(_cgroup, tool)))
     return Report(found)
 
@@ -138,10 +143,62 @@ def _slabs(tool: Tool) -> Check:
     return Check("slabs", "ok", seen)
 
 
-def _pattern(tool: Tool, socket_dir: str) -> Check:
+def _handles(tool: Tool) -> Check:
+    """What the daemon gives of each tier, and whether somebody gets less than it asked for."""
+    status = tool.status()
+    said = []
+    for tier, agreed in negotiation.from_messages(status.handles).items():
+        given = [
+            f"{negotiation.kind_name(offer.kind)} ({words})"
+            for offer in agreed.offers
+            if (words := _given(offer))
+        ]
+        refused = [
+            f"{negotiation.kind_name(offer.kind)}: {offer.text}"
+            for offer in agreed.offers
+            if not _given(offer)
+        ]
+        said.append(f"{tier.name}: {', '.join(given) or 'nothing'}")
+        said += [f"not {text}" for text in refused]
+    seen = "; ".join(said)
+    lesser = sorted({text for client in tool.sessions() for text in render.lesser(client)})
+    count = max(status.counters["handle_fallbacks"], len(lesser))
+    if count:
+        seen += f"; sessions that got a lesser kind than they asked for: {count}"
+        fix = "; ".join(lesser) or "the daemon's log says which, and why"
+        return Check("handles", "warn", seen, fix)
+    return Check("handles", "ok", seen)
+
+
+def _given(offer: Offer) -> str:
+    return ", ".join(word for word in ("slabs", "spans") if getattr(offer, word))
+
+
+def _dma_buf(tool: Tool, key: bytes, payload: bytes) -> Check:
+    """A span's pages are exported as a DMA-BUF, and read by a second process."""
+    agreed = negotiation.from_messages(tool.status().handles)
+    offers = agreed[Tier.HOST].offers if Tier.HOST in agreed else ()
+    offer = next((o for o in offers if o.kind == HandleKind.DMA_BUF), None)
+    if offer is None or not offer.spans:
+        seen = offer.text if offer is not None else "this daemon does not export any"
+        fix = 'dma_buf = "spans" in the daemon\'s settings, if programs are to get DMA-BUFs'
+        return Check("dma_buf", "skip", seen or "slabs are given so, single spans are not", fix)
+    with tool.session.acquire(key, [SHARD], timeout=tool.timeout) as lease:
+        if not lease.hits:
+            return Check("dma_buf", "skip", "the pattern was not stored")
+        handle = tool.session.export_span(lease, 0, timeout=tool.timeout)
+        try:
+            if problem := checks.elsewhere(HandleKind.DMA_BUF, handle.fd, payload):
+                return Check("dma_buf", "fail", problem)
+        finally:
+            os.close(handle.fd)
+    seen = f"a span was exported as {size(handle.size)} and read by a second process"
+    return Check("dma_buf", "ok", seen)
+
+
+def _pattern(tool: Tool, socket_dir: str, key: bytes, payload: bytes) -> Check:
     """A random span goes through the daemon and comes back here and in a second process."""
     session = tool.session
-    key, payload = os.urandom(32), os.urandom(_PATTERN_BYTES)
     tokens = session.welcome.span_tokens
     batch = ReserveBatch(DOCTOR.digest(), SHARD, key, [tokens], [0], [len(payload)])
     reason = put_spans(session, session.staging(len(payload)), batch, [payload])[0]

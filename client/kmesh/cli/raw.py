@@ -72,11 +72,16 @@ def token(
             print(f"kmesh: {command[0]}: {failed.strerror}", file=sys.stderr)
             missing = isinstance(failed, FileNotFoundError)
             raise typer.Exit(_NOT_FOUND if missing else EXIT_USAGE) from None
-        while True:
-            try:
-                status = process.wait()
-                break
-            except KeyboardInterrupt:
-                # The command got it too, and decides.
-                continue
-    raise typer.Exit(status if status >= 0 else 128 - status)
+        status = outcome(process)
+    raise typer.Exit(status)
+
+
+def outcome(process: subprocess.Popen[bytes]) -> int:
+    """Waits for a command; its exit code as a shell would say it."""
+    while True:
+        try:
+            status = process.wait()
+        except KeyboardInterrupt:
+            # The command got it too, and decides.
+            continue
+        return status if status >= 0 else 128 - status

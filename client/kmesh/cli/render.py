@@ -5,11 +5,14 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
-from kmesh.v1 import admin_pb2, sessions_pb2
+from kmesh import negotiation
+from kmesh.handles import HandleKind
+from kmesh.v1 import admin_pb2, common_pb2, sessions_pb2
 
 Json = dict[str, object]
 
@@ -95,6 +98,7 @@ def status_json(
             }
             for slab in status.slabs
         ],
+        "handles": [handles_json(tier) for tier in status.handles],
         "tenants": [tenant_json(tenant) for tenant in status.tenants],
         "clients": [session_json(client) for client in clients],
         "counters": dict(sorted(status.counters.items())),
@@ -140,11 +144,52 @@ def print_status(
         for slab in status.slabs
     ]
     out.print(table("\nslabs", (">slab", "kind", ">size", ">ready", ">used", "pages"), slabs))
+    out.print(handles_table(status.handles))
     out.print(tenants_table(status.tenants))
     out.print(sessions_table(clients))
     counters = [(name, f"{count:,}") for name, count in sorted(status.counters.items()) if count]
     if counters:
         out.print(table("\ncounters", ("counter", ">count"), counters))
+
+
+def _name(enum: Any, prefix: str, number: int) -> str:
+    """In lower case; a number that is newer than this version stays one."""
+    known = number in enum.values()
+    return str(enum.Name(number)).removeprefix(prefix).lower() if known else str(number)
+
+
+def handles_json(tier: common_pb2.TierHandles) -> Json:
+    """Names in lower case but for kinds; null where nothing is chosen or refused."""
+    return {
+        "tier": _name(common_pb2.Tier, "TIER_", tier.tier),
+        "chosen": negotiation.kind_name(tier.chosen) if tier.chosen else None,
+        "offers": [
+            {
+                "kind": negotiation.kind_name(offer.kind),
+                "slabs": offer.slabs,
+                "spans": offer.spans,
+                "refusal": _name(common_pb2.HandleRefusal, "HANDLE_REFUSAL_", offer.refusal)
+                if offer.refusal
+                else None,
+                "text": offer.text,
+            }
+            for offer in tier.offers
+        ],
+    }
+
+
+def handles_table(tiers: Iterable[common_pb2.TierHandles]) -> Table:
+    """What is given of each tier, and why not more."""
+    rows = []
+    for tier in tiers:
+        name = _name(common_pb2.Tier, "TIER_", tier.tier)
+        if not tier.offers:
+            rows.append((name, "none", "", "the daemon has no memory of this tier"))
+        for offer in tier.offers:
+            what = [word for word in ("slabs", "spans") if getattr(offer, word)]
+            kind = negotiation.kind_name(offer.kind)
+            rows.append((name, kind, ", ".join(what) or "no", offer.text.replace("[", r"\[")))
+    return table("\nhandles", ("tier", "kind", "given", "why not slabs"), rows)
 
 
 def span_json(span: admin_pb2.SpanInfo) -> Json:
@@ -264,7 +309,25 @@ def session_json(client: sessions_pb2.SessionInfo) -> Json:
         "committed": client.committed,
         "committed_bytes": client.committed_bytes,
         "reasons": dict(sorted(client.reasons.items())),
+        "handles": [handles_json(tier) for tier in client.handles],
     }
+
+
+def lesser(client: sessions_pb2.SessionInfo) -> list[str]:
+    """For each tier in which a client got a lesser kind than it asked for: what, and why."""
+    agreed = negotiation.from_messages(client.handles).values()
+    return [negotiation.describe(tier) for tier in agreed if tier.fallback is not None]
+
+
+def _handles(client: sessions_pb2.SessionInfo) -> str:
+    agreed = negotiation.from_messages(client.handles).values()
+    names = []
+    for tier in agreed:
+        kind = negotiation.kind_name(tier.chosen) if tier.chosen else "none"
+        missed = tier.fallback
+        if tier.offers:
+            names.append(f"{kind}, not {negotiation.kind_name(missed.kind)}" if missed else kind)
+    return "; ".join(names)
 
 
 def role(client: sessions_pb2.SessionInfo) -> str:
@@ -274,6 +337,12 @@ def role(client: sessions_pb2.SessionInfo) -> str:
 
 def sessions_table(clients: Sequence[sessions_pb2.SessionInfo]) -> Table:
     """What each session pins, found and stored."""
+    columns: tuple[str, ...] = (
+        *(">session", "client", "role", "engine", ">pid", ">pinned", ">staging"),
+        *(">hits", ">misses", ">stored", "not stored"),
+    )
+    # What nearly every session has is not worth a column.
+    special = any(_handles(client) not in ("", HandleKind.MEMFD.name) for client in clients)
     rows = [
         (
             str(client.session_id),
@@ -287,11 +356,10 @@ def sessions_table(clients: Sequence[sessions_pb2.SessionInfo]) -> Table:
             f"{client.misses:,}",
             f"{client.committed:,}",
             ", ".join(f"{name} {count:,}" for name, count in sorted(client.reasons.items())),
+            *((_handles(client),) if special else ()),
         )
         for client in clients
     ]
-    columns = (
-        *(">session", "client", "role", "engine", ">pid", ">pinned", ">staging"),
-        *(">hits", ">misses", ">stored", "not stored"),
-    )
+    if special:
+        columns = (*columns, "handles")
     return table("\nsessions", columns, rows)

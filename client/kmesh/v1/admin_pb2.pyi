@@ -273,6 +273,7 @@ class StatusResponse(_message.Message):
     TENANTS_FIELD_NUMBER: _builtins.int
     PAUSED_FIELD_NUMBER: _builtins.int
     HARDENED_FIELD_NUMBER: _builtins.int
+    HANDLES_FIELD_NUMBER: _builtins.int
     NOT_READY_FIELD_NUMBER: _builtins.int
     WARNINGS_FIELD_NUMBER: _builtins.int
     version: _builtins.str
@@ -309,6 +310,10 @@ class StatusResponse(_message.Message):
         """that the caller may see"""
 
     @_builtins.property
+    def handles(self) -> _containers.RepeatedCompositeFieldContainer[_common_pb2.TierHandles]:
+        """what is given to clients, and why not"""
+
+    @_builtins.property
     def not_ready(self) -> _containers.RepeatedCompositeFieldContainer[Global___Condition]:
         """why the data path is stuck; none: ready"""
 
@@ -342,12 +347,13 @@ class StatusResponse(_message.Message):
         tenants: _abc.Iterable[Global___TenantInfo] | None = ...,
         paused: _builtins.str = ...,
         hardened: _builtins.bool = ...,
+        handles: _abc.Iterable[_common_pb2.TierHandles] | None = ...,
         not_ready: _abc.Iterable[Global___Condition] | None = ...,
         warnings: _abc.Iterable[Global___Condition] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["control_restarts", b"control_restarts", "counters", b"counters", "draining", b"draining", "epoch", b"epoch", "hardened", b"hardened", "index_entries", b"index_entries", "leased_bytes", b"leased_bytes", "leases", b"leases", "max_spans", b"max_spans", "max_staging_bytes", b"max_staging_bytes", "not_ready", b"not_ready", "paused", b"paused", "reservations", b"reservations", "sessions", b"sessions", "slabs", b"slabs", "socket_dir", b"socket_dir", "span_bytes", b"span_bytes", "span_tokens", b"span_tokens", "spans", b"spans", "staging_bytes", b"staging_bytes", "tenants", b"tenants", "uptime_ms", b"uptime_ms", "version", b"version", "warnings", b"warnings", "worker_restarts", b"worker_restarts"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["control_restarts", b"control_restarts", "counters", b"counters", "draining", b"draining", "epoch", b"epoch", "handles", b"handles", "hardened", b"hardened", "index_entries", b"index_entries", "leased_bytes", b"leased_bytes", "leases", b"leases", "max_spans", b"max_spans", "max_staging_bytes", b"max_staging_bytes", "not_ready", b"not_ready", "paused", b"paused", "reservations", b"reservations", "sessions", b"sessions", "slabs", b"slabs", "socket_dir", b"socket_dir", "span_bytes", b"span_bytes", "span_tokens", b"span_tokens", "spans", b"spans", "staging_bytes", b"staging_bytes", "tenants", b"tenants", "uptime_ms", b"uptime_ms", "version", b"version", "warnings", b"warnings", "worker_restarts", b"worker_restarts"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

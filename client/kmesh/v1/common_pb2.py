@@ -24,21 +24,29 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x15kmesh/v1/common.proto\x12\x08kmesh.v1\"F\n\x06Status\x12\x1c\n\x04\x63ode\x18\x01 \x01(\x0e\x32\x0e.kmesh.v1.Code\x12\x0f\n\x07message\x18\x02 \x01(\t\x12\r\n\x05\x66ield\x18\x03 \x01(\t\"U\n\x05Shard\x12\x13\n\x0blayer_begin\x18\x01 \x01(\r\x12\x11\n\tlayer_end\x18\x02 \x01(\r\x12\x12\n\nhead_begin\x18\x03 \x01(\r\x12\x10\n\x08head_end\x18\x04 \x01(\r*\xb7\x02\n\x04\x43ode\x12\x0b\n\x07\x43ODE_OK\x10\x00\x12\x19\n\x15\x43ODE_INVALID_ARGUMENT\x10\x01\x12\x12\n\x0e\x43ODE_NOT_FOUND\x10\x02\x12\x1a\n\x16\x43ODE_PERMISSION_DENIED\x10\x03\x12\x18\n\x14\x43ODE_UNAUTHENTICATED\x10\x04\x12\x19\n\x15\x43ODE_VERSION_MISMATCH\x10\x05\x12\x1b\n\x17\x43ODE_NAMESPACE_MISMATCH\x10\x06\x12\x12\n\x0e\x43ODE_EXHAUSTED\x10\x07\x12\x12\n\x0e\x43ODE_TOO_LARGE\x10\x08\x12\x11\n\rCODE_DEADLINE\x10\t\x12\x11\n\rCODE_DRAINING\x10\n\x12\x0e\n\nCODE_STALE\x10\x0b\x12\x14\n\x10\x43ODE_UNAVAILABLE\x10\x0c\x12\x11\n\rCODE_INTERNAL\x10\r*\x8e\x02\n\x06Reason\x12\r\n\tREASON_OK\x10\x00\x12\x0f\n\x0bREASON_MISS\x10\x01\x12\x12\n\x0eREASON_PENDING\x10\x02\x12\x12\n\x0eREASON_CORRUPT\x10\x03\x12\x11\n\rREASON_EXISTS\x10\x04\x12\x14\n\x10REASON_POOL_FULL\x10\x05\x12\x14\n\x10REASON_NOT_READY\x10\x06\x12\x14\n\x10REASON_TOO_LARGE\x10\x07\x12\x10\n\x0cREASON_STALE\x10\x08\x12\x16\n\x12REASON_COPY_FAILED\x10\t\x12\x12\n\x0eREASON_ABORTED\x10\n\x12\x17\n\x13REASON_CATALOG_FULL\x10\x0b\x12\x10\n\x0cREASON_QUOTA\x10\x0c*v\n\nHandleKind\x12\x1b\n\x17HANDLE_KIND_UNSPECIFIED\x10\x00\x12\x15\n\x11HANDLE_KIND_MEMFD\x10\x01\x12\x1b\n\x17HANDLE_KIND_CUDA_VMM_FD\x10\x02\x12\x17\n\x13HANDLE_KIND_DMA_BUF\x10\x03\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x15kmesh/v1/common.proto\x12\x08kmesh.v1\"F\n\x06Status\x12\x1c\n\x04\x63ode\x18\x01 \x01(\x0e\x32\x0e.kmesh.v1.Code\x12\x0f\n\x07message\x18\x02 \x01(\t\x12\r\n\x05\x66ield\x18\x03 \x01(\t\"U\n\x05Shard\x12\x13\n\x0blayer_begin\x18\x01 \x01(\r\x12\x11\n\tlayer_end\x18\x02 \x01(\r\x12\x12\n\nhead_begin\x18\x03 \x01(\r\x12\x10\n\x08head_end\x18\x04 \x01(\r\"\x87\x01\n\x0bHandleOffer\x12\"\n\x04kind\x18\x01 \x01(\x0e\x32\x14.kmesh.v1.HandleKind\x12\r\n\x05slabs\x18\x02 \x01(\x08\x12\r\n\x05spans\x18\x03 \x01(\x08\x12(\n\x07refusal\x18\x04 \x01(\x0e\x32\x17.kmesh.v1.HandleRefusal\x12\x0c\n\x04text\x18\x05 \x01(\t\"x\n\x0bTierHandles\x12\x1c\n\x04tier\x18\x01 \x01(\x0e\x32\x0e.kmesh.v1.Tier\x12$\n\x06\x63hosen\x18\x02 \x01(\x0e\x32\x14.kmesh.v1.HandleKind\x12%\n\x06offers\x18\x03 \x03(\x0b\x32\x15.kmesh.v1.HandleOffer*\xb7\x02\n\x04\x43ode\x12\x0b\n\x07\x43ODE_OK\x10\x00\x12\x19\n\x15\x43ODE_INVALID_ARGUMENT\x10\x01\x12\x12\n\x0e\x43ODE_NOT_FOUND\x10\x02\x12\x1a\n\x16\x43ODE_PERMISSION_DENIED\x10\x03\x12\x18\n\x14\x43ODE_UNAUTHENTICATED\x10\x04\x12\x19\n\x15\x43ODE_VERSION_MISMATCH\x10\x05\x12\x1b\n\x17\x43ODE_NAMESPACE_MISMATCH\x10\x06\x12\x12\n\x0e\x43ODE_EXHAUSTED\x10\x07\x12\x12\n\x0e\x43ODE_TOO_LARGE\x10\x08\x12\x11\n\rCODE_DEADLINE\x10\t\x12\x11\n\rCODE_DRAINING\x10\n\x12\x0e\n\nCODE_STALE\x10\x0b\x12\x14\n\x10\x43ODE_UNAVAILABLE\x10\x0c\x12\x11\n\rCODE_INTERNAL\x10\r*\x8e\x02\n\x06Reason\x12\r\n\tREASON_OK\x10\x00\x12\x0f\n\x0bREASON_MISS\x10\x01\x12\x12\n\x0eREASON_PENDING\x10\x02\x12\x12\n\x0eREASON_CORRUPT\x10\x03\x12\x11\n\rREASON_EXISTS\x10\x04\x12\x14\n\x10REASON_POOL_FULL\x10\x05\x12\x14\n\x10REASON_NOT_READY\x10\x06\x12\x14\n\x10REASON_TOO_LARGE\x10\x07\x12\x10\n\x0cREASON_STALE\x10\x08\x12\x16\n\x12REASON_COPY_FAILED\x10\t\x12\x12\n\x0eREASON_ABORTED\x10\n\x12\x17\n\x13REASON_CATALOG_FULL\x10\x0b\x12\x10\n\x0cREASON_QUOTA\x10\x0c*v\n\nHandleKind\x12\x1b\n\x17HANDLE_KIND_UNSPECIFIED\x10\x00\x12\x15\n\x11HANDLE_KIND_MEMFD\x10\x01\x12\x1b\n\x17HANDLE_KIND_CUDA_VMM_FD\x10\x02\x12\x17\n\x13HANDLE_KIND_DMA_BUF\x10\x03*9\n\x04Tier\x12\x14\n\x10TIER_UNSPECIFIED\x10\x00\x12\r\n\tTIER_HOST\x10\x01\x12\x0c\n\x08TIER_GPU\x10\x02*\x9b\x02\n\rHandleRefusal\x12\x1e\n\x1aHANDLE_REFUSAL_UNSPECIFIED\x10\x00\x12\x1e\n\x1aHANDLE_REFUSAL_NOT_ALLOWED\x10\x01\x12\x1a\n\x16HANDLE_REFUSAL_NO_TIER\x10\x02\x12\x1c\n\x18HANDLE_REFUSAL_NO_DEVICE\x10\x03\x12\x1c\n\x18HANDLE_REFUSAL_NO_ACCESS\x10\x04\x12\x1d\n\x19HANDLE_REFUSAL_SIZE_LIMIT\x10\x05\x12\x1c\n\x18HANDLE_REFUSAL_NO_MEMORY\x10\x06\x12\x19\n\x15HANDLE_REFUSAL_SEALED\x10\x07\x12\x1a\n\x16HANDLE_REFUSAL_UNKNOWN\x10\x08\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'kmesh.v1.common_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_CODE']._serialized_start=195
-  _globals['_CODE']._serialized_end=506
-  _globals['_REASON']._serialized_start=509
-  _globals['_REASON']._serialized_end=779
-  _globals['_HANDLEKIND']._serialized_start=781
-  _globals['_HANDLEKIND']._serialized_end=899
+  _globals['_CODE']._serialized_start=455
+  _globals['_CODE']._serialized_end=766
+  _globals['_REASON']._serialized_start=769
+  _globals['_REASON']._serialized_end=1039
+  _globals['_HANDLEKIND']._serialized_start=1041
+  _globals['_HANDLEKIND']._serialized_end=1159
+  _globals['_TIER']._serialized_start=1161
+  _globals['_TIER']._serialized_end=1218
+  _globals['_HANDLEREFUSAL']._serialized_start=1221
+  _globals['_HANDLEREFUSAL']._serialized_end=1504
   _globals['_STATUS']._serialized_start=35
   _globals['_STATUS']._serialized_end=105
   _globals['_SHARD']._serialized_start=107
   _globals['_SHARD']._serialized_end=192
+  _globals['_HANDLEOFFER']._serialized_start=195
+  _globals['_HANDLEOFFER']._serialized_end=330
+  _globals['_TIERHANDLES']._serialized_start=332
+  _globals['_TIERHANDLES']._serialized_end=452
 # @@protoc_insertion_point(module_scope)

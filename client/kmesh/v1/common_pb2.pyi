@@ -8,8 +8,10 @@ milliseconds, all unless a name says otherwise. Integers inside `bytes` are
 little-endian.
 """
 
+from collections import abc as _abc
 from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message
+from google.protobuf.internal import containers as _containers
 from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
 import builtins as _builtins
 import sys
@@ -178,6 +180,72 @@ HANDLE_KIND_DMA_BUF: HandleKind.ValueType  # 3
 """a real dma-buf (host udmabuf or GPU)"""
 Global___HandleKind: _TypeAlias = HandleKind  # noqa: Y015
 
+class _Tier:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _TierEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Tier.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    TIER_UNSPECIFIED: _Tier.ValueType  # 0
+    TIER_HOST: _Tier.ValueType  # 1
+    TIER_GPU: _Tier.ValueType  # 2
+
+class Tier(_Tier, metaclass=_TierEnumTypeWrapper):
+    """Where memory lies."""
+
+TIER_UNSPECIFIED: Tier.ValueType  # 0
+TIER_HOST: Tier.ValueType  # 1
+TIER_GPU: Tier.ValueType  # 2
+Global___Tier: _TypeAlias = Tier  # noqa: Y015
+
+class _HandleRefusal:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _HandleRefusalEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_HandleRefusal.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    HANDLE_REFUSAL_UNSPECIFIED: _HandleRefusal.ValueType  # 0
+    """it is given"""
+    HANDLE_REFUSAL_NOT_ALLOWED: _HandleRefusal.ValueType  # 1
+    """the daemon's settings do not permit it"""
+    HANDLE_REFUSAL_NO_TIER: _HandleRefusal.ValueType  # 2
+    """the daemon has no memory of this tier"""
+    HANDLE_REFUSAL_NO_DEVICE: _HandleRefusal.ValueType  # 3
+    """the kernel or the driver does not offer it here"""
+    HANDLE_REFUSAL_NO_ACCESS: _HandleRefusal.ValueType  # 4
+    """it does, but not to the daemon's user"""
+    HANDLE_REFUSAL_SIZE_LIMIT: _HandleRefusal.ValueType  # 5
+    """larger than the machine lets it be"""
+    HANDLE_REFUSAL_NO_MEMORY: _HandleRefusal.ValueType  # 6
+    """a memory limit is in the way"""
+    HANDLE_REFUSAL_SEALED: _HandleRefusal.ValueType  # 7
+    """the memory is sealed, and can't be exported so any more"""
+    HANDLE_REFUSAL_UNKNOWN: _HandleRefusal.ValueType  # 8
+    """not a kind of this tier, or one that the daemon does not know"""
+
+class HandleRefusal(_HandleRefusal, metaclass=_HandleRefusalEnumTypeWrapper):
+    """Why a kind of handle is not given. `text` beside it says more, to a person."""
+
+HANDLE_REFUSAL_UNSPECIFIED: HandleRefusal.ValueType  # 0
+"""it is given"""
+HANDLE_REFUSAL_NOT_ALLOWED: HandleRefusal.ValueType  # 1
+"""the daemon's settings do not permit it"""
+HANDLE_REFUSAL_NO_TIER: HandleRefusal.ValueType  # 2
+"""the daemon has no memory of this tier"""
+HANDLE_REFUSAL_NO_DEVICE: HandleRefusal.ValueType  # 3
+"""the kernel or the driver does not offer it here"""
+HANDLE_REFUSAL_NO_ACCESS: HandleRefusal.ValueType  # 4
+"""it does, but not to the daemon's user"""
+HANDLE_REFUSAL_SIZE_LIMIT: HandleRefusal.ValueType  # 5
+"""larger than the machine lets it be"""
+HANDLE_REFUSAL_NO_MEMORY: HandleRefusal.ValueType  # 6
+"""a memory limit is in the way"""
+HANDLE_REFUSAL_SEALED: HandleRefusal.ValueType  # 7
+"""the memory is sealed, and can't be exported so any more"""
+HANDLE_REFUSAL_UNKNOWN: HandleRefusal.ValueType  # 8
+"""not a kind of this tier, or one that the daemon does not know"""
+Global___HandleRefusal: _TypeAlias = HandleRefusal  # noqa: Y015
+
 @_typing.final
 class Status(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
@@ -236,3 +304,69 @@ class Shard(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Shard: _TypeAlias = Shard  # noqa: Y015
+
+@_typing.final
+class HandleOffer(_message.Message):
+    """What becomes of one kind in one tier."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    KIND_FIELD_NUMBER: _builtins.int
+    SLABS_FIELD_NUMBER: _builtins.int
+    SPANS_FIELD_NUMBER: _builtins.int
+    REFUSAL_FIELD_NUMBER: _builtins.int
+    TEXT_FIELD_NUMBER: _builtins.int
+    kind: Global___HandleKind.ValueType
+    slabs: _builtins.bool
+    """AttachSlab gives whole slabs so"""
+    spans: _builtins.bool
+    """ExportSpan gives single spans so"""
+    refusal: Global___HandleRefusal.ValueType
+    """why not `slabs`"""
+    text: _builtins.str
+    """one sentence on that"""
+    def __init__(
+        self,
+        *,
+        kind: Global___HandleKind.ValueType = ...,
+        slabs: _builtins.bool = ...,
+        spans: _builtins.bool = ...,
+        refusal: Global___HandleRefusal.ValueType = ...,
+        text: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["kind", b"kind", "refusal", b"refusal", "slabs", b"slabs", "spans", b"spans", "text", b"text"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___HandleOffer: _TypeAlias = HandleOffer  # noqa: Y015
+
+@_typing.final
+class TierHandles(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TIER_FIELD_NUMBER: _builtins.int
+    CHOSEN_FIELD_NUMBER: _builtins.int
+    OFFERS_FIELD_NUMBER: _builtins.int
+    tier: Global___Tier.ValueType
+    chosen: Global___HandleKind.ValueType
+    """What AttachSlab gives to whoever names no kind; UNSPECIFIED: nothing."""
+    @_builtins.property
+    def offers(self) -> _containers.RepeatedCompositeFieldContainer[Global___HandleOffer]:
+        """best first"""
+
+    def __init__(
+        self,
+        *,
+        tier: Global___Tier.ValueType = ...,
+        chosen: Global___HandleKind.ValueType = ...,
+        offers: _abc.Iterable[Global___HandleOffer] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["chosen", b"chosen", "offers", b"offers", "tier", b"tier"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___TierHandles: _TypeAlias = TierHandles  # noqa: Y015

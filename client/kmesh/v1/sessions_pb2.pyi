@@ -84,6 +84,7 @@ class Hello(_message.Message):
     CLIENT_VERSION_FIELD_NUMBER: _builtins.int
     NAMESPACE_FIELD_NUMBER: _builtins.int
     PID_FIELD_NUMBER: _builtins.int
+    HANDLES_FIELD_NUMBER: _builtins.int
     protocol_version: _builtins.int
     layout_version: _builtins.int
     role: Global___Role.ValueType
@@ -100,6 +101,12 @@ class Hello(_message.Message):
         agree; secrets (salts) are digests. Empty for tools.
         """
 
+    @_builtins.property
+    def handles(self) -> _containers.RepeatedCompositeFieldContainer[Global___HandlePreference]:
+        """What the client can use. A tier that is not named: what every client can
+        (MEMFD on the host, nothing on a GPU).
+        """
+
     def __init__(
         self,
         *,
@@ -111,14 +118,42 @@ class Hello(_message.Message):
         client_version: _builtins.str = ...,
         namespace: _abc.Mapping[_builtins.str, _builtins.str] | None = ...,
         pid: _builtins.int = ...,
+        handles: _abc.Iterable[Global___HandlePreference] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["client_name", b"client_name", "client_version", b"client_version", "engine_id", b"engine_id", "layout_version", b"layout_version", "namespace", b"namespace", "pid", b"pid", "protocol_version", b"protocol_version", "role", b"role"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["client_name", b"client_name", "client_version", b"client_version", "engine_id", b"engine_id", "handles", b"handles", "layout_version", b"layout_version", "namespace", b"namespace", "pid", b"pid", "protocol_version", b"protocol_version", "role", b"role"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Hello: _TypeAlias = Hello  # noqa: Y015
+
+@_typing.final
+class HandlePreference(_message.Message):
+    """Kinds of handle that a client can use for memory of one tier, best first."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TIER_FIELD_NUMBER: _builtins.int
+    KINDS_FIELD_NUMBER: _builtins.int
+    tier: _common_pb2.Tier.ValueType
+    @_builtins.property
+    def kinds(self) -> _containers.RepeatedScalarFieldContainer[_common_pb2.HandleKind.ValueType]:
+        """at most 16"""
+
+    def __init__(
+        self,
+        *,
+        tier: _common_pb2.Tier.ValueType = ...,
+        kinds: _abc.Iterable[_common_pb2.HandleKind.ValueType] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["kinds", b"kinds", "tier", b"tier"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___HandlePreference: _TypeAlias = HandlePreference  # noqa: Y015
 
 @_typing.final
 class Welcome(_message.Message):
@@ -135,6 +170,7 @@ class Welcome(_message.Message):
     MAX_STAGING_BYTES_FIELD_NUMBER: _builtins.int
     HANDLE_KINDS_FIELD_NUMBER: _builtins.int
     SLAB_COUNT_FIELD_NUMBER: _builtins.int
+    TIERS_FIELD_NUMBER: _builtins.int
     session_id: _builtins.int
     token: _builtins.str
     """secret; for gRPC metadata"""
@@ -150,7 +186,13 @@ class Welcome(_message.Message):
     slab_count: _builtins.int
     @_builtins.property
     def handle_kinds(self) -> _containers.RepeatedScalarFieldContainer[_common_pb2.HandleKind.ValueType]:
-        """offered, best first"""
+        """for whole slabs of the host, best first"""
+
+    @_builtins.property
+    def tiers(self) -> _containers.RepeatedCompositeFieldContainer[_common_pb2.TierHandles]:
+        """The answer to Hello.handles: for each tier, what was chosen, and what
+        becomes of each kind that the client named, in its order.
+        """
 
     def __init__(
         self,
@@ -166,10 +208,11 @@ class Welcome(_message.Message):
         max_staging_bytes: _builtins.int = ...,
         handle_kinds: _abc.Iterable[_common_pb2.HandleKind.ValueType] | None = ...,
         slab_count: _builtins.int = ...,
+        tiers: _abc.Iterable[_common_pb2.TierHandles] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["daemon_version", b"daemon_version", "handle_kinds", b"handle_kinds", "max_batch", b"max_batch", "max_message_bytes", b"max_message_bytes", "max_staging_bytes", b"max_staging_bytes", "session_id", b"session_id", "slab_count", b"slab_count", "span_tokens", b"span_tokens", "sub_tokens", b"sub_tokens", "tile_bytes", b"tile_bytes", "token", b"token"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["daemon_version", b"daemon_version", "handle_kinds", b"handle_kinds", "max_batch", b"max_batch", "max_message_bytes", b"max_message_bytes", "max_staging_bytes", b"max_staging_bytes", "session_id", b"session_id", "slab_count", b"slab_count", "span_tokens", b"span_tokens", "sub_tokens", b"sub_tokens", "tiers", b"tiers", "tile_bytes", b"tile_bytes", "token", b"token"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -177,7 +220,7 @@ Global___Welcome: _TypeAlias = Welcome  # noqa: Y015
 
 @_typing.final
 class AttachIndex(_message.Message):
-    """Each Attach answer travels with exactly one file descriptor."""
+    """Each Attach or Export answer travels with exactly one file descriptor."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -219,15 +262,19 @@ class AttachSlab(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     SLAB_FIELD_NUMBER: _builtins.int
+    KIND_FIELD_NUMBER: _builtins.int
     slab: _builtins.int
+    kind: _common_pb2.HandleKind.ValueType
+    """UNSPECIFIED: the one chosen for the slab's tier in Welcome"""
     def __init__(
         self,
         *,
         slab: _builtins.int = ...,
+        kind: _common_pb2.HandleKind.ValueType = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["slab", b"slab"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["kind", b"kind", "slab", b"slab"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -263,6 +310,65 @@ class SlabHandle(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___SlabHandle: _TypeAlias = SlabHandle  # noqa: Y015
+
+@_typing.final
+class ExportSpan(_message.Message):
+    """Gives one leased span alone, by a lease that the session's engine holds. The
+    memory stays the span's only as long as that lease; a writable kind is given
+    by permission only.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    LEASE_FIELD_NUMBER: _builtins.int
+    ENTRY_FIELD_NUMBER: _builtins.int
+    KIND_FIELD_NUMBER: _builtins.int
+    lease: _builtins.int
+    entry: _builtins.int
+    """index into that lease's AcquireResponse"""
+    kind: _common_pb2.HandleKind.ValueType
+    """DMA_BUF"""
+    def __init__(
+        self,
+        *,
+        lease: _builtins.int = ...,
+        entry: _builtins.int = ...,
+        kind: _common_pb2.HandleKind.ValueType = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["entry", b"entry", "kind", b"kind", "lease", b"lease"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ExportSpan: _TypeAlias = ExportSpan  # noqa: Y015
+
+@_typing.final
+class SpanHandle(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    KIND_FIELD_NUMBER: _builtins.int
+    SIZE_FIELD_NUMBER: _builtins.int
+    LENGTH_FIELD_NUMBER: _builtins.int
+    kind: _common_pb2.HandleKind.ValueType
+    size: _builtins.int
+    """whole pages; the payload begins with the first byte"""
+    length: _builtins.int
+    """payload bytes"""
+    def __init__(
+        self,
+        *,
+        kind: _common_pb2.HandleKind.ValueType = ...,
+        size: _builtins.int = ...,
+        length: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["kind", b"kind", "length", b"length", "size", b"size"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___SpanHandle: _TypeAlias = SpanHandle  # noqa: Y015
 
 @_typing.final
 class AttachStaging(_message.Message):
@@ -431,6 +537,7 @@ class SessionInfo(_message.Message):
     REASONS_FIELD_NUMBER: _builtins.int
     COMMITTED_FIELD_NUMBER: _builtins.int
     COMMITTED_BYTES_FIELD_NUMBER: _builtins.int
+    HANDLES_FIELD_NUMBER: _builtins.int
     session_id: _builtins.int
     role: Global___Role.ValueType
     engine_id: _builtins.str
@@ -459,6 +566,10 @@ class SessionInfo(_message.Message):
     def reasons(self) -> _containers.ScalarMap[_builtins.str, _builtins.int]:
         """Entries of its Reserves and Commits that were not OK, by Reason in lower case."""
 
+    @_builtins.property
+    def handles(self) -> _containers.RepeatedCompositeFieldContainer[_common_pb2.TierHandles]:
+        """as its Welcome said"""
+
     def __init__(
         self,
         *,
@@ -482,10 +593,11 @@ class SessionInfo(_message.Message):
         reasons: _abc.Mapping[_builtins.str, _builtins.int] | None = ...,
         committed: _builtins.int = ...,
         committed_bytes: _builtins.int = ...,
+        handles: _abc.Iterable[_common_pb2.TierHandles] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["age_ms", b"age_ms", "client_name", b"client_name", "client_version", b"client_version", "committed", b"committed", "committed_bytes", b"committed_bytes", "engine_id", b"engine_id", "hits", b"hits", "leased_bytes", b"leased_bytes", "leased_spans", b"leased_spans", "leases", b"leases", "misses", b"misses", "pending", b"pending", "pid", b"pid", "reasons", b"reasons", "reservations", b"reservations", "reserved_bytes", b"reserved_bytes", "role", b"role", "session_id", b"session_id", "staging_bytes", b"staging_bytes", "uid", b"uid"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["age_ms", b"age_ms", "client_name", b"client_name", "client_version", b"client_version", "committed", b"committed", "committed_bytes", b"committed_bytes", "engine_id", b"engine_id", "handles", b"handles", "hits", b"hits", "leased_bytes", b"leased_bytes", "leased_spans", b"leased_spans", "leases", b"leases", "misses", b"misses", "pending", b"pending", "pid", b"pid", "reasons", b"reasons", "reservations", b"reservations", "reserved_bytes", b"reserved_bytes", "role", b"role", "session_id", b"session_id", "staging_bytes", b"staging_bytes", "uid", b"uid"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

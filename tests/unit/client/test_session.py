@@ -5,6 +5,7 @@ from __future__ import annotations
 import array
 import mmap
 import os
+import resource
 import socket
 import threading
 import time
@@ -81,6 +82,7 @@ def test_late_reservations_are_aborted(daemon: FakeDaemon) -> None:
 
 def test_a_late_slab_is_closed(daemon: FakeDaemon) -> None:
     with daemon.connect() as session:
+        session.ping()  # The fake has closed what it sent with the index.
         before = open_fds()
         daemon.delay("attach_slab", 0.3)
         with pytest.raises(errors.DeadlineExceeded):
@@ -178,13 +180,14 @@ def test_the_descriptor_count_stays_flat(daemon: FakeDaemon) -> None:
 
 def test_exports_leave_their_descriptor_to_the_caller(daemon: FakeDaemon) -> None:
     with daemon.connect() as session:
+        session.ping()  # The fake has closed what it sent with the index.
         before = open_fds()
         handle = session.export_slab(0)
         assert os.fstat(handle.fd).st_size == handle.size
         with pytest.raises(PermissionError):
             mmap.mmap(handle.fd, 4096, mmap.MAP_SHARED, mmap.PROT_READ | mmap.PROT_WRITE)
         os.close(handle.fd)
-        assert open_fds() == before
+        until(lambda: open_fds() == before)
         with pytest.raises(errors.NotFound):
             session.export_slab(99)
 
@@ -364,6 +367,24 @@ def broken(raw: Raw, caplog: pytest.LogCaptureFixture) -> str:
     assert raw.session.pending == 0
     until(lambda: "closing the session" in caplog.text)
     return caplog.text
+
+
+def test_no_descriptor_left_ends_the_session_and_is_said(
+    raw: Raw, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The kernel hands the packet over without its descriptor, and marks it as cut short."""
+    future = raw.session.acquire_async(bytes(32), [SHARD])
+    free = os.dup(0)
+    os.close(free)
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (free, before[1]))
+    try:
+        raw.reply([0], acquire=spans_pb2.AcquireResponse())
+        with pytest.raises(errors.ProtocolError, match="none is left"):
+            future.result(30)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)
+    assert "none is left (ulimit -n)" in broken(raw, caplog)
 
 
 def test_more_descriptors_than_one_end_the_session(

@@ -8,6 +8,7 @@ import pytest
 from asking import A, B, C, D, E, F, reasons, refused
 from world import NAMESPACE, OTHER_SHARD, SHARD, TOOL, World, key
 
+from kmesh.handles import Location
 from kmesh.layout import TILE_BYTES
 from kmesh_spand.core import effects as fx
 from kmesh_spand.core import events as ev
@@ -125,6 +126,32 @@ def test_oldest_goes_first_and_a_chain_from_its_end() -> None:
 
 
 # Suspicion
+
+
+def test_only_an_engine_that_leases_a_span_is_told_its_place(world: World) -> None:
+    one, same, other = world.connect("e"), world.connect("e"), world.connect()
+    world.store(one, [A, B], length=2 * TILE_BYTES - 1)
+    answer = world.acquire(one, [A, C, B])
+    place = world.core.place(one, answer.lease, 2)
+    assert place == Location(
+        answer.slab[2], answer.offset[2], 2 * TILE_BYTES - 1, answer.generation[2]
+    )
+    assert world.core.place(same, answer.lease, 2) == place
+    for session, lease, entry in (
+        (other, answer.lease, 2),
+        (77, answer.lease, 2),
+        (one, answer.lease + 1, 2),
+        (one, answer.lease, 1),
+        (one, answer.lease, 3),
+        (one, answer.lease, -1),
+    ):
+        assert world.core.place(session, lease, entry) is None, (session, lease, entry)
+    # What somebody distrusts is not handed on.
+    world.ask(ev.ReportCorrupt, one, answer.lease, [0])
+    assert world.core.place(one, answer.lease, 0) is None
+    world.release(one, [answer.lease])
+    assert world.core.place(one, answer.lease, 2) is None
+    world.check()
 
 
 def test_a_reported_span_is_read_again_before_it_is_served(world: World) -> None:

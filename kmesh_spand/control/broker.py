@@ -1,0 +1,288 @@
+"""The broker: what each session is given as a file descriptor, and why not otherwise."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+
+from kmesh import dmabuf, errors, layout
+from kmesh.handles import COMMON, Agreement, HandleKind, HandleRefusal, Location, Offer, Tier, agree
+from kmesh.negotiation import kind_name
+from kmesh.v1 import common_pb2, sessions_pb2
+from kmesh_spand.control import limits
+from kmesh_spand.settings import Settings
+from kmesh_spand.storage import DmaBufs
+
+logger = logging.getLogger(__name__)
+
+#: Told a new fd, which it owns, or what went wrong.
+Made = Callable[[int, errors.RequestError | None], None]
+#: Makes a DMA-BUF of whole pages of a slab: slab, offset, bytes.
+Make = Callable[[int, int, int, Made], None]
+
+COUNTERS = ("handle_fallbacks", "dma_buf_slabs", "dma_buf_spans", "dma_buf_failed")
+_TIER_NAMES: dict[int, str] = {Tier.HOST: "host memory", Tier.GPU: "GPU memory"}
+_ERRORS: dict[HandleRefusal, type[errors.RequestError]] = {
+    HandleRefusal.NOT_ALLOWED: errors.PermissionDenied,
+    HandleRefusal.SEALED: errors.PermissionDenied,
+    HandleRefusal.SIZE_LIMIT: errors.TooLarge,
+    HandleRefusal.NO_MEMORY: errors.Exhausted,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Exported:
+    """What sessions may attach: read-only fds and sizes, owned by the process.
+
+    ``indexes`` are by group of uids. ``dma_bufs`` were made before the slabs were sealed.
+    """
+
+    indexes: dict[int, tuple[int, int]]
+    slabs: tuple[tuple[int, int], ...]
+    dma_bufs: DmaBufs = field(default_factory=DmaBufs)
+
+
+def refused(offer: Offer, name: str) -> errors.RequestError:
+    """The error for a kind that is not given; ``name`` is the field that asked for it."""
+    kind = _ERRORS.get(offer.refusal or HandleRefusal.UNKNOWN, errors.InvalidArgument)
+    return kind(f"{kind_name(offer.kind)} is not given: {offer.text}", field=name)
+
+
+class Broker:
+    """Agrees on kinds of handles, and gives them.
+
+    Args:
+        make: makes DMA-BUFs, where slabs are not sealed.
+        counters: those of ``COUNTERS`` are kept in it.
+        probe: says by NotExported that this machine has no DMA-BUFs of host memory.
+
+    Attributes:
+        offered: for each tier, what is given and why not.
+    """
+
+    def __init__(
+        self,
+        settings: Settings,
+        exported: Exported,
+        make: Make,
+        counters: Counter[str],
+        probe: Callable[[], None] = dmabuf.probe,
+    ) -> None:
+        self.counters = counters
+        self._slabs = exported.slabs
+        self._sealed = exported.dma_bufs
+        self._make = make
+        # One for each slab is enough: every importer gets the same.
+        self._made: dict[int, int] = dict(enumerate(self._sealed.fds))
+        self._agreed: dict[int, tuple[Agreement, ...]] = {}
+        self._exports: Counter[int] = Counter()
+        self._told: set[tuple[int, int]] = set()
+        memfd = Offer(HandleKind.MEMFD, slabs=True)
+        self.offered: dict[int, tuple[Offer, ...]] = {
+            Tier.HOST: (memfd, self._dma_buf(settings, probe)),
+            Tier.GPU: (),
+        }
+
+    def _dma_buf(self, settings: Settings, probe: Callable[[], None]) -> Offer:
+        """What is given of host memory as DMA-BUF, and why not more."""
+        kind = HandleKind.DMA_BUF
+        if settings.dma_buf == "off":
+            text = 'the daemon\'s setting dma_buf is "off": whoever holds one can write through it'
+            return Offer(kind, refusal=HandleRefusal.NOT_ALLOWED, text=text)
+        if settings.hardened:
+            if self._sealed.refusal is not None:
+                logger.warning("no DMA-BUF is given: %s", self._sealed.text)
+                return Offer(kind, refusal=self._sealed.refusal, text=self._sealed.text)
+            return Offer(kind, slabs=True)
+        try:
+            probe()
+            if settings.dma_buf == "spans":
+                text = 'dma_buf = "spans": single spans are given so, slabs are not'
+                return Offer(kind, spans=True, refusal=HandleRefusal.NOT_ALLOWED, text=text)
+        except dmabuf.NotExported as failed:
+            logger.warning("no DMA-BUF is given: %s", failed)
+            return Offer(kind, refusal=failed.refusal, text=str(failed))
+        try:
+            dmabuf.Limits.read().check(max(size for _, size in self._slabs))
+        except dmabuf.NotExported as large:
+            logger.warning("slabs are not given as DMA-BUF: %s", large)
+            return Offer(kind, spans=True, refusal=large.refusal, text=f"slab_size: {large}")
+        return Offer(kind, slabs=True, spans=True)
+
+    # Agreeing.
+
+    def agree(self, wanted: Iterable[sessions_pb2.HandlePreference]) -> tuple[Agreement, ...]:
+        """What a client gets that can use these.
+
+        Raises:
+            InvalidArgument: a tier is named twice, or too much is.
+        """
+        asked: dict[int, Sequence[int]] = {int(tier): kinds for tier, kinds in COMMON.items()}
+        named: set[int] = set()
+        for number, preference in enumerate(wanted):
+            name = f"hello.handles[{number}]"
+            if preference.tier in named or len(named) == limits.MAX_HANDLES:
+                raise errors.InvalidArgument("this tier was named before", field=f"{name}.tier")
+            if len(preference.kinds) > limits.MAX_HANDLES:
+                raise errors.InvalidArgument(
+                    f"over {limits.MAX_HANDLES} kinds", field=f"{name}.kinds"
+                )
+            named.add(preference.tier)
+            asked[preference.tier] = tuple(preference.kinds)
+        return tuple(
+            agree(tier, kinds, self.offered.get(tier, ())) for tier, kinds in asked.items()
+        )
+
+    def opened(self, session: int, agreed: tuple[Agreement, ...]) -> None:
+        """A session began with this agreement; a lesser kind is counted, and logged once."""
+        self._agreed[session] = agreed
+        for agreement in agreed:
+            missed = agreement.fallback
+            if missed is None:
+                continue
+            self.counters["handle_fallbacks"] += 1
+            which = (agreement.tier, missed.kind)
+            if which not in self._told:
+                self._told.add(which)
+                logger.warning(
+                    "%s is given as %s, a client would rather have %s: %s",
+                    _TIER_NAMES.get(agreement.tier, f"tier {agreement.tier}"),
+                    kind_name(agreement.chosen) if agreement.chosen else "nothing",
+                    kind_name(missed.kind),
+                    missed.text,
+                    extra={"session": session},
+                )
+
+    def closed(self, session: int) -> None:
+        """Forgets a session."""
+        self._agreed.pop(session, None)
+        self._exports.pop(session, None)
+
+    def agreed(self, session: int) -> tuple[Agreement, ...]:
+        """What was agreed with an open session."""
+        return self._agreed.get(session, ())
+
+    def everything(self) -> tuple[Agreement, ...]:
+        """All that can be said of each tier, in the daemon's own order."""
+        return tuple(Agreement(tier, offers) for tier, offers in self.offered.items())
+
+    def kinds(self) -> list[int]:
+        """In which whole slabs of the host are given."""
+        return [offer.kind for offer in self.offered[Tier.HOST] if offer.slabs]
+
+    # Giving.
+
+    def slab_count(self) -> int:
+        return len(self._slabs)
+
+    def slab(
+        self, session: int, slab: int, kind: int, populated: bool, done: Callable[..., None]
+    ) -> None:
+        """Gives a whole slab, which the session may map.
+
+        Args:
+            kind: 0 for the one that was agreed on.
+            populated: all of it has pages.
+            done: told the answer, the fd, which stays ours, and what went wrong.
+
+        Raises:
+            RequestError: it is not given so.
+        """
+        name = "attach_slab.kind"
+        fd, size = self._slabs[slab]
+        host = next(a for a in self.agreed(session) if a.tier == Tier.HOST)
+        if not kind and not host.chosen:
+            missed = host.offers[0] if host.offers else Offer(0, text="no kind was asked for")
+            raise refused(missed, name)
+        kind = kind or host.chosen
+        handle = sessions_pb2.SlabHandle(
+            slab=slab,
+            kind=common_pb2.HandleKind.ValueType(kind),
+            size=size,
+            sums_offset=layout.sums_offset(size),
+        )
+        if kind == HandleKind.MEMFD:
+            done(handle, fd, None)
+            return
+        offer = self._offer(kind)
+        if not offer.slabs:
+            raise refused(offer, name)
+        if slab not in self._made and not populated:
+            raise errors.Exhausted("the slab's memory is not populated yet", field=name)
+
+        def made(new: int, failed: errors.RequestError | None) -> None:
+            if failed is not None:
+                self.counters["dma_buf_failed"] += 1
+                done(None, -1, failed)
+                return
+            if self._made.setdefault(slab, new) != new:
+                os.close(new)
+            self.counters["dma_buf_slabs"] += 1
+            done(handle, self._made[slab], None)
+
+        if slab in self._made:
+            made(self._made[slab], None)
+        else:
+            self._make(slab, 0, size, made)
+
+    def _offer(self, kind: int) -> Offer:
+        """What is offered of host memory in this kind."""
+        return agree(Tier.HOST, [kind], self.offered[Tier.HOST]).offers[0]
+
+    def span(
+        self,
+        session: int,
+        kind: int,
+        find: Callable[[], Location | None],
+        done: Callable[..., None],
+    ) -> None:
+        """Gives one leased span's pages.
+
+        Args:
+            find: where the span lies; None once it is not leased any more.
+            done: told the answer, the fd, which is closed after that, and what went wrong.
+
+        Raises:
+            RequestError: it is not given so.
+        """
+        offer = self._offer(kind)
+        if not offer.spans:
+            if offer.slabs:
+                text = "slabs are given so, single spans are not"
+                raise errors.PermissionDenied(
+                    f"{kind_name(kind)}: {text}", field="export_span.kind"
+                )
+            raise refused(offer, "export_span.kind")
+        place = find()
+        if place is None:
+            raise errors.NotFound("no such entry of a lease of this engine", field="export_span")
+        if self._exports[session] >= limits.MAX_EXPORTS:
+            raise errors.Exhausted(f"{limits.MAX_EXPORTS} spans were exported to this session")
+        size = dmabuf.whole_pages(place.length)
+        try:
+            dmabuf.Limits.read().check(size)
+        except dmabuf.NotExported as large:
+            raise errors.TooLarge(str(large), field="export_span.entry") from None
+        self._exports[session] += 1
+
+        def made(fd: int, failed: errors.RequestError | None) -> None:
+            try:
+                if failed is None and find() != place:
+                    failed = errors.NotFound("the lease ended meanwhile", field="export_span")
+                if failed is not None:
+                    self.counters["dma_buf_failed"] += 1
+                    done(None, -1, failed)
+                    return
+                self.counters["dma_buf_spans"] += 1
+                handle = sessions_pb2.SpanHandle(
+                    kind=common_pb2.HandleKind.ValueType(kind), size=size, length=place.length
+                )
+                done(handle, fd, None)
+            finally:
+                if fd >= 0:
+                    os.close(fd)
+
+        self._make(place.slab, place.offset, size, made)
