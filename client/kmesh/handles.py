@@ -22,11 +22,13 @@ class Handle:
         kind: what ``fd`` is.
         fd: an open file descriptor.
         size: bytes behind it.
+        device: UUID of the GPU that the memory is on; empty for host memory.
     """
 
     kind: HandleKind
     fd: int
     size: int
+    device: str = ""
 
 
 @dataclass(frozen=True, slots=True)

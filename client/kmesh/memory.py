@@ -154,7 +154,8 @@ def _handle(answer: Answer) -> Handle:
             kind = HandleKind(body.kind)
         except ValueError:
             raise errors.UnsupportedError(f"a handle of unknown kind {body.kind}") from None
-        return Handle(kind, answer.fd, body.size)
+        device = body.device if isinstance(body, sessions_pb2.SlabHandle) else ""
+        return Handle(kind, answer.fd, body.size, device)
     except BaseException:
         os.close(answer.fd)
         raise

@@ -16,6 +16,7 @@ from kmesh.v1 import common_pb2, sessions_pb2
 from kmesh_spand import logs
 from kmesh_spand.control import limits, translate
 from kmesh_spand.control.applier import Applier
+from kmesh_spand.control.gpus import Gpus
 from kmesh_spand.control.journal import Journal
 from kmesh_spand.control.observer import Call, Observer
 from kmesh_spand.control.registry import Member, Peer, Registry
@@ -54,11 +55,12 @@ _COUNTERS = (
 class Exported:
     """What sessions may attach: read-only fds and sizes, owned by the process.
 
-    ``indexes`` are by group of uids.
+    ``indexes`` are by group of uids, ``slabs`` are of host memory.
     """
 
     indexes: dict[int, tuple[int, int]]
     slabs: tuple[tuple[int, int], ...]
+    gpus: Gpus
 
 
 @dataclass(slots=True)
@@ -156,7 +158,7 @@ class Handler:
             tile_bytes=layout.TILE_BYTES,
             max_staging_bytes=self.staging.each,
             handle_kinds=[common_pb2.HANDLE_KIND_MEMFD],
-            slab_count=len(self._exported.slabs),
+            slab_count=len(self._exported.slabs) + len(self.settings.gpu_slabs()),
         )
 
     def close(self, session: int, reason: str) -> None:
@@ -231,6 +233,9 @@ class Handler:
         return self.registry.members[session].peer.uid
 
     def _attach_slab(self, session: int, number: int, slab: int) -> None:
+        if self._exported.gpus.planned(slab):
+            self._attach_gpu_slab(number, slab)
+            return
         if slab >= len(self._exported.slabs):
             raise errors.NotFound(f"there is no slab {slab}", field="attach_slab.slab")
         # A mapping can't be taken back, so a slab that may become another's is not shown either.
@@ -244,6 +249,21 @@ class Handler:
             kind=common_pb2.HANDLE_KIND_MEMFD,
             size=size,
             sums_offset=layout.sums_offset(size),
+        )
+        self._answer(number, handle, fd)
+
+    def _attach_gpu_slab(self, number: int, slab: int) -> None:
+        # Whoever may connect is of one group: ``config`` sees to that.
+        gpus = self._exported.gpus
+        fd, size = gpus.slabs.get(slab, (-1, 0))
+        if fd < 0:
+            raise errors.NotFound(f"slab {slab} is not made yet", field="attach_slab.slab")
+        handle = sessions_pb2.SlabHandle(
+            slab=slab,
+            kind=common_pb2.HANDLE_KIND_CUDA_VMM_FD,
+            size=size,
+            sums_offset=layout.sums_offset(size),
+            device=gpus.device(slab),
         )
         self._answer(number, handle, fd)
 

@@ -7,6 +7,7 @@ import contextlib
 import logging
 import os
 import socket
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import uvloop
@@ -18,6 +19,7 @@ from kmesh.layout import slab_capacity
 from kmesh.mapping import Mapping
 from kmesh_spand import ipc
 from kmesh_spand.control.applier import Applier
+from kmesh_spand.control.gpus import Gpus
 from kmesh_spand.control.handler import Exported, Handler
 from kmesh_spand.control.limits import MAX_BATCH
 from kmesh_spand.control.link import Link
@@ -59,8 +61,10 @@ class Control:
         listener: socket.socket,
         supervisor: socket.socket,
         restarts: int,
+        gpus: Gpus,
     ) -> None:
         self._loop = loop
+        self._gpus = gpus
         self._settings = settings
         self._wake = asyncio.Event()
         self._healthy: bool | None = None
@@ -69,9 +73,9 @@ class Control:
         for group, index in storage.indexes.items():
             mapping = Mapping(index.fd, index.size, writable=True)
             writers[group] = IndexWriter(mapping, storage.epoch)
-            writers[group].set_slab_count(len(storage.slabs))
+            writers[group].set_slab_count(len(storage.slabs) + len(settings.gpu_slabs()))
         self._owners = self._catalog.view(owners_offset(settings))
-        exported = _export(storage)
+        exported = _export(storage, gpus)
         observer = Observer(settings.slow_call_ms, _tracer(settings))
         self._worker = StoreWorker(
             loop,
@@ -106,9 +110,9 @@ class Control:
         )
         self._supervisor = Link(loop, supervisor, self._heard, self._orphaned)
         self._readiness = Readiness(
-            loop, self._handler, self._worker, settings.stuck_ms, self._tell_supervisor
+            loop, self._handler, self._worker, gpus, settings.stuck_ms, self._tell_supervisor
         )
-        self._report = Report(self._handler, self._worker, restarts, self._readiness)
+        self._report = Report(self._handler, self._worker, restarts, self._readiness, gpus)
         self._operator = Operator(loop, self._handler, restarts, self._ask_to_stop)
         self._recover()
         self._listener = Listener(loop, self._handler, listener)
@@ -146,6 +150,7 @@ class Control:
                 await rpc.stop()
             self._worker.close()
             self._supervisor.close()
+            self._gpus.close()
             await self._loop.run_in_executor(None, self._handler.observer.close)
 
     async def _turn(self, rpc: RpcServer) -> None:
@@ -186,6 +191,8 @@ class Control:
             logger.exception("an event failed", extra={"event": type(event).__name__})
 
     def _heard(self, message: ipc.AnyMessage, fd: int | None) -> None:
+        if self._gpus.hear(message, fd):
+            return
         match message:
             case ipc.NewWorker() if fd is not None:
                 self._worker.attach(fd, message.restarts, message.pid)
@@ -247,7 +254,7 @@ def _records(catalog: memoryview, count: int) -> tuple[list[tuple[int, Record]],
     return found, damaged
 
 
-def _export(storage: Storage) -> Exported:
+def _export(storage: Storage, gpus: Gpus) -> Exported:
     """Swaps this process's writable fds for read-only ones: it never writes a slab."""
     indexes = {
         group: (reopen_read_only(index.fd), index.size) for group, index in storage.indexes.items()
@@ -255,7 +262,7 @@ def _export(storage: Storage) -> Exported:
     slabs = tuple((reopen_read_only(slab.fd), slab.size) for slab in storage.slabs)
     for fd in storage.fds:
         os.close(fd)
-    return Exported(indexes, slabs)
+    return Exported(indexes, slabs, gpus)
 
 
 def run(
@@ -264,12 +271,20 @@ def run(
     listener: socket.socket,
     supervisor: socket.socket,
     restarts: int,
+    known: Sequence[tuple[ipc.AnyMessage, int | None]] = (),
 ) -> int:
-    """Runs the process; returns its exit status."""
+    """Runs the process; returns its exit status.
+
+    Args:
+        known: what the supervisor has told earlier lives of GPUs, with inherited fds.
+    """
+    gpus = Gpus(settings)
+    for message, fd in known:
+        gpus.hear(message, fd)
 
     async def main() -> None:
         loop = asyncio.get_running_loop()
-        await Control(loop, settings, storage, listener, supervisor, restarts).run()
+        await Control(loop, settings, storage, listener, supervisor, restarts, gpus).run()
 
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         try:

@@ -9,6 +9,7 @@ import resource
 from collections.abc import Callable
 
 from kmesh_spand.control import limits
+from kmesh_spand.control.gpus import Gpus
 from kmesh_spand.control.handler import Handler
 from kmesh_spand.control.storeworker import StoreWorker
 
@@ -17,7 +18,7 @@ logger = logging.getLogger(__name__)
 #: Every reason for which the daemon can be not ready; see ``docs/metrics.md``.
 REASONS = ("starting", "draining", "loop", "worker", "evictor", "pool", "memory", "files")
 #: Everything that is worth a warning while it serves.
-WARNINGS = ("memory", "hugepages")
+WARNINGS = ("memory", "hugepages", "gpu")
 
 #: The control loop turns several times a second.
 _LIVE_SECONDS = 5.0
@@ -44,6 +45,7 @@ class Readiness:
         loop: asyncio.AbstractEventLoop,
         handler: Handler,
         worker: StoreWorker,
+        gpus: Gpus,
         stuck_ms: int,
         changed: Callable[[dict[str, str]], None],
     ) -> None:
@@ -52,6 +54,7 @@ class Readiness:
         self._loop = loop
         self._handler = handler
         self._worker = worker
+        self._gpus = gpus
         self._stuck = stuck_ms / 1000
         self._changed = changed
         self._turned_at = loop.time()
@@ -113,6 +116,8 @@ class Readiness:
         small = [slab for slab in self._worker.slabs if slab.small_pages]
         if small:
             found["hugepages"] = f"{len(small)} of {len(self._worker.slabs)} slabs have small pages"
+        if gpu := self._gpus.warning:
+            found["gpu"] = gpu
         return found
 
     def _of_worker(self) -> str:

@@ -1,0 +1,131 @@
+"""What control knows of GPUs: their memory, by file descriptor, and how their workers are."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+
+from kmesh.layout import slab_capacity
+from kmesh.v1 import admin_pb2, common_pb2
+from kmesh_spand import ipc
+from kmesh_spand.settings import Settings
+
+
+@dataclass(slots=True)
+class Gpu:
+    """One of the settings' GPUs.
+
+    Attributes:
+        setting: how the settings call it.
+        device: its UUID. name: as its maker calls it; both empty until a worker has found it.
+        ready: its worker runs and has all slabs. pid: of the worker, 0 while there is none.
+        free, total: bytes of the whole GPU, whoever uses them.
+        error: what the last worker said before it ended.
+    """
+
+    setting: str
+    device: str = ""
+    name: str = ""
+    ready: bool = False
+    free: int = 0
+    total: int = 0
+    restarts: int = 0
+    pid: int = 0
+    error: str = ""
+
+
+class Gpus:
+    """Slabs of GPU memory and the GPUs that they are on. Needs no CUDA.
+
+    Attributes:
+        gpus: as the settings list them.
+        slabs: fd and bytes of each slab that is there, by number; owned by this object.
+    """
+
+    def __init__(self, settings: Settings) -> None:
+        self.gpus = [Gpu(name) for name in settings.gpu]
+        self.slabs: dict[int, tuple[int, int]] = {}
+        self._plan = {plan.slab: plan for plan in settings.gpu_slabs()}
+
+    def hear(self, message: ipc.AnyMessage, fd: int | None) -> bool:
+        """Takes a message of the supervisor, with its fd; False if it is not about GPUs."""
+        match message:
+            case ipc.GpuSlab() if fd is not None:
+                if message.slab in self.slabs:
+                    os.close(self.slabs[message.slab][0])
+                self.slabs[message.slab] = fd, message.size
+            case ipc.GpuState():
+                gpu = self.gpus[message.gpu]
+                gpu.device, gpu.name, gpu.ready = message.device, message.name, message.ready
+                gpu.free, gpu.total = message.free, message.total
+                if message.ready:
+                    gpu.error = ""
+            case ipc.GpuFailed():
+                self.gpus[message.gpu].error = message.error
+            case ipc.GpuWorker():
+                gpu = self.gpus[message.gpu]
+                gpu.restarts, gpu.pid = message.restarts, message.pid
+                gpu.ready = gpu.ready and bool(message.pid)
+            case _:
+                return False
+        return True
+
+    def close(self) -> None:
+        """Gives the memory back, as far as this process holds it."""
+        for fd, _ in self.slabs.values():
+            os.close(fd)
+        self.slabs.clear()
+
+    def planned(self, slab: int) -> bool:
+        """Whether there is such a slab of GPU memory, or will be."""
+        return slab in self._plan
+
+    def device(self, slab: int) -> str:
+        """UUID of the GPU that a slab is on."""
+        return self.gpus[self._plan[slab].gpu].device
+
+    @property
+    def warning(self) -> str:
+        """Which GPUs are without a worker, and why, or nothing."""
+        return "; ".join(
+            f"GPU {gpu.device or gpu.setting}: "
+            + (gpu.error or ("its worker starts" if gpu.pid else "it has no worker"))
+            for gpu in self.gpus
+            if not gpu.ready
+        )
+
+    def slab_rows(self) -> list[admin_pb2.SlabInfo]:
+        """For Admin.Status."""
+        rows = []
+        for number, plan in self._plan.items():
+            capacity = slab_capacity(plan.size)
+            rows.append(
+                admin_pb2.SlabInfo(
+                    slab=number,
+                    kind=common_pb2.HandleKind.Name(common_pb2.HANDLE_KIND_CUDA_VMM_FD)[12:],
+                    size=plan.size,
+                    capacity=capacity,
+                    populated=capacity if number in self.slabs else 0,
+                    device=self.device(number),
+                )
+            )
+        return rows
+
+    def rows(self) -> list[admin_pb2.GpuInfo]:
+        """For Admin.Status."""
+        return [
+            admin_pb2.GpuInfo(
+                device=gpu.device,
+                name=gpu.name,
+                ready=gpu.ready,
+                restarts=gpu.restarts,
+                pid=gpu.pid,
+                slabs=len(sizes),
+                slab_bytes=sum(sizes),
+                free_bytes=gpu.free,
+                total_bytes=gpu.total,
+                error=gpu.error,
+            )
+            for number, gpu in enumerate(self.gpus)
+            for sizes in [[s for n, (_, s) in self.slabs.items() if self._plan[n].gpu == number]]
+        ]
