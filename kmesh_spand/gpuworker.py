@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from kmesh.cuda import driver as cuda
-from kmesh.cuda.device import Device
+from kmesh.cuda.device import Device, see_all
 from kmesh.cuda.memory import DeviceMemory
 from kmesh.errors import ConfigError, KMeshError
 from kmesh_spand import ipc
@@ -53,7 +53,8 @@ class GpuWorker:
     def run(self) -> int:
         """The process's life; returns its exit status."""
         try:
-            device = _open(self._name)
+            see_all()
+            device = Device(cuda.load(), self._name)
             self._tell(device, ready=False)
             self._check_room(device)
             for piece in self._pieces:
@@ -104,13 +105,6 @@ class GpuWorker:
             self._channel,
             ipc.GpuState(self._gpu, device.uuid, device.name, ready, free, total),
         )
-
-
-def _open(name: str) -> Device:
-    # Which GPU is meant must not depend on what the environment lets a process see.
-    os.environ.pop("CUDA_VISIBLE_DEVICES", None)
-    os.environ["CUDA_DEVICE_ORDER"] = "PCI_BUS_ID"
-    return Device(cuda.load(), name)
 
 
 def run(gpu: int, name: str, channel: socket.socket, pieces: Sequence[Piece]) -> int:

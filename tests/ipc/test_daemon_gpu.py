@@ -83,7 +83,9 @@ def vram(pid: int) -> dict[str, int]:
     return {link: n for link, n in open_fds(pid).items() if "fake-vram" in link}
 
 
-def import_slab(daemon: Daemon, device: Device, slab: int, *, writable: bool = False) -> DeviceMemory:
+def import_slab(
+    daemon: Daemon, device: Device, slab: int, *, writable: bool = False
+) -> DeviceMemory:
     with Session.connect(daemon.socket_dir, role=Role.TOOL) as session:
         handle = session.export_slab(slab)
     try:
@@ -208,8 +210,12 @@ def test_a_worker_that_is_down_is_said(start: Start, faults: Faults) -> None:
 
 def test_a_worker_that_hangs_is_ended(start: Start, faults: Faults) -> None:
     hang = "import kmesh_spand.gpukeeper as k; k._SILENT_SECONDS = 5.0"
-    command = (fake_gpu.COMMAND[0], "-c", f"{hang}; import runpy, sys; sys.argv[0] = 'spand';"
-               f" runpy.run_path({fake_gpu.COMMAND[1]!r}, run_name='__main__')")
+    command = (
+        fake_gpu.COMMAND[0],
+        "-c",
+        f"{hang}; import runpy, sys; sys.argv[0] = 'spand';"
+        f" runpy.run_path({fake_gpu.COMMAND[1]!r}, run_name='__main__')",
+    )
     daemon = start(errors=True, command=command)
     pid = daemon.child("gpu0")
     faults.begin("memory_info", "0 hang")
@@ -308,14 +314,12 @@ def test_a_worker_that_dies_while_slabs_are_made_is_replaced(start: Start, fault
 def test_a_worker_that_always_dies_ends_the_daemon(start: Start, faults: Faults) -> None:
     faults.begin("create", "0 hang")
     daemon = start(errors=True, ready=False)
-    last = 0
-    for _ in range(3):
-        def another() -> int:
-            pids = [daemon.child("gpu0")]
-            return pids[0] if pids[0] != last else 0
-
-        last = wait_for(another, 30)
-        os.kill(last, signal.SIGKILL)
+    killed: set[int] = set()
+    while len(killed) < 3:
+        pid = daemon.child("gpu0")
+        if pid not in killed:
+            os.kill(pid, signal.SIGKILL)
+            killed.add(pid)
     status, words = refused(daemon)
     assert status == 1
     assert words.startswith("gpu: the device worker of 0 died: killed by SIGKILL")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -27,6 +28,15 @@ def check_name(name: str) -> str:
     if _UUID.match(name):
         return "GPU-" + name[4:].lower()
     raise ValueError(f"{name!r} is no GPU: write its number, or its UUID as nvidia-smi -L shows it")
+
+
+def see_all() -> None:
+    """Lets this process see every GPU, counted as ``nvidia-smi`` does; before ``driver.load``.
+
+    For processes of KMesh's own: which GPU is meant does not depend on the environment.
+    """
+    os.environ.pop("CUDA_VISIBLE_DEVICES", None)
+    os.environ["CUDA_DEVICE_ORDER"] = "PCI_BUS_ID"
 
 
 def find(driver: Driver, name: str) -> int:
