@@ -94,6 +94,10 @@ test: env native ## the whole suite (PYTEST_ARGS=...)
 test-fast: env native ## the suite without engines and slow tests
 	@$(PY) -m pytest -m 'not vllm and not slow' $(PYTEST_ARGS)
 
+.PHONY: test-gpu
+test-gpu: env native ## what needs an NVIDIA GPU (PYTEST_ARGS=...)
+	@$(PY) -m pytest -m gpu tests/gpu $(PYTEST_ARGS)
+
 .PHONY: model
 model: env ## prepare the demo's model in .cache/models
 	@$(PY) tools/prepare_model.py

@@ -11,45 +11,17 @@ from typing import Any
 
 import fake_gpu
 import pytest
-from daemon_process import Daemon, environment, wait_for
+from daemon_process import Daemon, wait_for
 from fake_cuda import MIB, UUIDS, FakeDriver, Gpu
-from leaks import open_fds
+from gpus import Faults, import_slab, ledger, refused, vram
 from probe import readiness, samples
 from rawclient import RawClient, Refused
 
 from kmesh.cuda.device import Device
-from kmesh.cuda.memory import DeviceMemory
 from kmesh.errors import UnsupportedError
-from kmesh.handles import HandleKind
 from kmesh.session import Role, Session
-from kmesh.v1 import admin_pb2
 
-TESTS = Path(__file__).parents[1]
 Start = Callable[..., Daemon]
-
-
-class Faults:
-    """Files that make the fake driver refuse."""
-
-    def __init__(self, directory: Path) -> None:
-        directory.mkdir()
-        self.directory = directory
-        self.settings: dict[str, Any] = {
-            "command": fake_gpu.COMMAND,
-            "env": {
-                fake_gpu.DIRECTORY: str(directory),
-                "PYTHONPATH": os.pathsep.join([environment()["PYTHONPATH"], str(TESTS)]),
-                "CUDA_VISIBLE_DEVICES": "",
-            },
-        }
-
-    def begin(self, name: str, error: str = "999 CUDA_ERROR_UNKNOWN") -> None:
-        part = self.directory / f".{name}"
-        part.write_text(error)
-        part.rename(self.directory / name)
-
-    def end(self, name: str) -> None:
-        (self.directory / name).unlink()
 
 
 @pytest.fixture
@@ -76,34 +48,6 @@ def device() -> Iterator[Device]:
     with Device(fake, UUIDS[0]) as opened:
         yield opened
     assert not any(fake.ledger().values())
-
-
-def vram(pid: int) -> dict[str, int]:
-    """GPU memory that a process holds file descriptors of."""
-    return {link: n for link, n in open_fds(pid).items() if "fake-vram" in link}
-
-
-def import_slab(
-    daemon: Daemon, device: Device, slab: int, *, writable: bool = False
-) -> DeviceMemory:
-    with Session.connect(daemon.socket_dir, role=Role.TOOL) as session:
-        handle = session.export_slab(slab)
-    try:
-        assert (handle.kind, handle.device) == (HandleKind.CUDA_VMM_FD, device.uuid)
-        return DeviceMemory.open(device, handle.fd, handle.size, writable=writable)
-    finally:
-        os.close(handle.fd)
-
-
-def ledger(status: admin_pb2.StatusResponse) -> tuple[Any, ...]:
-    """What must be the same before and after a fault."""
-    return (
-        status.leased_bytes,
-        status.reservations,
-        status.staging_bytes,
-        [(slab.slab, slab.kind, slab.size, slab.used, slab.device) for slab in status.slabs],
-        [(gpu.device, gpu.slabs, gpu.slab_bytes) for gpu in status.gpus],
-    )
 
 
 def test_slabs_are_made_held_listed_and_imported(start: Start, device: Device) -> None:
@@ -223,15 +167,6 @@ def test_a_worker_that_hangs_is_ended(start: Start, faults: Faults) -> None:
     faults.end("memory_info")
     status = daemon.wait_status(lambda s: s.gpus[0].ready and s.gpus[0].pid not in (0, pid), 60)
     assert status.gpus[0].restarts >= 1
-
-
-def refused(daemon: Daemon) -> tuple[int, str]:
-    """Exit status and last words of a daemon that does not start; it has left nothing."""
-    status = daemon.process.wait(60)
-    lines = [line for line in daemon.log().splitlines() if "could not start" in line]
-    assert len(lines) == 1, daemon.log()
-    assert "Traceback" not in daemon.log()
-    return status, lines[0].partition("could not start: ")[2]
 
 
 @pytest.mark.parametrize(
