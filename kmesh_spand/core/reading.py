@@ -48,7 +48,7 @@ class Reading:
         ):
             return Refused(Code.EXHAUSTED, "too many open leases", "keys")
         counters, table = self._store.counters, self._store.table
-        tenant = self._store.tenants.find(session.group, event.salt)
+        tenant = self._store.tenants.find(session.group, event.salt, event.tier)
         rows = self._find(event, tenant.number if tenant else 0)
         columns = (
             table.slab,
