@@ -88,7 +88,7 @@ class GpuKeeper:
         for number, memory in self.slabs.items():
             yield ipc.GpuSlab(number, memory.size), memory.fd
         for worker in self._workers:
-            yield ipc.GpuWorker(worker.gpu, max(worker.lives - 1, 0), worker.pid), None
+            yield ipc.GpuWorker(worker.gpu, max(worker.lives - 1, 0), 0), None
             if worker.state is not None:
                 yield worker.state, None
             if worker.failed is not None:
@@ -110,30 +110,50 @@ class GpuKeeper:
                 os.kill(worker.pid, signal.SIGKILL)
 
     def _start(self, worker: _Worker, now: float) -> None:
-        from kmesh_spand.gpuworker import Piece, run
-
         ours, theirs = ipc.pair()
+        to_control, from_control = ipc.pair()
         settings, gpu = self._settings, worker.gpu
         nothing = Memory(-1, 0)
         pieces = [
-            Piece(plan.slab, plan.size, self.slabs.get(plan.slab, nothing).fd)
+            (plan.slab, plan.size, self.slabs.get(plan.slab, nothing).fd)
             for plan in self._plan
             if plan.gpu == gpu
         ]
 
         def main() -> int:
             logs.configure(f"gpu{gpu}", level=settings.log_level, form=settings.log_format)
-            return run(gpu, settings.gpu[gpu], theirs, pieces)
+            from kmesh_spand import gpuworker
 
-        keep = [theirs.fileno(), *(piece.fd for piece in pieces if piece.fd >= 0)]
+            made = [gpuworker.Piece(*piece) for piece in pieces]
+            return gpuworker.run(settings, gpu, theirs, from_control, made)
+
+        held = (fd for _, _, fd in pieces if fd >= 0)
+        keep = [theirs.fileno(), from_control.fileno(), *held]
         worker.pid = child.fork(f"gpu{gpu}", keep, main)
         worker.lives += 1
         theirs.close()
+        from_control.close()
         ours.setblocking(False)
         worker.channel = ours
         worker.backoff.started(now)
         worker.kill_at = now + _START_SECONDS
-        self._tell(ipc.GpuWorker(gpu, worker.lives - 1, worker.pid), None)
+        self._tell(ipc.GpuWorker(gpu, worker.lives - 1, worker.pid), to_control.fileno())
+        to_control.close()
+
+    def restart(self, gpu: int) -> None:
+        """Ends a worker that control has given up; the next one follows."""
+        for worker in self._workers:
+            if worker.gpu == gpu and worker.pid:
+                os.kill(worker.pid, signal.SIGKILL)
+
+    def end_lives(self) -> None:
+        """Ends all workers: control is gone, and they must not write once the catalog is read."""
+        for worker in self._workers:
+            if worker.pid:
+                os.kill(worker.pid, signal.SIGKILL)
+                os.waitpid(worker.pid, 0)
+                self._ended(worker)
+                worker.start_at = time.monotonic()
 
     def hear(self, fd: int) -> bool:
         """Takes a message from the socket with that descriptor, if it is one of ours."""
@@ -184,19 +204,8 @@ class GpuKeeper:
         """A worker was reaped."""
         now = time.monotonic()
         worker = next(worker for worker in self._workers if worker.pid == pid)
-        # What it sent before its end is still to be read: memory must not be lost.
-        while worker.channel is not None and self._hear(worker, worker.channel):
-            pass
-        if worker.channel is not None:
-            worker.channel.close()
-            worker.channel = None
-        worker.pid = 0
-        worker.kill_at = None
+        self._ended(worker)
         worker.start_at = worker.backoff.died(now)
-        if worker.state is not None:
-            gone = worker.state
-            worker.state = ipc.GpuState(gone.gpu, gone.device, gone.name, False, 0, gone.total)
-            self._tell(worker.state, None)
         self._tell(ipc.GpuWorker(worker.gpu, worker.lives - 1, 0), None)
         if worker.failed is not None:
             logger.error("%s", worker.failed.error, extra={"gpu": worker.gpu})
@@ -206,6 +215,20 @@ class GpuKeeper:
             elif worker.lives >= _TRIES:
                 text = f"gpu: the device worker of {self._settings.gpu[worker.gpu]} died: {how}"
                 self.failure = ipc.GpuFailed(worker.gpu, text, False)
+
+    def _ended(self, worker: _Worker) -> None:
+        # What it sent before its end is still to be read: memory must not be lost.
+        while worker.channel is not None and self._hear(worker, worker.channel):
+            pass
+        if worker.channel is not None:
+            worker.channel.close()
+            worker.channel = None
+        worker.pid = 0
+        worker.kill_at = None
+        if worker.state is not None:
+            gone = worker.state
+            worker.state = ipc.GpuState(gone.gpu, gone.device, gone.name, False, 0, gone.total)
+            self._tell(worker.state, None)
 
     def stop(self) -> None:
         """Starts nothing any more."""

@@ -1,7 +1,8 @@
 """What the daemon's processes say to each other, over ``SOCK_SEQPACKET`` pairs.
 
-The supervisor makes every pair. A message is one packet; ``Staging``, ``NewWorker`` and
-``GpuSlab`` carry exactly one file descriptor each, the others none.
+The supervisor makes every pair. A message is one packet; ``Staging``, ``NewWorker``,
+``GpuSlab`` and ``GpuWorker`` of one that was started carry exactly one file descriptor each, the
+others none.
 """
 
 from __future__ import annotations
@@ -149,7 +150,7 @@ class GpuFailed(Message, frozen=True):
 
 
 class GpuWorker(Message, frozen=True):
-    """To control: a device worker was started, or has ended (pid 0)."""
+    """To control: a device worker was started; its fd is the way to it. Or it has ended: pid 0."""
 
     gpu: int
     restarts: int
@@ -184,9 +185,10 @@ class Health(Message, frozen=True):
 
 
 class RestartWorker(Message, frozen=True):
-    """From control: the worker does not answer, end it."""
+    """From control: the worker does not answer, end it. ``gpu``: a device worker, if not -1."""
 
     reason: str
+    gpu: int = -1
 
 
 class Stop(Message, frozen=True):

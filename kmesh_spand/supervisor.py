@@ -233,7 +233,6 @@ class Supervisor:
             self._gpus.stop()
             return
         now = time.monotonic()
-        self._gpus.start_due(now)
         if self._control_at is not None and now >= self._control_at:
             self._control_at = None
             try:
@@ -249,6 +248,8 @@ class Supervisor:
             except OSError as failed:
                 logger.error("the store worker could not be started: %s", failed)
                 self._worker_at = self._worker_backoff.died(now)
+        if self._control_pid:
+            self._gpus.start_due(now)
 
     def _start_control(self, now: float) -> None:
         if self._control_restarts >= 0:
@@ -317,8 +318,11 @@ class Supervisor:
             case ipc.Health():
                 notify("STATUS=" + (f"not ready: {message.text}" if message.text else "ready"))
             case ipc.RestartWorker():
-                logger.error("restarting the store worker: %s", message.reason)
-                if self._worker_pid:
+                what = "the store worker" if message.gpu < 0 else f"device worker {message.gpu}"
+                logger.error("restarting %s: %s", what, message.reason)
+                if message.gpu >= 0:
+                    self._gpus.restart(message.gpu)
+                elif self._worker_pid:
                     os.kill(self._worker_pid, signal.SIGKILL)
             case ipc.Stop():
                 self._stop_signal = self._stop_signal or signal.SIGTERM
@@ -374,6 +378,7 @@ class Supervisor:
             os.waitpid(self._worker_pid, 0)
             self._worker_pid = 0
         self._worker_at = None
+        self._gpus.end_lives()
         if not self._control_worked and not self._stop_signal:
             logger.error("control could not start")
             self._failed = 1

@@ -22,6 +22,7 @@ from kmesh.mapping import Mapping
 from kmesh_spand import ipc, logs, memory
 from kmesh_spand.budget import Gate
 from kmesh_spand.settings import Settings
+from kmesh_spand.throttle import Throttle
 
 logger = logging.getLogger(__name__)
 
@@ -71,25 +72,6 @@ class Slab:
             end = os.lseek(self.fd, begin, os.SEEK_HOLE)
             for at in range(begin, end, _WIPE_BYTES):
                 ctypes.memset(base + at, 0, min(_WIPE_BYTES, end - at))
-
-
-class Throttle:
-    """Lets ``rate`` bytes a second pass; 0 lets all pass."""
-
-    def __init__(self, rate: int) -> None:
-        self._rate = rate
-        self._free_at = 0.0
-        self._lock = threading.Lock()
-
-    def wait(self, length: int) -> None:
-        """Returns when ``length`` more bytes may be read."""
-        if not self._rate:
-            return
-        with self._lock:
-            now = time.monotonic()
-            start = max(now, self._free_at)
-            self._free_at = start + length / self._rate
-        time.sleep(start - now)
 
 
 class Worker:

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterable
 from dataclasses import dataclass
 
+from kmesh import errors
+from kmesh.handles import HandleKind
 from kmesh.layout import slab_capacity
-from kmesh.v1 import admin_pb2, common_pb2
+from kmesh.v1 import admin_pb2
 from kmesh_spand import ipc
+from kmesh_spand.core.views import SlabStatus
 from kmesh_spand.settings import Settings
 
 
@@ -80,6 +84,32 @@ class Gpus:
         """Whether there is such a slab of GPU memory, or will be."""
         return slab in self._plan
 
+    def gpu_of(self, slab: int) -> int | None:
+        """Which GPU a slab is on; None for host memory."""
+        plan = self._plan.get(slab)
+        return None if plan is None else plan.gpu
+
+    def numbers(self, gpu: int) -> list[int]:
+        """Slabs of a GPU."""
+        return [number for number, plan in self._plan.items() if plan.gpu == gpu]
+
+    def capacity(self, slab: int) -> int:
+        """Bytes of a slab for payloads."""
+        return slab_capacity(self._plan[slab].size)
+
+    def tier(self, device: str, field: str) -> int:
+        """The core's tier of a GPU by UUID; 0, which is host memory, for none.
+
+        Raises:
+            InvalidArgument: the daemon has no memory there.
+        """
+        if not device:
+            return 0
+        for number, gpu in enumerate(self.gpus):
+            if gpu.device == device:
+                return number + 1
+        raise errors.InvalidArgument("the daemon has no memory on this GPU", field=field)
+
     def device(self, slab: int) -> str:
         """UUID of the GPU that a slab is on."""
         return self.gpus[self._plan[slab].gpu].device
@@ -94,18 +124,25 @@ class Gpus:
             if not gpu.ready
         )
 
-    def slab_rows(self) -> list[admin_pb2.SlabInfo]:
-        """For Admin.Status."""
+    def slab_rows(self, known: Iterable[SlabStatus]) -> list[admin_pb2.SlabInfo]:
+        """For Admin.Status.
+
+        Args:
+            known: slabs that the core knows, of whatever memory.
+        """
+        used = {slab.slab: slab for slab in known}
         rows = []
         for number, plan in self._plan.items():
-            capacity = slab_capacity(plan.size)
+            slab = used.get(number, SlabStatus(number, self.capacity(number), 0, 0, ""))
             rows.append(
                 admin_pb2.SlabInfo(
                     slab=number,
-                    kind=common_pb2.HandleKind.Name(common_pb2.HANDLE_KIND_CUDA_VMM_FD)[12:],
+                    kind=HandleKind.CUDA_VMM_FD.name,
                     size=plan.size,
-                    capacity=capacity,
-                    populated=capacity if number in self.slabs else 0,
+                    capacity=slab.capacity,
+                    populated=slab.capacity if number in self.slabs else 0,
+                    used=slab.used,
+                    tenant=slab.tenant,
                     device=self.device(number),
                 )
             )

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from google.protobuf.message import Message
 
 from kmesh import __version__, errors, layout
-from kmesh.v1 import common_pb2, sessions_pb2
+from kmesh.v1 import common_pb2, sessions_pb2, spans_pb2
 from kmesh_spand import logs
 from kmesh_spand.control import limits, translate
 from kmesh_spand.control.applier import Applier
@@ -227,7 +227,15 @@ class Handler:
                 self._attach_staging(session, number, body.size)
             case _:
                 size = self.staging.size(session)
-                self.event(translate.to_event(session, number, body, size))
+                self.event(translate.to_event(session, number, body, size, self._tier(body)))
+
+    def _tier(self, body: Message) -> int:
+        match body:
+            case spans_pb2.AcquireRequest():
+                return self._exported.gpus.tier(body.device, "acquire.device")
+            case spans_pb2.ReserveRequest():
+                return self._exported.gpus.tier(body.device, "reserve.device")
+        return 0
 
     def _uid(self, session: int) -> int:
         return self.registry.members[session].peer.uid

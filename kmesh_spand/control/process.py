@@ -8,6 +8,7 @@ import logging
 import os
 import socket
 from collections.abc import Sequence
+from functools import partial
 from typing import TYPE_CHECKING
 
 import uvloop
@@ -31,11 +32,12 @@ from kmesh_spand.control.report import Report
 from kmesh_spand.control.staging import StagingPool
 from kmesh_spand.control.storeworker import SlabState, StoreWorker
 from kmesh_spand.control.web import Web
+from kmesh_spand.control.workers import Workers
 from kmesh_spand.core import events
 from kmesh_spand.core.config import CoreConfig
 from kmesh_spand.core.core import Core
 from kmesh_spand.core.record import RECORD_BYTES, Record, decode
-from kmesh_spand.core.tenants import OWNER_BYTES, decode_owner
+from kmesh_spand.core.tenants import OWNER_BYTES, SlabOwner, decode_owner
 from kmesh_spand.memory import reopen_read_only
 from kmesh_spand.settings import GRPC_SOCKET, METRICS_SOCKET, Settings
 from kmesh_spand.storage import Storage, owners_offset
@@ -86,8 +88,22 @@ class Control:
             restart=self._restart_worker,
             observer=observer,
         )
+        devices = [
+            StoreWorker(
+                loop,
+                [],
+                timeout=settings.copy_timeout_ms / 1000,
+                verify_rate=settings.verify_rate,
+                event=self._event,
+                restart=partial(self._restart_worker, gpu=gpu),
+                observer=observer,
+            )
+            for gpu in range(len(settings.gpu))
+        ]
+        self._workers = Workers(self._worker, devices, gpus.gpu_of)
+        self._added: set[int] = set()
         staging = StagingPool(
-            loop, self._worker, total=settings.staging_memory, each=settings.session_staging
+            loop, self._workers, total=settings.staging_memory, each=settings.session_staging
         )
         core = Core(
             CoreConfig(
@@ -103,7 +119,7 @@ class Control:
             self._catalog.view(0, owners_offset(settings)),
             self._owners,
             writers,
-            self._worker,
+            self._workers,
             staging,
             self._handler.reply,
             self._handler.journal.span,
@@ -148,7 +164,7 @@ class Control:
             web.close()
             if rpc is not None:
                 await rpc.stop()
-            self._worker.close()
+            self._workers.close()
             self._supervisor.close()
             self._gpus.close()
             await self._loop.run_in_executor(None, self._handler.observer.close)
@@ -157,7 +173,7 @@ class Control:
         """The control loop, until it is drained."""
         while True:
             self._wake.clear()
-            self._worker.check()
+            self._workers.check()
             self._readiness.turn()
             await self._tell_health(rpc)
             if self._handler.draining and self._handler.core.idle:
@@ -179,10 +195,32 @@ class Control:
         self._handler.core.counters["recovered_dropped"] += damaged
         self._event(events.Recovered(found))
         for number, slab in enumerate(self._worker.slabs):
-            raw = self._owners[number * OWNER_BYTES : (number + 1) * OWNER_BYTES]
-            self._event(events.SlabAdded(number, slab.capacity, decode_owner(raw)))
+            self._event(events.SlabAdded(number, slab.capacity, self._owner(number)))
         if found:
             logger.info("catalog read", extra={"records": len(found), "damaged": damaged})
+
+    def _owner(self, slab: int) -> SlabOwner | None:
+        """What an earlier life wrote."""
+        return decode_owner(self._owners[slab * OWNER_BYTES : (slab + 1) * OWNER_BYTES])
+
+    def _gpu_heard(self, message: ipc.AnyMessage, fd: int | None) -> bool:
+        """Takes what is about GPUs; False if it is not."""
+        if isinstance(message, ipc.GpuWorker):
+            if fd is not None:
+                self._workers.gpus[message.gpu].attach(fd, message.restarts, message.pid)
+            self._wake.set()
+        if not self._gpus.hear(message, fd):
+            return False
+        if isinstance(message, ipc.GpuState) and message.ready:
+            # Spans of an earlier life are verified from here on: there is who does it.
+            for number in self._gpus.numbers(message.gpu):
+                if number not in self._added:
+                    self._added.add(number)
+                    capacity = self._gpus.capacity(number)
+                    owner = self._owner(number)
+                    self._event(events.SlabAdded(number, capacity, owner, message.gpu + 1))
+                    self._event(events.Populated(number, capacity))
+        return True
 
     def _event(self, event: events.Event) -> None:
         try:
@@ -191,7 +229,7 @@ class Control:
             logger.exception("an event failed", extra={"event": type(event).__name__})
 
     def _heard(self, message: ipc.AnyMessage, fd: int | None) -> None:
-        if self._gpus.hear(message, fd):
+        if self._gpu_heard(message, fd):
             return
         match message:
             case ipc.NewWorker() if fd is not None:
@@ -210,8 +248,8 @@ class Control:
     def _ask_to_stop(self) -> None:
         self._supervisor.send(ipc.Stop())
 
-    def _restart_worker(self, reason: str) -> None:
-        self._supervisor.send(ipc.RestartWorker(reason))
+    def _restart_worker(self, reason: str, gpu: int = -1) -> None:
+        self._supervisor.send(ipc.RestartWorker(reason, gpu))
 
     def _tell_supervisor(self, reasons: dict[str, str]) -> None:
         self._supervisor.send(ipc.Health("; ".join(reasons.values())))

@@ -105,9 +105,9 @@ class Report:
                     hugepages=state.hugepages,
                     tenant=slab.tenant if slab.tenant in shown or group is None else "",
                 )
-                for slab, state in zip(core.slabs, self._worker.slabs, strict=True)
+                for slab, state in zip(core.slabs, self._worker.slabs, strict=False)
             ]
-            + self.gpus.slab_rows(),
+            + self.gpus.slab_rows(core.slabs),
             spans=core.spans,
             span_bytes=core.span_bytes,
             max_spans=core.max_spans,

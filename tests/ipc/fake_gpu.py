@@ -67,5 +67,5 @@ _machines = driver.load
 
 if __name__ == "__main__":
     driver.load = load
-    gpuworker.STATE_MS = 100
+    gpuworker.STATE_SECONDS = 0.1
     sys.exit(main())

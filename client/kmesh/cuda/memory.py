@@ -115,10 +115,15 @@ class DeviceMemory:
 
     def read(self, offset: int, length: int) -> bytes:
         """A copy of ``length`` bytes at ``offset``."""
-        address, data = self._place(offset, length), bytearray(length)
-        with self.device.current() as driver:
-            driver.read(_host.address(data), address, length)
+        data = bytearray(max(length, 0))
+        self.fetch(_host.address(data), offset, length)
         return bytes(data)
+
+    def fetch(self, target: int, offset: int, length: int) -> None:
+        """``length`` bytes at ``offset`` into host memory at the address ``target``."""
+        address = self._place(offset, length)
+        with self.device.current() as driver:
+            driver.read(target, address, length)
 
     def _place(self, offset: int, length: int) -> int:
         if offset < 0 or length < 1 or offset + length > self.size or self._handle is None:

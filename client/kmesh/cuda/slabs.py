@@ -60,6 +60,11 @@ class DeviceSlab:
         """Address of the first tile sum of the span at ``offset``, one u64 for each tile."""
         return self.address + sums_offset(self.size) + offset // TILE_BYTES * 8
 
+    def contains(self, offset: int, length: int) -> bool:
+        """Whether a span may lie at ``offset``: on a tile, and before the sums."""
+        end = offset + length
+        return offset >= 0 <= length and not offset % TILE_BYTES and end <= sums_offset(self.size)
+
 
 class DeviceSlabs:
     """Imports GPU slabs and registers host slabs, each when it is first asked for. Thread-safe.
