@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import ctypes
 import json
 import os
 import signal
 import statistics
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -15,7 +17,7 @@ from typing import Any
 
 import pytest
 from daemon_process import Daemon, environment, wait_for
-from gpus import Faults, import_slab, ledger, refused
+from gpus import Faults, client, import_slab, ledger, refused
 from leaks import process_tree
 from probe import readiness, samples
 
@@ -25,6 +27,7 @@ from kmesh.cuda import driver as cuda
 from kmesh.cuda import proof
 from kmesh.cuda.device import Device, see_all
 from kmesh.cuda.memory import DeviceMemory, Registration
+from kmesh.cuda.reading import read_span
 from kmesh.cuda.slabs import DeviceSlabs
 from kmesh.handles import HandleKind
 from kmesh.mapping import Mapping
@@ -211,32 +214,44 @@ def test_memory_runs_out_without_a_trace(device: Device) -> None:
 
 
 _CLIENT = """
-import sys, time
+import sys
 from kmesh.cuda import driver
 from kmesh.cuda.device import Device
 from kmesh.cuda.slabs import DeviceSlabs
 from kmesh.session import Role, Session
 session = Session.connect(sys.argv[1], role=Role.TOOL)
-slabs = DeviceSlabs(session, Device(driver.load(), "0"))
-for number in range(5):
-    slabs.slab(number)
-print("done", flush=True)
-time.sleep(600)
+with Device(driver.load(), "0") as device, DeviceSlabs(session, device) as slabs:
+    for number in range(5):
+        slabs.slab(number)
+    print("done", flush=True)
+    sys.stdin.read()
 """
 
 
-def test_a_client_that_is_killed_leaves_nothing(start: Start, nvml: Callable[[], int]) -> None:
+def test_a_client_that_is_killed_leaves_nothing(
+    start: Start, nvml: Callable[[], int], record: Record
+) -> None:
+    """No more, that is, than one that ends in order: the driver keeps something of the first."""
     daemon = start()
     daemon.wait_populated()
-    before, used = ledger(daemon.status()), nvml()
-    command = [sys.executable, "-c", _CLIENT, str(daemon.socket_dir)]
-    with subprocess.Popen(command, env=environment(), stdout=subprocess.PIPE, text=True) as client:
-        assert client.stdout is not None
-        assert client.stdout.readline() == "done\n"
-        # Its context takes memory; the slabs that it imported do not take it twice.
-        assert nvml() - used < 2 * GIB
-        client.kill()
-    wait_for(lambda: nvml() == used, 30)
+    before, used = ledger(daemon.status()), [nvml()]
+    for how in ("in order", "killed", "killed"):
+        command = [sys.executable, "-c", _CLIENT, str(daemon.socket_dir)]
+        pipe = subprocess.PIPE
+        with subprocess.Popen(command, env=environment(), stdin=pipe, stdout=pipe) as process:
+            assert process.stdout is not None
+            assert process.stdin is not None
+            assert process.stdout.readline() == b"done\n"
+            # Its context takes memory; the slabs that it imported do not take it twice.
+            assert nvml() - used[0] < 2 * GIB
+            if how == "killed":
+                process.kill()
+                process.wait()
+                wait_for(lambda: nvml() == used[1], 30)
+            process.stdin.close()
+            assert process.wait() == (-signal.SIGKILL if how == "killed" else 0)
+        used.append(nvml())
+    record("vram_with_daemon", used)
     assert ledger(daemon.wait_status(lambda s: s.sessions == 1)) == before
 
 
@@ -274,11 +289,116 @@ def test_how_long_it_takes(start: Start, device: Device, record: Record) -> None
     fd = make_memfd("timed", GIB)
     os.posix_fallocate(fd, 0, GIB)
     seen = reopen_read_only(fd)
-    with Mapping(seen, GIB) as mapping:
-        os.close(fd)
-        os.close(seen)
-        registered = _milliseconds(3, lambda: Registration(device, mapping.address, GIB).close())
+    os.close(fd)
+    first, registered, faulted = [], [], []
+    libc = ctypes.CDLL(None)
+    for ahead in (False, True):
+        # A mapping that nobody has touched yet, as an engine's is.
+        with Mapping(seen, GIB) as mapping:
+            at, populate_read = ctypes.c_void_p(mapping.address), 22
+            if ahead:
+                size = ctypes.c_size_t(GIB)
+                faulted = _milliseconds(1, lambda: libc.madvise(at, size, populate_read))  # noqa: B023
+            took = _milliseconds(3, lambda: Registration(device, mapping.address, GIB).close())
+            (registered if ahead else first).append(took[0])
+            registered += took[1:]
+    os.close(seen)
+    record("register_1_gib_untouched_ms", first)
+    record("touch_1_gib_ms", faulted)
     record("import_64_mib_ms", imports)
     record("create_and_clear_1_gib_ms", made)
     record("register_and_unregister_1_gib_ms", registered)
     assert statistics.median(imports) > 0
+
+
+@pytest.mark.parametrize("victims", [("gpu0",), ("gpu0", "control")])
+def test_spans_survive_kills(start: Start, device: Device, victims: tuple[str, ...]) -> None:
+    daemon = start(errors=True)
+    daemon.wait_populated()
+    payloads = [os.urandom(size) for size in (100, 65536, 6 * MIB + 5)]
+    with client(daemon, device) as ours:
+        assert ours.put([1, 2, 3], payloads) == [0] * 3
+        assert ours.put([1], [b"in host memory"], device="") == [0]
+    before = ledger(daemon.wait_status(lambda s: s.sessions == 1 and not s.staging_bytes))
+    for name in victims:
+        os.kill(daemon.child(name), signal.SIGKILL)
+    if "control" in victims:
+        daemon.wait_ready(2)
+        daemon.wait_status(lambda s: s.counters["spans_verified"] == 4, 60)
+    daemon.wait_status(lambda s: s.gpus[0].ready and s.gpus[0].restarts, 60)
+    with client(daemon, device) as ours:
+        for number, payload in enumerate(payloads, 1):
+            assert ours.read(number) == payload
+        assert ours.read(1, device="") == b"in host memory"
+        assert ours.put([5], payloads[:1]) == [0]
+    daemon.wait_populated()
+    after = ledger(daemon.wait_status(lambda s: s.sessions == 1 and not s.staging_bytes))
+    assert after[:3] == before[:3]
+
+
+def test_a_flipped_bit_is_found_and_not_served(start: Start, device: Device) -> None:
+    daemon = start(errors=True)
+    with client(daemon, device) as ours:
+        assert ours.put([1, 2], [b"a" * 70_000, b"b" * 70_000]) == [0, 0]
+        with ours.acquire(1) as lease:
+            span = lease.entry(0)
+            with import_slab(daemon, device, span.slab, writable=True) as slab:
+                slab.write(b"c", span.offset + 69_999)
+            with pytest.raises(errors.CorruptionError):
+                read_span(ours.slabs, device, lease, 0)
+            assert ours.session.report_corrupt(lease, [0]) == 1
+        wait_for(lambda: daemon.status().counters["spans_corrupt"] == 1, 30)
+        assert ours.read(1) is None
+        assert ours.read(2) == b"b" * 70_000
+
+
+def test_a_copy_that_fails_leaves_nothing(start: Start, faults: Faults, device: Device) -> None:
+    daemon = start(errors=True, bugs=True)
+    daemon.wait_populated()
+    with client(daemon, device) as ours:
+        before = ledger(daemon.status())
+        faults.begin("write", "999 a bug that a test put here")
+        assert ours.put([1], [b"x" * 1000]) == [9]
+        faults.end("write")
+        assert ledger(daemon.status()) == before
+        assert ours.put([1], [b"x" * 1000]) == [0]
+        assert ours.read(1) == b"x" * 1000
+
+
+def test_a_worker_that_dies_in_a_copy_leaves_nothing(
+    start: Start, faults: Faults, device: Device
+) -> None:
+    daemon = start(errors=True)
+    daemon.wait_populated()
+    with client(daemon, device) as ours:
+        before = ledger(daemon.status())
+        faults.begin("write", "0 hang")
+        victim = threading.Thread(target=_kill_at_write, args=(daemon, faults))
+        victim.start()
+        assert ours.put([1], [b"x" * 1000]) == [9]
+        victim.join()
+        status = daemon.wait_status(lambda s: s.gpus[0].ready and s.gpus[0].restarts, 60)
+        assert ledger(status) == before
+        assert ours.put([1], [b"x" * 1000]) == [0]
+        assert ours.read(1) == b"x" * 1000
+
+
+def _kill_at_write(daemon: Daemon, faults: Faults) -> None:
+    wait_for(lambda: faults.reached("write"), 60)
+    os.kill(daemon.child("gpu0"), signal.SIGKILL)
+    faults.end("write")
+
+
+def test_how_long_a_store_takes(start: Start, device: Device, record: Record) -> None:
+    """128 MiB from staging into host memory and into the GPU's, in spans of 4 MiB."""
+    daemon = start(host_memory="256MiB", staging_memory="256MiB")
+    daemon.wait_populated()
+    payloads = [os.urandom(4 * MIB) for _ in range(32)]
+    with client(daemon, device, staging=128 * MIB) as ours:
+        for name, where in (("host", ""), ("gpu", device.uuid)):
+            taken = _milliseconds(
+                1,
+                lambda: ours.put(list(range(32)), payloads, device=where),  # noqa: B023
+            )
+            record(f"store_128_mib_{name}_ms", taken)
+            assert ours.read(31, device=where) == payloads[31]

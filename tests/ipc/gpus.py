@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -10,13 +12,70 @@ import fake_gpu
 from daemon_process import Daemon, environment
 from leaks import open_fds
 
+from kmesh.calls import ReserveBatch
 from kmesh.cuda.device import Device
 from kmesh.cuda.memory import DeviceMemory
+from kmesh.cuda.reading import read_span
+from kmesh.cuda.slabs import DeviceSlabs
 from kmesh.handles import HandleKind
+from kmesh.keys import Namespace
+from kmesh.layout import Shard
+from kmesh.lease import Lease
+from kmesh.memory import Staging
 from kmesh.session import Role, Session
+from kmesh.store import put_spans
 from kmesh.v1 import admin_pb2
 
 TESTS = Path(__file__).parents[1]
+
+
+NAMESPACE = Namespace("m", "w", "float32", 1, 1, 1)
+SHARD = Shard(0, 1, 0, 1)
+
+
+def key(number: int) -> bytes:
+    return number.to_bytes(32, "little")
+
+
+class Client:
+    """One session with staging, and the daemon's slabs on a GPU."""
+
+    def __init__(self, session: Session, staging: Staging, slabs: DeviceSlabs, gpu: Device) -> None:
+        self.session, self.staging, self.slabs, self.gpu = session, staging, slabs, gpu
+
+    def _where(self, device: str | None) -> str:
+        return self.gpu.uuid if device is None else device
+
+    def put(
+        self, numbers: list[int], payloads: list[bytes], device: str | None = None
+    ) -> list[int]:
+        keys = b"".join(map(key, numbers))
+        sizes = [len(payload) for payload in payloads]
+        tokens, starts = [64] * len(numbers), [0] * len(numbers)
+        digest = NAMESPACE.digest()
+        batch = ReserveBatch(digest, SHARD, keys, tokens, starts, sizes, device=self._where(device))
+        return put_spans(self.session, self.staging, batch, payloads)
+
+    def acquire(self, *numbers: int, device: str | None = None) -> Lease:
+        keys = b"".join(map(key, numbers))
+        return self.session.acquire(keys, [SHARD], prefix=False, device=self._where(device))
+
+    def read(self, number: int, device: str | None = None) -> bytes | None:
+        """A payload, or None for a miss."""
+        with self.acquire(number, device=device) as lease:
+            if not lease.hits:
+                return None
+            return read_span(self.slabs, self.gpu, lease, 0)
+
+
+@contextmanager
+def client(daemon: Daemon, gpu: Device, staging: int = 8 << 20) -> Iterator[Client]:
+    session = Session.connect(daemon.socket_dir, role=Role.TOOL)
+    with session, DeviceSlabs(session, gpu) as slabs:
+        yield Client(session, session.staging(staging), slabs, gpu)
+    # What is mapped would count as left behind.
+    del session.index
+    session._slabs.clear()
 
 
 class Faults:

@@ -4,71 +4,21 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 
 import pytest
 from daemon_process import Daemon, wait_for
 from fake_cuda import MIB, UUIDS
-from gpus import Faults, import_slab, ledger
+from gpus import SHARD, Faults, client, import_slab, key, ledger
 from rawclient import RawClient
 
 from kmesh import errors
-from kmesh.calls import ReserveBatch
 from kmesh.cuda.device import Device
 from kmesh.cuda.reading import read_span
-from kmesh.cuda.slabs import DeviceSlabs
-from kmesh.keys import Namespace
-from kmesh.layout import TILE_BYTES, Shard, sums_offset
-from kmesh.lease import Lease
-from kmesh.memory import Staging
-from kmesh.session import Role, Session
-from kmesh.store import put_spans
+from kmesh.layout import TILE_BYTES, sums_offset
 from kmesh.store import read_span as read_host_span
 
 Start = Callable[..., Daemon]
-NAMESPACE = Namespace("m", "w", "float32", 1, 1, 1)
-SHARD = Shard(0, 1, 0, 1)
-
-
-def key(number: int) -> bytes:
-    return number.to_bytes(32, "little")
-
-
-class Client:
-    """One session with staging, and the daemon's slabs on a GPU."""
-
-    def __init__(self, session: Session, staging: Staging, slabs: DeviceSlabs, gpu: Device) -> None:
-        self.session, self.staging, self.slabs, self.gpu = session, staging, slabs, gpu
-
-    def put(self, numbers: list[int], payloads: list[bytes], device: str = UUIDS[0]) -> list[int]:
-        keys = b"".join(map(key, numbers))
-        sizes = [len(payload) for payload in payloads]
-        tokens, starts = [64] * len(numbers), [0] * len(numbers)
-        digest = NAMESPACE.digest()
-        batch = ReserveBatch(digest, SHARD, keys, tokens, starts, sizes, device=device)
-        return put_spans(self.session, self.staging, batch, payloads)
-
-    def acquire(self, *numbers: int, device: str = UUIDS[0]) -> Lease:
-        keys = b"".join(map(key, numbers))
-        return self.session.acquire(keys, [SHARD], prefix=False, device=device)
-
-    def read(self, number: int, device: str = UUIDS[0]) -> bytes | None:
-        """A payload, or None for a miss."""
-        with self.acquire(number, device=device) as lease:
-            if not lease.hits:
-                return None
-            return read_span(self.slabs, self.gpu, lease, 0)
-
-
-@contextmanager
-def client(daemon: Daemon, gpu: Device) -> Iterator[Client]:
-    session = Session.connect(daemon.socket_dir, role=Role.TOOL)
-    with session, DeviceSlabs(session, gpu) as slabs:
-        yield Client(session, session.staging(8 * MIB), slabs, gpu)
-    # What is mapped would count as left behind.
-    del session.index
-    session._slabs.clear()
 
 
 def test_spans_are_stored_on_the_gpu_that_is_named(start_gpu: Start, gpu_device: Device) -> None:
