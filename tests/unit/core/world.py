@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from kmesh.layout import TILE_BYTES, Shard, tiles
 from kmesh_spand.core import effects as fx
 from kmesh_spand.core import events as ev
+from kmesh_spand.core.batch import Batch
 from kmesh_spand.core.config import CoreConfig
 from kmesh_spand.core.core import Core
 from kmesh_spand.core.policy import Policy
@@ -70,11 +71,13 @@ class World:
         populated: bool = True,
         tenancy: Tenancy | None = None,
         tiers: dict[int, int] | None = None,
+        batch: Batch | None = None,
         **limits: int,
     ) -> None:
         self.tiers = tiers or {}
         self.config = CoreConfig(**{"max_spans": 64, **limits})
         self.tenancy = tenancy or Tenancy()
+        self.batch = batch or Batch()
         self.owners: dict[int, bytes] = {}
         self.sizes = slabs
         self.now = 1_000_000
@@ -89,7 +92,7 @@ class World:
                 self.send(ev.Populated(slab, size * TILE_BYTES))
 
     def _reset(self, policy: Policy | None) -> None:
-        self.core = Core(self.config, policy, self.tenancy)
+        self.core = Core(self.config, policy, self.tenancy, self.batch)
         self.index: dict[tuple[int, int], int] = {}
         self.uids: dict[int, int] = {}
         self.wipes: dict[int, int] = {}
