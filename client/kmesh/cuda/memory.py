@@ -6,6 +6,7 @@ Each object undoes what it did, also when a later step of its making fails.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 from collections.abc import Iterator
 from contextlib import ExitStack
 from types import TracebackType
@@ -17,6 +18,10 @@ from kmesh.errors import ConfigError, CudaError, UnsupportedError
 
 #: New drivers refuse registrations of 512 GiB and more.
 REGISTER_BYTES = 64 << 30
+
+_MADV_POPULATE_READ = 22
+_libc = ctypes.CDLL(None)
+_libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
 
 
 @contextlib.contextmanager
@@ -180,6 +185,9 @@ class Registration:
             raise UnsupportedError(f"{device.name} can't register memory that is mapped read-only")
         self._device = device
         self._parts: list[int] = []
+        # The driver takes several times as long for pages that this mapping has not touched yet.
+        # Kernels that don't know this (before 5.14) leave it to the driver.
+        _libc.madvise(address, size, _MADV_POPULATE_READ)
         with device.current() as driver, _steps() as undo:
             undo.callback(self._parts.clear)
             for part in range(address, address + size, chunk):
