@@ -21,6 +21,7 @@ from kmesh.errors import CudaError
 
 MIB = 1 << 20
 GRANULARITY = 2 * MIB
+_LEFT = 4096
 UUIDS = ("GPU-00000000-0000-0000-0000-0000000000a0", "GPU-00000000-0000-0000-0000-0000000000b1")
 
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -207,6 +208,9 @@ class FakeDriver:
             raise _error("cuMemCreate", 2)
         fd = os.memfd_create(f"fake-vram:{gpu.uuid}", os.MFD_CLOEXEC)
         os.ftruncate(fd, size)
+        # Whoever had it before has left something.
+        for at in (0, size // 2, size - _LEFT):
+            os.pwrite(fd, b"\xa5" * _LEFT, at)
         return self._handle(fd, device, made=True)
 
     def _handle(self, fd: int, device: int, *, made: bool) -> int:

@@ -170,9 +170,9 @@ def test_what_cannot_be_had_is_said(
     assert re.match(words + r"( |$)", found[1]), found
 
 
-STEPS = ["device_count", "device_uuid", "device_name", "attribute", "retain_context"]
-STEPS += ["push_context", "memory_info", "granularity", "create", "reserve", "map", "set_access"]
-STEPS += ["fill", "export_fd"]
+# Of each kind; ``tests/unit/test_cuda_memory.py`` lets every call fail.
+STEPS = ["device_count", "retain_context", "memory_info", "create", "set_access", "fill"]
+STEPS += ["export_fd", "register"]
 
 
 @pytest.mark.parametrize("step", STEPS)

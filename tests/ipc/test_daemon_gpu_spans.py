@@ -5,11 +5,13 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 from daemon_process import Daemon, wait_for
 from fake_cuda import MIB, UUIDS
 from gpus import SHARD, Faults, client, import_slab, key, ledger
+from leaks import open_fds
 from rawclient import RawClient
 
 from kmesh import errors
@@ -19,6 +21,13 @@ from kmesh.layout import TILE_BYTES, sums_offset
 from kmesh.store import read_span as read_host_span
 
 Start = Callable[..., Daemon]
+
+
+def staging(pid: int) -> list[str]:
+    """Staging that a process has open or mapped."""
+    maps = Path(f"/proc/{pid}/maps").read_text().splitlines()
+    found = [*open_fds(pid), *(line.split(maxsplit=5)[-1] for line in maps)]
+    return [name for name in found if "kmesh-staging" in name]
 
 
 def test_spans_are_stored_on_the_gpu_that_is_named(start_gpu: Start, gpu_device: Device) -> None:
@@ -45,6 +54,9 @@ def test_spans_are_stored_on_the_gpu_that_is_named(start_gpu: Start, gpu_device:
         # Only host memory is in the index.
         found = ours.session.index.probe(key(1) + key(2), [SHARD.code()])
         assert found.hits == 1
+    # The staging goes with the session, in every process.
+    for name in ("control", "worker", "gpu0"):
+        wait_for(lambda name=name: not staging(daemon.child(name)), 30, name)
     status = daemon.status()
     assert sum(slab.used for slab in status.slabs if slab.device) == 6 * TILE_BYTES
     uid = os.getuid()
