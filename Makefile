@@ -100,6 +100,10 @@ test-vm: env native ## DMA-BUFs in a virtual machine (root on Debian; downloads 
 	  $(PY) -m pytest -v -p no:cacheprovider -p pytest_timeout -p pytest_asyncio.plugin \
 	  --color=no -o timeout=900 tests/vm/guest_udmabuf.py tests/vm/guest_broker.py $(PYTEST_ARGS)
 
+.PHONY: test-gpu
+test-gpu: env native ## what needs an NVIDIA GPU (PYTEST_ARGS=...)
+	@$(PY) -m pytest -m gpu tests/gpu $(PYTEST_ARGS)
+
 .PHONY: model
 model: env ## prepare the demo's model in .cache/models
 	@$(PY) tools/prepare_model.py

@@ -25,7 +25,7 @@ from pydantic_settings import (
 from kmesh.errors import ConfigError
 from kmesh.layout import SPAN_TOKENS, SUB_TOKENS, TILE_BYTES
 from kmesh_spand import units
-from kmesh_spand.settings import MIN_SLAB_BYTES, Settings
+from kmesh_spand.settings import GPU_GRANULARITY, MIN_SLAB_BYTES, Settings
 
 ENV_PREFIX = "KMESH_SPAND_"
 
@@ -45,6 +45,7 @@ Uids = Annotated[list[Uid], NoDecode, BeforeValidator(units.parse_list)]
 Quotas = Annotated[
     dict[str, Annotated[int, Field(ge=0)]], NoDecode, BeforeValidator(units.parse_quotas)
 ]
+Gpus = Annotated[list[str], NoDecode, BeforeValidator(units.parse_gpus)]
 Listen = Annotated[str, AfterValidator(units.check_listen)]
 Trace = Annotated[str, AfterValidator(units.check_trace)]
 Level = Literal["debug", "info", "warning", "error"]
@@ -88,6 +89,12 @@ class Config(BaseSettings):
     )
     memory_headroom: Size = _set(
         "memory that growing slabs leave to the machine and the control group", 64 << 20, ge=0
+    )
+    gpu: Gpus = _set("GPUs on which slabs are made: number or UUID; may be repeated", [])
+    gpu_memory: Size = _set("memory of each of them, such as 8GiB", 0, ge=0)
+    gpu_slab_size: Size | None = _set(
+        "GPU memory that is exported as one piece [an eighth of gpu_memory, 64MiB to 1GiB]",
+        ge=GPU_GRANULARITY,
     )
     max_sessions: int = _set("connections at a time", 1024, ge=1, le=1 << 20)
     staging_memory: Size | None = _set(
@@ -169,6 +176,9 @@ class Config(BaseSettings):
             hardened=self.hardened,
             dma_buf=self.dma_buf,
             memory_headroom=self.memory_headroom,
+            gpu=tuple(self.gpu),
+            gpu_memory=self.gpu_memory // GPU_GRANULARITY * GPU_GRANULARITY,
+            gpu_slab_size=self.gpu_slab_size or _gpu_slab_size(self.gpu_memory),
             stuck_ms=self.stuck_ms,
             slow_call_ms=self.slow_call_ms,
             trace=self.trace,
@@ -187,7 +197,30 @@ def _slab_size(host: int, groups: int) -> int:
     return max(size, MIN_SLAB_BYTES)
 
 
+def _gpu_slab_size(memory: int) -> int:
+    eighth = memory // 8 // GPU_GRANULARITY * GPU_GRANULARITY
+    whole = memory // GPU_GRANULARITY * GPU_GRANULARITY
+    return max(min(whole, max(64 << 20, min(1 << 30, eighth))), GPU_GRANULARITY)
+
+
+def _check_gpus(settings: Settings) -> None:
+    if bool(settings.gpu) != bool(settings.gpu_memory):
+        if settings.gpu:
+            raise ConfigError("gpu_memory: how much of each GPU? Write for example 8GiB")
+        raise ConfigError("gpu: which GPU? Write for example 0, or a UUID")
+    if settings.gpu_slab_size % GPU_GRANULARITY:
+        raise ConfigError(f"gpu_slab_size: not a multiple of {units.format_size(GPU_GRANULARITY)}")
+    if settings.gpu and settings.gpu_slab_size > settings.gpu_memory:
+        size = units.format_size(settings.gpu_memory)
+        raise ConfigError(f"gpu_slab_size: over gpu_memory, {size}")
+    if settings.gpu and len(settings.tenancy().groups) > 1:
+        raise ConfigError("gpu: whoever maps GPU memory can write it: allow one uid, or share all")
+    if settings.gpu and settings.hardened:
+        raise ConfigError("gpu: whoever maps GPU memory can write it: it can't be hardened")
+
+
 def _check(settings: Settings) -> None:
+    _check_gpus(settings)
     if len(os.fsencode(settings.socket_dir)) > _MAX_PATH:
         raise ConfigError(f"socket_dir: longer than {_MAX_PATH} bytes, too long for a socket")
     if settings.slab_size % TILE_BYTES:

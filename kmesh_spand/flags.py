@@ -17,6 +17,8 @@ _SIZES = {
     "session_staging",
     "verify_rate",
     "memory_headroom",
+    "gpu_memory",
+    "gpu_slab_size",
 }
 
 
@@ -51,6 +53,7 @@ def parser() -> argparse.ArgumentParser:
             "--" + name.replace("_", "-"),
             dest=name,
             metavar="VALUE",
+            action="append" if name == "gpu" else "store",
             default=argparse.SUPPRESS,
             help=text.replace("%", "%%"),
         )
@@ -81,6 +84,8 @@ def to_toml(loaded: Loaded) -> str:
             text = str(value).lower()
         elif name == "allow_uids":
             text = "[" + ", ".join(map(str, value)) + "]"
+        elif name == "gpu":
+            text = "[" + ", ".join(f'"{gpu}"' for gpu in value) + "]"
         elif isinstance(value, str) or name in _SIZES or name == "socket_mode":
             quoted = _value(name, value).replace("\\", "\\\\").replace('"', '\\"')
             text = f'"{quoted}"'
@@ -95,7 +100,7 @@ def _value(name: str, value: Any) -> str:
         return units.format_size(value)
     if name == "socket_mode":
         return f"{value:04o}"
-    if name == "tenants":
+    if name in ("tenants", "gpu"):
         return "none"
     if isinstance(value, bool):
         return str(value).lower()

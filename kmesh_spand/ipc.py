@@ -1,7 +1,8 @@
 """What the daemon's processes say to each other, over ``SOCK_SEQPACKET`` pairs.
 
-The supervisor makes every pair. A message is one packet; ``Staging``, ``NewWorker`` and
-``Exported`` carry exactly one file descriptor each, the others none.
+The supervisor makes every pair. A message is one packet; ``Staging``, ``NewWorker``, ``Exported``,
+``GpuSlab`` and ``GpuWorker`` of one that was started carry exactly one file descriptor each, the
+others none.
 """
 
 from __future__ import annotations
@@ -142,6 +143,43 @@ class Fallback(Message, frozen=True):
     slab: int
 
 
+class GpuSlab(Message, frozen=True):
+    """From a device worker, and on to control: GPU memory was made, with its fd."""
+
+    slab: int
+    size: int
+
+
+class GpuState(Message, frozen=True):
+    """From a device worker now and then, and on to control: how its GPU is.
+
+    ``gpu`` counts the settings' GPUs; ``ready``: all slabs are there; bytes of the whole GPU.
+    """
+
+    gpu: int
+    device: str
+    name: str
+    ready: bool
+    free: int
+    total: int
+
+
+class GpuFailed(Message, frozen=True):
+    """From a device worker, and on to control: it ends. ``setting``: a setting is wrong."""
+
+    gpu: int
+    error: str
+    setting: bool
+
+
+class GpuWorker(Message, frozen=True):
+    """To control: a device worker was started; its fd is the way to it. Or it has ended: pid 0."""
+
+    gpu: int
+    restarts: int
+    pid: int
+
+
 class Beat(Message, frozen=True):
     """To the worker, and back at once: it takes messages."""
 
@@ -170,9 +208,10 @@ class Health(Message, frozen=True):
 
 
 class RestartWorker(Message, frozen=True):
-    """From control: the worker does not answer, end it."""
+    """From control: the worker does not answer, end it. ``gpu``: a device worker, if not -1."""
 
     reason: str
+    gpu: int = -1
 
 
 class Stop(Message, frozen=True):
@@ -196,6 +235,10 @@ AnyMessage = (
     | PopulateFailed
     | PopulatePaused
     | Fallback
+    | GpuSlab
+    | GpuState
+    | GpuFailed
+    | GpuWorker
     | Beat
     | NewWorker
     | Drain

@@ -6,6 +6,8 @@ children live for months and never load that.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import msgspec
 
 from kmesh_spand.core.tenants import SHARED, Tenancy
@@ -17,6 +19,18 @@ METRICS_SOCKET = "metrics.sock"
 
 #: Below this a slab isn't worth its file descriptor.
 MIN_SLAB_BYTES = 1 << 20
+
+
+#: GPU memory comes in pieces of this.
+GPU_GRANULARITY = 2 << 20
+
+
+class GpuSlabPlan(NamedTuple):
+    """One slab of GPU memory: its number, which of the settings' GPUs it is on, its bytes."""
+
+    slab: int
+    gpu: int
+    size: int
 
 
 class Settings(msgspec.Struct, frozen=True, kw_only=True):
@@ -48,6 +62,9 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     hardened: bool
     dma_buf: str
     memory_headroom: int
+    gpu: tuple[str, ...]
+    gpu_memory: int
+    gpu_slab_size: int
     stuck_ms: int
     slow_call_ms: int
     trace: str
@@ -66,3 +83,14 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
         """Bytes of each slab; the last one takes what is left, unless that is too little."""
         full, rest = divmod(self.host_memory, self.slab_size)
         return [self.slab_size] * full + ([rest] if rest >= MIN_SLAB_BYTES else [])
+
+    def gpu_slabs(self) -> list[GpuSlabPlan]:
+        """Slabs of GPU memory, by number; they come after those of host memory."""
+        first = len(self.slab_sizes())
+        full, rest = divmod(self.gpu_memory, self.gpu_slab_size) if self.gpu else (0, 0)
+        sizes = [self.gpu_slab_size] * full + ([rest] if rest else [])
+        return [
+            GpuSlabPlan(first + gpu * len(sizes) + n, gpu, size)
+            for gpu in range(len(self.gpu))
+            for n, size in enumerate(sizes)
+        ]

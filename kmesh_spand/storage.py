@@ -61,7 +61,8 @@ def owners_offset(settings: Settings) -> int:
 
 def catalog_bytes(settings: Settings) -> int:
     """Size of the catalog."""
-    return _pages(owners_offset(settings) + len(settings.slab_sizes()) * OWNER_BYTES)
+    slabs = len(settings.slab_sizes()) + len(settings.gpu_slabs())
+    return _pages(owners_offset(settings) + slabs * OWNER_BYTES)
 
 
 def table_bytes(settings: Settings) -> int:

@@ -16,6 +16,8 @@ import time
 
 from kmesh.errors import ConfigError
 from kmesh_spand import child, ipc, logs, memory
+from kmesh_spand.backoff import Backoff
+from kmesh_spand.gpukeeper import GpuKeeper
 from kmesh_spand.launch import Prepared
 from kmesh_spand.notify import notify
 from kmesh_spand.settings import (
@@ -31,29 +33,6 @@ logger = logging.getLogger(__name__)
 
 #: What a process of the daemon needs beside one fd for each slab, with a few sessions.
 _SPARE_FDS = 40
-_BACKOFF_FIRST = 0.1
-_BACKOFF_LAST = 10.0
-#: A process that lived this long is restarted at once.
-_STEADY_SECONDS = 10.0
-
-
-class Backoff:
-    """How long to wait before a process is started again."""
-
-    def __init__(self) -> None:
-        self._wait = 0.0
-        self._started = 0.0
-
-    def started(self, now: float) -> None:
-        self._started = now
-
-    def died(self, now: float) -> float:
-        """The moment of the next start: at once after a steady life, else later each time."""
-        if now - self._started >= _STEADY_SECONDS:
-            self._wait = 0.0
-        at = now + self._wait
-        self._wait = min(max(2 * self._wait, _BACKOFF_FIRST), _BACKOFF_LAST)
-        return at
 
 
 class Supervisor:
@@ -76,10 +55,13 @@ class Supervisor:
         self._control_at: float | None = 0.0
         self._worker_at: float | None = None
         self._ready = False
-        self._failed = False
+        self._control_ready = False
+        self._control_worked = False
+        self._failed = 0
         self._stop_signal = 0
         self._stop_by: float | None = None
         self._to_control: socket.socket | None = None
+        self._gpus = GpuKeeper(settings, self._tell_control)
         self._storage: Storage
         self._listener: socket.socket
         self._lock = -1
@@ -104,7 +86,7 @@ class Supervisor:
         if self._stop_signal == signal.SIGINT:
             signal.signal(signal.SIGINT, signal.SIG_DFL)
             os.kill(os.getpid(), signal.SIGINT)
-        return 1 if self._failed else 0
+        return self._failed
 
     # Start and end.
 
@@ -113,11 +95,12 @@ class Supervisor:
         hard = child.raise_file_limit()
         # A slab that is sealed and exported as DMA-BUF has a second one.
         each = 2 if settings.dma_buf == "slabs" else 1
-        slabs = len(settings.slab_sizes())
-        needed = each * slabs + len(settings.tenancy().groups) - 1 + _SPARE_FDS
+        slabs = len(settings.slab_sizes()) + len(settings.gpu_slabs())
+        needed = each * len(settings.slab_sizes()) + len(settings.gpu_slabs())
+        needed += len(settings.gpu) + len(settings.tenancy().groups) - 1 + _SPARE_FDS
         if needed > hard:
             raise ConfigError(
-                f"slab_size: {len(settings.slab_sizes())} slabs need {needed} file descriptors, "
+                f"slab_size: {slabs} slabs need {needed} file descriptors, "
                 f"the limit (ulimit -n) is {hard}; make slabs larger or raise it"
             )
         memory.check_memory(
@@ -177,6 +160,7 @@ class Supervisor:
             if pid:
                 os.kill(pid, signal.SIGKILL)
                 os.waitpid(pid, 0)
+        self._gpus.close()
         if self._to_control is not None:
             self._to_control.close()
         self._listener.close()
@@ -208,14 +192,22 @@ class Supervisor:
         poll.register(wake, select.POLLIN)
         if self._to_control is not None:
             poll.register(self._to_control, select.POLLIN)
+        for channel in self._gpus.sockets:
+            poll.register(channel, select.POLLIN)
         for fd, _ in poll.poll(self._timeout_ms()):
             if fd == wake.fileno():
                 with contextlib.suppress(BlockingIOError):
                     wake.recv(4096)
-            else:
+            elif self._gpus.hear(fd):
+                self._announce()
+            elif self._to_control is not None:
                 self._hear_control()
 
     def _done(self) -> bool:
+        failure = self._gpus.failure
+        if failure is not None and not self._stop_signal:
+            logger.error("could not start: %s", failure.error)
+            self._failed = 2 if failure.setting else 1
         if self._failed:
             return True
         if not self._stop_signal:
@@ -241,9 +233,8 @@ class Supervisor:
         self._tell_control(ipc.Drain())
 
     def _timeout_ms(self) -> int | None:
-        moments = [
-            at for at in (self._control_at, self._worker_at, self._stop_by) if at is not None
-        ]
+        ours = (self._control_at, self._worker_at, self._stop_by)
+        moments = [at for at in ours if at is not None] + self._gpus.moments
         if not moments:
             return None
         return max(0, int((min(moments) - time.monotonic()) * 1000) + 1)
@@ -253,6 +244,7 @@ class Supervisor:
     def _start_due(self) -> None:
         if self._stop_signal:
             self._control_at = self._worker_at = None
+            self._gpus.stop()
             return
         now = time.monotonic()
         if self._control_at is not None and now >= self._control_at:
@@ -270,6 +262,8 @@ class Supervisor:
             except OSError as failed:
                 logger.error("the store worker could not be started: %s", failed)
                 self._worker_at = self._worker_backoff.died(now)
+        if self._control_pid:
+            self._gpus.start_due(now)
 
     def _start_control(self, now: float) -> None:
         if self._control_restarts >= 0:
@@ -294,6 +288,10 @@ class Supervisor:
         finally:
             theirs.close()
         self._control_pid, self._prepared = self._prepared.pid, None
+        # One that is gone already is noticed by SIGCHLD.
+        with contextlib.suppress(OSError):
+            for message, fd in self._gpus.known():
+                ipc.send(ours, message, fd)
         ours.setblocking(False)
         self._to_control = ours
         self._control_backoff.started(now)
@@ -336,25 +334,33 @@ class Supervisor:
             return
         match message:
             case ipc.Ready():
-                self._on_ready()
+                self._control_ready = self._control_worked = True
+                self._announce()
             case ipc.Health():
                 notify("STATUS=" + (f"not ready: {message.text}" if message.text else "ready"))
             case ipc.RestartWorker():
-                logger.error("restarting the store worker: %s", message.reason)
-                if self._worker_pid:
+                what = "the store worker" if message.gpu < 0 else f"device worker {message.gpu}"
+                logger.error("restarting %s: %s", what, message.reason)
+                if message.gpu >= 0:
+                    self._gpus.restart(message.gpu)
+                elif self._worker_pid:
                     os.kill(self._worker_pid, signal.SIGKILL)
             case ipc.Stop():
                 self._stop_signal = self._stop_signal or signal.SIGTERM
             case _:
                 logger.error("unexpected message %s", type(message).__name__)
 
-    def _on_ready(self) -> None:
+    def _announce(self) -> None:
+        """Says once for each control process that all is there."""
+        if not self._control_ready or not self._gpus.ready:
+            return
+        self._control_ready = False
         settings = self._settings
         logger.info(
             "ready: %s, %d MiB in %d slabs",
             settings.socket_dir,
-            settings.host_memory >> 20,
-            len(self._storage.slabs),
+            settings.host_memory + len(settings.gpu) * settings.gpu_memory >> 20,
+            len(self._storage.slabs) + len(self._gpus.slabs),
             extra={"epoch": f"{self._storage.epoch:016x}", "version": self._version},
         )
         if not self._ready:
@@ -362,21 +368,27 @@ class Supervisor:
             notify("READY=1")
 
     def _reap(self) -> None:
-        for pid in (self._worker_pid, self._control_pid):
+        for pid in (*self._gpus.pids, self._worker_pid, self._control_pid):
             if pid and os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT):
                 self._on_death(pid, os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
 
     def _on_death(self, pid: int, status: int) -> None:
         now = time.monotonic()
         name = "control" if pid == self._control_pid else "worker"
+        if pid in self._gpus.pids:
+            name = "device worker"
         how = f"killed by {signal.Signals(-status).name}" if status < 0 else f"exit {status}"
         if not self._stop_signal:
             logger.error("a process died: %s", how, extra={"name_of": name, "child": pid})
+        if pid in self._gpus.pids:
+            self._gpus.died(pid, how)
+            return
         if pid == self._worker_pid:
             self._worker_pid = 0
             self._worker_at = self._worker_backoff.died(now)
             return
         self._control_pid = 0
+        self._control_ready = False
         self._storage.poison()
         if self._to_control is not None:
             self._to_control.close()
@@ -387,7 +399,8 @@ class Supervisor:
             os.waitpid(self._worker_pid, 0)
             self._worker_pid = 0
         self._worker_at = None
-        if not self._ready and not self._stop_signal:
+        self._gpus.end_lives()
+        if not self._control_worked and not self._stop_signal:
             logger.error("control could not start")
-            self._failed = True
+            self._failed = 1
         self._control_at = self._control_backoff.died(now)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import re
 
+from kmesh.cuda.device import check_name
+
 _UNITS = {"": 1, "B": 1, "KIB": 1 << 10, "MIB": 1 << 20, "GIB": 1 << 30, "TIB": 1 << 40}
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([A-Za-z]*)\Z")
 _TENANT = re.compile(r"(default|(all|\d{1,10})(:[0-9a-f]{16})?)\Z")
@@ -64,6 +66,20 @@ def format_quotas(quotas: dict[str, int]) -> str:
     """Inverse of ``parse_quotas``, as a table of TOML."""
     parts = (f'"{name}" = "{format_size(size)}"' for name, size in sorted(quotas.items()))
     return "{ " + ", ".join(parts) + " }" if quotas else "{}"
+
+
+def parse_gpus(value: object) -> object:
+    """Numbers and UUIDs of ``0,GPU-…``, or of a list of such.
+
+    Raises:
+        ValueError: a part names no GPU, or one is named twice.
+    """
+    parts = value if isinstance(value, list) else [value]
+    names = [name for part in parts for name in re.split(r"[,\s]+", str(part)) if name]
+    found = [check_name(name) for name in names]
+    if len(set(found)) < len(found):
+        raise ValueError("a GPU is named twice")
+    return found
 
 
 def parse_mode(value: object) -> object:

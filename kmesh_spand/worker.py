@@ -24,6 +24,7 @@ from kmesh.mapping import Mapping
 from kmesh_spand import ipc, logs, memory
 from kmesh_spand.budget import Gate, shortage
 from kmesh_spand.settings import Settings
+from kmesh_spand.throttle import Throttle
 
 logger = logging.getLogger(__name__)
 
@@ -84,25 +85,6 @@ class Slab:
 
 class NoStaging(Exception):
     """A copy's source is not there: it could not be mapped, which was said, or is gone."""
-
-
-class Throttle:
-    """Lets ``rate`` bytes a second pass; 0 lets all pass."""
-
-    def __init__(self, rate: int) -> None:
-        self._rate = rate
-        self._free_at = 0.0
-        self._lock = threading.Lock()
-
-    def wait(self, length: int) -> None:
-        """Returns when ``length`` more bytes may be read."""
-        if not self._rate:
-            return
-        with self._lock:
-            now = time.monotonic()
-            start = max(now, self._free_at)
-            self._free_at = start + length / self._rate
-        time.sleep(start - now)
 
 
 def _pool(threads: int, name: str) -> ThreadPoolExecutor:

@@ -79,9 +79,35 @@ _REDUCE: dict[str, Callable[..., float]] = {
     "min / mean": lambda a, *_: sorted(a)[0] * len(a) / math.fsum(a),
 }
 
+
+def derive_gpu_memory(raw: Mapping[str, Any]) -> dict[str, float]:
+    """Counts of a run of the GPU tests, and times that they took down."""
+    tests = raw["tests"]
+    recorded = [test["recorded"] for test in tests]
+    doctor = [check for one in recorded for check in one.get("doctor", ())]
+    times = {
+        name: _median(values)
+        for one in recorded
+        for name, values in one.items()
+        if name.endswith("_ms")
+    }
+    return {
+        "tests": len(tests),
+        "passed": sum(test["outcome"] == "passed" for test in tests),
+        "tests_that_watched_vram": sum("vram_before" in one for one in recorded),
+        "tests_that_changed_vram": sum(
+            one["vram_before"] != one["vram_after"] for one in recorded if "vram_before" in one
+        ),
+        "doctor_checks": len(doctor),
+        "doctor_ok": sum(check["level"] == "ok" for check in doctor),
+        **times,
+    }
+
+
 DERIVE: dict[str, Callable[[Mapping[str, Any]], dict[str, float]]] = {
     "demo": derive_demo,
     "bench": derive_bench,
+    "gpu-memory": derive_gpu_memory,
 }
 
 

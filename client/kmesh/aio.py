@@ -315,9 +315,10 @@ class AsyncSession:
         prefix: bool = True,
         timeout: float | None = None,
         salt: bytes = b"",
+        device: str = "",
     ) -> Lease:
         forget = self._channel.forget
-        procedure = calls.acquire(self.welcome, keys, shards, prefix, forget, salt)
+        procedure = calls.acquire(self.welcome, keys, shards, prefix, forget, salt, device)
         return await self._run(procedure, timeout)
 
     async def release(self, lease: Lease) -> None:

@@ -73,6 +73,7 @@ class ReserveBatch:
         sub_keys: for each span shorter than span_tokens, in order, its keys at every sub_tokens
             before its end: 32 bytes x (tokens / sub_tokens - 1).
         salt: digest of the request's salt, 32 bytes, or empty; with the uid, it is the tenant.
+        device: UUID of the GPU on which to store, or empty: in host memory.
 
     Raises:
         ConfigError: the fields do not fit together.
@@ -86,6 +87,7 @@ class ReserveBatch:
     length: Sequence[int]
     sub_keys: bytes = b""
     salt: bytes = field(default=b"", repr=False)
+    device: str = ""
 
     def __post_init__(self) -> None:
         if len(self.namespace) != 32:
@@ -158,6 +160,7 @@ def acquire(
     prefix: bool,
     forget: Forget,
     salt: bytes = b"",
+    device: str = "",
 ) -> Procedure[Lease]:
     """Raises ConfigError for malformed arguments, else what the daemon says."""
     if len(keys) % KEY_BYTES:
@@ -177,7 +180,9 @@ def acquire(
     try:
         for at in range(0, len(keys), step):
             part = keys[at : at + step]
-            request = spans_pb2.AcquireRequest(keys=part, shards=messages, prefix=prefix, salt=salt)
+            request = spans_pb2.AcquireRequest(
+                keys=part, shards=messages, prefix=prefix, salt=salt, device=device
+            )
             answer = _body(spans_pb2.AcquireResponse, (yield request))
             try:
                 lease.append(answer, len(part) // KEY_BYTES * len(shards))
@@ -209,6 +214,7 @@ def reserve(limits: Welcome, batch: ReserveBatch, forget: Forget) -> Procedure[R
                 length=batch.length[first:last],
                 sub_keys=sub_keys,
                 salt=batch.salt,
+                device=batch.device,
             )
             answer = _body(spans_pb2.ReserveResponse, (yield request))
             done.reservation.extend(answer.reservation)

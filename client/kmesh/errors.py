@@ -3,6 +3,7 @@
 KMeshError
 ├── ConfigError            a setting or an argument is wrong
 ├── UnsupportedError       this model, engine or machine is not served; says why
+├── CudaError              the CUDA driver refused a call; has call, code and name
 ├── ConnectionClosed       the session ended (daemon gone, or closed by us)
 │   └── DaemonUnavailable  no daemon answers on the socket
 ├── ProtocolError          the peer broke the protocol
@@ -28,6 +29,21 @@ class ConfigError(KMeshError):
 
 class UnsupportedError(KMeshError):
     """This model, engine version or machine is not served; the message says why."""
+
+
+class CudaError(KMeshError):
+    """The CUDA driver refused a call.
+
+    Attributes:
+        call: the driver's function.
+        code: number of ``CUresult``. name: the same in words.
+    """
+
+    def __init__(self, call: str, code: int, name: str) -> None:
+        super().__init__(f"{call}: {name or 'unknown error'} ({code})")
+        self.call = call
+        self.code = code
+        self.name = name
 
 
 class ConnectionClosed(KMeshError):

@@ -187,6 +187,7 @@ class Model:
         return sessions_pb2.StagingHandle(kind=common_pb2.HANDLE_KIND_MEMFD, size=size), fd
 
     def _acquire(self, peer: Peer, body: spans_pb2.AcquireRequest) -> Message:
+        _host_only(body.device, "acquire.device")
         shards = _shards(body.shards)
         ids = _split(body.keys, "acquire.keys")
         self._batch(len(ids) * len(shards), "acquire.keys")
@@ -237,6 +238,7 @@ class Model:
         return held is not None
 
     def _reserve(self, peer: Peer, body: spans_pb2.ReserveRequest) -> Message:
+        _host_only(body.device, "reserve.device")
         shard = _shards([body.shard])[0]
         ids = _split(body.keys, "reserve.keys")
         self._batch(len(ids), "reserve.keys")
@@ -332,6 +334,11 @@ class Model:
         span.dropped = True
         if not span.leases:
             self.slabs[span.slab].give(span.offset, span.length)
+
+
+def _host_only(device: str, field: str) -> None:
+    if device:
+        raise errors.InvalidArgument("the daemon has no memory on this GPU", field=field)
 
 
 def _split(packed: bytes, name: str) -> list[bytes]:

@@ -44,18 +44,20 @@ class Handle:
         kind: what ``fd`` is.
         fd: an open file descriptor.
         size: bytes behind it.
+        device: UUID of the GPU that the memory is on; empty for host memory.
     """
 
     kind: HandleKind
     fd: int
     size: int
+    device: str = ""
 
 
 @dataclass(frozen=True, slots=True)
 class SpanHandle(Handle):
     """One span's pages: ``length`` bytes of payload from the first byte on, in ``size`` bytes."""
 
-    length: int
+    length: int = 0
 
 
 @dataclass(frozen=True, slots=True)

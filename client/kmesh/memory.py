@@ -172,7 +172,7 @@ def export_span(lease: Lease, entry: int, kind: HandleKind) -> Procedure[SpanHan
     except BaseException:
         os.close(handle.fd)
         raise
-    return SpanHandle(kind, handle.fd, handle.size, body.length)
+    return SpanHandle(kind, handle.fd, handle.size, length=body.length)
 
 
 def attach_slab(welcome: Welcome, slab: int) -> Procedure[SlabMapping]:
@@ -218,7 +218,8 @@ def _handle(answer: Answer) -> Handle:
             kind = HandleKind(body.kind)
         except ValueError:
             raise errors.UnsupportedError(f"a handle of unknown kind {body.kind}") from None
-        return Handle(kind, answer.fd, body.size)
+        device = body.device if isinstance(body, sessions_pb2.SlabHandle) else ""
+        return Handle(kind, answer.fd, body.size, device)
     except BaseException:
         os.close(answer.fd)
         raise

@@ -192,6 +192,7 @@ class Session:
         prefix: bool = True,
         timeout: float | None = None,
         salt: bytes = b"",
+        device: str = "",
     ) -> Lease:
         """Leases every (key, shard).
 
@@ -201,11 +202,12 @@ class Session:
             prefix: stop at the first key of which a shard is missing; the rest are misses.
             salt: digest of the request's salt (``bytes.fromhex(keys.salt_digest(...))``), or
                 empty: what was stored under another is not found.
+            device: UUID of the GPU on which the spans are stored, or empty: in host memory.
 
         Raises:
             ConfigError: an argument is malformed.
         """
-        return self._run(self._acquire(keys, shards, prefix, salt), timeout)
+        return self._run(self._acquire(keys, shards, prefix, salt, device), timeout)
 
     def acquire_async(
         self,
@@ -215,9 +217,10 @@ class Session:
         prefix: bool = True,
         timeout: float | None = None,
         salt: bytes = b"",
+        device: str = "",
     ) -> Future[Lease]:
         """As ``acquire``, without waiting. The future can't be cancelled: release its lease."""
-        return self._start(self._acquire(keys, shards, prefix, salt), timeout)
+        return self._start(self._acquire(keys, shards, prefix, salt, device), timeout)
 
     def release(self, lease: Lease) -> None:
         """Gives a lease back, without waiting for the answer. Nothing if it already was."""
@@ -325,9 +328,10 @@ class Session:
         return self._run(memory.attach_staging(size), timeout)
 
     def _acquire(
-        self, keys: bytes, shards: Sequence[Shard], prefix: bool, salt: bytes
+        self, keys: bytes, shards: Sequence[Shard], prefix: bool, salt: bytes, device: str
     ) -> Procedure[Lease]:
-        return calls.acquire(self.welcome, keys, shards, prefix, self._channel.forget, salt)
+        forget = self._channel.forget
+        return calls.acquire(self.welcome, keys, shards, prefix, forget, salt, device)
 
     def _run(self, procedure: Procedure[T], timeout: float | None) -> T:
         if self._channel.in_callback:

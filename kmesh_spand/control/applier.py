@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 from kmesh.index import IndexWriter
 from kmesh_spand.control.staging import StagingPool
-from kmesh_spand.control.storeworker import StoreWorker
+from kmesh_spand.control.workers import Workers
 from kmesh_spand.core import effects
 from kmesh_spand.core.record import RECORD_BYTES
 from kmesh_spand.core.tenants import OWNER_BYTES
@@ -34,7 +34,7 @@ class Applier:
         catalog: memoryview,
         owners: memoryview,
         indexes: Mapping[int, IndexWriter],
-        worker: StoreWorker,
+        worker: Workers,
         staging: StagingPool,
         reply: Callable[[effects.Reply], None],
         note: Callable[[effects.SpanCommitted | effects.SpanEnded], None],

@@ -13,6 +13,7 @@ from kmesh.handles import COMMON, Agreement, HandleKind, HandleRefusal, Location
 from kmesh.negotiation import kind_name
 from kmesh.v1 import common_pb2, sessions_pb2
 from kmesh_spand.control import limits
+from kmesh_spand.control.gpus import Gpus
 from kmesh_spand.settings import Settings
 from kmesh_spand.storage import DmaBufs
 
@@ -37,11 +38,13 @@ _ERRORS: dict[HandleRefusal, type[errors.RequestError]] = {
 class Exported:
     """What sessions may attach: read-only fds and sizes, owned by the process.
 
-    ``indexes`` are by group of uids. ``dma_bufs`` were made before the slabs were sealed.
+    ``indexes`` are by group of uids, ``slabs`` are of host memory. ``dma_bufs`` were made before
+    those were sealed.
     """
 
     indexes: dict[int, tuple[int, int]]
     slabs: tuple[tuple[int, int], ...]
+    gpus: Gpus
     dma_bufs: DmaBufs = field(default_factory=DmaBufs)
 
 
@@ -61,6 +64,7 @@ class Broker:
 
     Attributes:
         offered: for each tier, what is given and why not.
+        gpus: slabs of GPU memory.
     """
 
     def __init__(
@@ -72,6 +76,7 @@ class Broker:
         probe: Callable[[], None] = dmabuf.probe,
     ) -> None:
         self.counters = counters
+        self.gpus = exported.gpus
         self._slabs = exported.slabs
         self._sealed = exported.dma_bufs
         self._make = make
@@ -83,7 +88,7 @@ class Broker:
         memfd = Offer(HandleKind.MEMFD, slabs=True)
         self.offered: dict[int, tuple[Offer, ...]] = {
             Tier.HOST: (memfd, self._dma_buf(settings, probe)),
-            Tier.GPU: (),
+            Tier.GPU: (Offer(HandleKind.CUDA_VMM_FD, slabs=True),) if settings.gpu else (),
         }
 
     def _dma_buf(self, settings: Settings, probe: Callable[[], None]) -> Offer:
@@ -176,12 +181,34 @@ class Broker:
     # Giving.
 
     def slab_count(self) -> int:
-        return len(self._slabs)
+        """Slabs of any memory: those of the host come first."""
+        return len(self._slabs) + self.gpus.slab_count()
+
+    def gpu_slab(self, slab: int, kind: int, done: Callable[..., None]) -> None:
+        """Gives a whole slab of GPU memory; arguments as ``slab``.
+
+        Raises:
+            RequestError: it is not given so, or not made yet.
+        """
+        if kind not in (0, HandleKind.CUDA_VMM_FD):
+            offer = agree(Tier.GPU, [kind], self.offered[Tier.GPU]).offers[0]
+            raise refused(offer, "attach_slab.kind")
+        fd, size = self.gpus.slabs.get(slab, (-1, 0))
+        if fd < 0:
+            raise errors.NotFound(f"slab {slab} is not made yet", field="attach_slab.slab")
+        handle = sessions_pb2.SlabHandle(
+            slab=slab,
+            kind=common_pb2.HANDLE_KIND_CUDA_VMM_FD,
+            size=size,
+            sums_offset=layout.sums_offset(size),
+            device=self.gpus.device(slab),
+        )
+        done(handle, fd, None)
 
     def slab(
         self, session: int, slab: int, kind: int, populated: bool, done: Callable[..., None]
     ) -> None:
-        """Gives a whole slab, which the session may map.
+        """Gives a whole slab of host memory, which the session may map.
 
         Args:
             kind: 0 for the one that was agreed on.
@@ -259,6 +286,10 @@ class Broker:
         place = find()
         if place is None:
             raise errors.NotFound("no such entry of a lease of this engine", field="export_span")
+        if place.slab >= len(self._slabs):
+            raise errors.InvalidArgument(
+                "the span is in GPU memory, which is given as whole slabs", field="export_span"
+            )
         if self._exports[session] >= limits.MAX_EXPORTS:
             raise errors.Exhausted(f"{limits.MAX_EXPORTS} spans were exported to this session")
         size = dmabuf.whole_pages(place.length)

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from google.protobuf.message import Message
 
 from kmesh import errors, layout, negotiation
-from kmesh.v1 import common_pb2, sessions_pb2
+from kmesh.v1 import common_pb2, sessions_pb2, spans_pb2
 from kmesh_spand import logs
 from kmesh_spand.control import broker as brokers
 from kmesh_spand.control import limits, translate
@@ -234,7 +234,15 @@ class Handler:
                 self._attach_staging(session, number, body.size)
             case _:
                 size = self.staging.size(session)
-                self.event(translate.to_event(session, number, body, size))
+                self.event(translate.to_event(session, number, body, size, self._tier(body)))
+
+    def _tier(self, body: Message) -> int:
+        match body:
+            case spans_pb2.AcquireRequest():
+                return self.broker.gpus.tier(body.device, "acquire.device")
+            case spans_pb2.ReserveRequest():
+                return self.broker.gpus.tier(body.device, "reserve.device")
+        return 0
 
     def _uid(self, session: int) -> int:
         return self.registry.members[session].peer.uid
@@ -242,13 +250,17 @@ class Handler:
     def _attach_slab(self, session: int, number: int, body: sessions_pb2.AttachSlab) -> None:
         if body.slab >= self.broker.slab_count():
             raise errors.NotFound(f"there is no slab {body.slab}", field="attach_slab.slab")
+        answer = functools.partial(self._answer, number)
+        if self.broker.gpus.planned(body.slab):
+            # Whoever may connect is of one group: ``config`` sees to that.
+            self.broker.gpu_slab(body.slab, body.kind, answer)
+            return
         # A mapping can't be taken back, so a slab that may become another's is not shown either.
         if not self.core.may_map(body.slab, self._uid(session)):
             raise errors.PermissionDenied(
                 f"slab {body.slab} holds nothing of uid {self._uid(session)}",
                 field="attach_slab.slab",
             )
-        answer = functools.partial(self._answer, number)
         whole = self.core.populated(body.slab)
         self.broker.slab(session, body.slab, body.kind, whole, answer)
 

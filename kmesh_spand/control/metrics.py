@@ -33,6 +33,7 @@ class Metrics(Collector):
         status = self._report.status()
         yield from self._gauges(status)
         yield from _slabs(status)
+        yield from _gpus(status)
         yield from _tenants(status)
         yield from self._conditions(status)
         yield from self._worker()
@@ -91,7 +92,9 @@ class Metrics(Collector):
 
     def _processes(self) -> Iterator[Metric]:
         worker = self._report.worker.pid
-        used = read_all({"supervisor": os.getppid(), "control": os.getpid(), "worker": worker})
+        gpus = {f"gpu{n}": gpu.pid for n, gpu in enumerate(self._report.gpus.gpus)}
+        ours = {"supervisor": os.getppid(), "control": os.getpid(), "worker": worker}
+        used = read_all(ours | gpus)
         for name in ("resident_bytes", "private_bytes", "open_files"):
             values = {process: getattr(usage, name) for process, usage in used.items()}
             yield _labelled(f"process_{name}", "process", values)
@@ -148,6 +151,18 @@ def _slabs(status: admin_pb2.StatusResponse) -> Iterator[Metric]:
         yield _labelled(f"slab_{name}_bytes", "slab", values)
     huge = {str(slab.slab): int(slab.hugepages) for slab in status.slabs}
     yield _labelled("slab_hugepages", "slab", huge)
+
+
+def _gpus(status: admin_pb2.StatusResponse) -> Iterator[Metric]:
+    # Without a UUID there is nothing to say: the daemon has not started yet.
+    found = [gpu for gpu in status.gpus if gpu.device]
+    for name in ("ready", "slabs", "slab_bytes", "free_bytes", "total_bytes"):
+        values = {gpu.device: int(getattr(gpu, name)) for gpu in found}
+        yield _labelled(f"gpu_{name}", "device", values)
+    restarts = CounterMetricFamily("kmesh_gpu_restarts", "gpu restarts", labels=["device"])
+    for gpu in found:
+        restarts.add_metric([gpu.device], gpu.restarts)
+    yield restarts
 
 
 def _fill(family: HistogramMetricFamily, labels: list[str], histogram: Histogram) -> None:

@@ -8,6 +8,7 @@ import gc
 import logging
 import os
 import socket
+from functools import partial
 from typing import TYPE_CHECKING
 
 import uvloop
@@ -20,6 +21,7 @@ from kmesh_spand import ipc
 from kmesh_spand.control.applier import Applier
 from kmesh_spand.control.broker import Exported
 from kmesh_spand.control.crowd import Crowd
+from kmesh_spand.control.gpus import Gpus
 from kmesh_spand.control.handler import Handler
 from kmesh_spand.control.limits import MAX_BATCH
 from kmesh_spand.control.link import Link
@@ -32,11 +34,12 @@ from kmesh_spand.control.report import Report
 from kmesh_spand.control.staging import StagingPool
 from kmesh_spand.control.storeworker import SlabState, StoreWorker
 from kmesh_spand.control.web import Web
+from kmesh_spand.control.workers import Workers
 from kmesh_spand.core import events
 from kmesh_spand.core.config import CoreConfig
 from kmesh_spand.core.core import Core
 from kmesh_spand.core.record import RECORD_BYTES, Record, decode
-from kmesh_spand.core.tenants import OWNER_BYTES, decode_owner
+from kmesh_spand.core.tenants import OWNER_BYTES, SlabOwner, decode_owner
 from kmesh_spand.memory import reopen_read_only
 from kmesh_spand.settings import GRPC_SOCKET, METRICS_SOCKET, Settings
 from kmesh_spand.storage import Shared, owners_offset
@@ -65,6 +68,7 @@ class Control:
         restarts: int,
     ) -> None:
         self._loop = loop
+        self._gpus = gpus = Gpus(settings)
         self._settings = settings
         self._wake = asyncio.Event()
         self._healthy: bool | None = None
@@ -73,9 +77,9 @@ class Control:
         for group, index in storage.indexes.items():
             mapping = Mapping(index.fd, index.size, writable=True)
             writers[group] = IndexWriter(mapping, storage.epoch)
-            writers[group].set_slab_count(len(storage.slabs))
+            writers[group].set_slab_count(len(storage.slabs) + len(settings.gpu_slabs()))
         self._owners = self._catalog.view(owners_offset(settings))
-        exported = _export(storage)
+        exported = _export(storage, gpus)
         observer = Observer(settings.slow_call_ms, _tracer(settings, version))
         self._worker = StoreWorker(
             loop,
@@ -86,8 +90,22 @@ class Control:
             restart=self._restart_worker,
             observer=observer,
         )
+        devices = [
+            StoreWorker(
+                loop,
+                [],
+                timeout=settings.copy_timeout_ms / 1000,
+                verify_rate=settings.verify_rate,
+                event=self._event,
+                restart=partial(self._restart_worker, gpu=gpu),
+                observer=observer,
+            )
+            for gpu in range(len(settings.gpu))
+        ]
+        self._workers = Workers(self._worker, devices, gpus.gpu_of)
+        self._added: set[int] = set()
         staging = StagingPool(
-            loop, self._worker, total=settings.staging_memory, each=settings.session_staging
+            loop, self._workers, total=settings.staging_memory, each=settings.session_staging
         )
         core = Core(
             CoreConfig(
@@ -114,7 +132,7 @@ class Control:
             self._catalog.view(0, owners_offset(settings)),
             self._owners,
             writers,
-            self._worker,
+            self._workers,
             staging,
             self._handler.reply,
             self._handler.journal.span,
@@ -126,10 +144,11 @@ class Control:
             self._handler,
             self._worker,
             self._crowd,
+            gpus,
             settings.stuck_ms,
             self._tell_supervisor,
         )
-        self._report = Report(self._handler, self._worker, restarts, self._readiness)
+        self._report = Report(self._handler, self._worker, restarts, self._readiness, gpus)
         self._operator = Operator(loop, self._handler, restarts, self._ask_to_stop)
         self._recover()
         self._listener = Listener(loop, self._handler, listener, self._crowd)
@@ -166,16 +185,17 @@ class Control:
             web.close()
             if rpc is not None:
                 await rpc.stop()
-            self._worker.close()
+            self._workers.close()
             self._crowd.close()
             self._supervisor.close()
+            self._gpus.close()
             await self._loop.run_in_executor(None, self._handler.observer.close)
 
     async def _turn(self, rpc: RpcServer) -> None:
         """The control loop, until it is drained."""
         while True:
             self._wake.clear()
-            self._worker.check()
+            self._workers.check()
             self._readiness.turn()
             await self._tell_health(rpc)
             if self._handler.draining and self._handler.core.idle:
@@ -197,10 +217,32 @@ class Control:
         self._handler.core.counters["recovered_dropped"] += damaged
         self._event(events.Recovered(found))
         for number, slab in enumerate(self._worker.slabs):
-            raw = self._owners[number * OWNER_BYTES : (number + 1) * OWNER_BYTES]
-            self._event(events.SlabAdded(number, slab.capacity, decode_owner(raw)))
+            self._event(events.SlabAdded(number, slab.capacity, self._owner(number)))
         if found:
             logger.info("catalog read", extra={"records": len(found), "damaged": damaged})
+
+    def _owner(self, slab: int) -> SlabOwner | None:
+        """What an earlier life wrote."""
+        return decode_owner(self._owners[slab * OWNER_BYTES : (slab + 1) * OWNER_BYTES])
+
+    def _gpu_heard(self, message: ipc.AnyMessage, fd: int | None) -> bool:
+        """Takes what is about GPUs; False if it is not."""
+        if isinstance(message, ipc.GpuWorker):
+            if fd is not None:
+                self._workers.gpus[message.gpu].attach(fd, message.restarts, message.pid)
+            self._wake.set()
+        if not self._gpus.hear(message, fd):
+            return False
+        if isinstance(message, ipc.GpuState) and message.ready:
+            # Spans of an earlier life are verified from here on: there is who does it.
+            for number in self._gpus.numbers(message.gpu):
+                if number not in self._added:
+                    self._added.add(number)
+                    capacity = self._gpus.capacity(number)
+                    owner = self._owner(number)
+                    self._event(events.SlabAdded(number, capacity, owner, message.gpu + 1))
+                    self._event(events.Populated(number, capacity))
+        return True
 
     def _event(self, event: events.Event) -> None:
         try:
@@ -209,6 +251,8 @@ class Control:
             logger.exception("an event failed", extra={"event": type(event).__name__})
 
     def _heard(self, message: ipc.AnyMessage, fd: int | None) -> None:
+        if self._gpu_heard(message, fd):
+            return
         match message:
             case ipc.NewWorker() if fd is not None:
                 self._worker.attach(fd, message.restarts, message.pid)
@@ -226,8 +270,8 @@ class Control:
     def _ask_to_stop(self) -> None:
         self._supervisor.send(ipc.Stop())
 
-    def _restart_worker(self, reason: str) -> None:
-        self._supervisor.send(ipc.RestartWorker(reason))
+    def _restart_worker(self, reason: str, gpu: int = -1) -> None:
+        self._supervisor.send(ipc.RestartWorker(reason, gpu))
 
     def _tell_supervisor(self, reasons: dict[str, str]) -> None:
         self._supervisor.send(ipc.Health("; ".join(reasons.values())))
@@ -270,7 +314,7 @@ def _records(catalog: memoryview, count: int) -> tuple[list[tuple[int, Record]],
     return found, damaged
 
 
-def _export(storage: Shared) -> Exported:
+def _export(storage: Shared, gpus: Gpus) -> Exported:
     """Swaps this process's writable fds for read-only ones: it never writes a slab."""
     indexes = {
         group: (reopen_read_only(index.fd), index.size) for group, index in storage.indexes.items()
@@ -278,7 +322,7 @@ def _export(storage: Shared) -> Exported:
     slabs = tuple((reopen_read_only(slab.fd), slab.size) for slab in storage.slabs)
     for fd in set(storage.fds) - set(storage.dma_bufs.fds):
         os.close(fd)
-    return Exported(indexes, slabs, storage.dma_bufs)
+    return Exported(indexes, slabs, gpus, storage.dma_bufs)
 
 
 def run(

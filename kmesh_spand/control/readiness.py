@@ -8,6 +8,7 @@ from collections.abc import Callable
 
 from kmesh_spand.control import limits
 from kmesh_spand.control.crowd import Crowd, count_files, max_files
+from kmesh_spand.control.gpus import Gpus
 from kmesh_spand.control.handler import Handler
 from kmesh_spand.control.storeworker import StoreWorker
 
@@ -16,7 +17,7 @@ logger = logging.getLogger(__name__)
 #: Every reason for which the daemon can be not ready; see ``docs/metrics.md``.
 REASONS = ("starting", "draining", "loop", "worker", "evictor", "pool", "memory", "files")
 #: Everything that is worth a warning while it serves.
-WARNINGS = ("memory", "growth", "hugepages")
+WARNINGS = ("memory", "growth", "hugepages", "gpu")
 
 #: The control loop turns several times a second.
 _LIVE_SECONDS = 5.0
@@ -44,6 +45,7 @@ class Readiness:
         handler: Handler,
         worker: StoreWorker,
         crowd: Crowd,
+        gpus: Gpus,
         stuck_ms: int,
         changed: Callable[[dict[str, str]], None],
     ) -> None:
@@ -53,6 +55,7 @@ class Readiness:
         self._handler = handler
         self._worker = worker
         self._crowd = crowd
+        self._gpus = gpus
         self._stuck = stuck_ms / 1000
         self._changed = changed
         self._turned_at = loop.time()
@@ -117,6 +120,8 @@ class Readiness:
         small = [slab for slab in self._worker.slabs if slab.small_pages]
         if small:
             found["hugepages"] = f"{len(small)} of {len(self._worker.slabs)} slabs have small pages"
+        if gpu := self._gpus.warning:
+            found["gpu"] = gpu
         return found
 
     def _of_worker(self) -> str:

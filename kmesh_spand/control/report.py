@@ -9,6 +9,7 @@ from kmesh.handles import HandleKind
 from kmesh.keys import KEY_BYTES
 from kmesh.layout import Shard
 from kmesh.v1 import admin_pb2, sessions_pb2
+from kmesh_spand.control.gpus import Gpus
 from kmesh_spand.control.handler import Handler
 from kmesh_spand.control.observer import Observer
 from kmesh_spand.control.readiness import Readiness
@@ -33,8 +34,14 @@ class Report:
     """
 
     def __init__(
-        self, handler: Handler, worker: StoreWorker, restarts: int, readiness: Readiness
+        self,
+        handler: Handler,
+        worker: StoreWorker,
+        restarts: int,
+        readiness: Readiness,
+        gpus: Gpus,
     ) -> None:
+        self.gpus = gpus
         self.readiness = readiness
         self._handler = handler
         self._worker = worker
@@ -98,8 +105,9 @@ class Report:
                     hugepages=state.hugepages,
                     tenant=slab.tenant if slab.tenant in shown or group is None else "",
                 )
-                for slab, state in zip(core.slabs, self._worker.slabs, strict=True)
-            ],
+                for slab, state in zip(core.slabs, self._worker.slabs, strict=False)
+            ]
+            + self.gpus.slab_rows(core.slabs),
             spans=core.spans,
             span_bytes=core.span_bytes,
             max_spans=core.max_spans,
@@ -118,6 +126,7 @@ class Report:
             paused=self._worker.paused,
             hardened=handler.settings.hardened,
             handles=[negotiation.to_message(a) for a in handler.broker.everything()],
+            gpus=self.gpus.rows(),
             not_ready=_conditions(self.readiness.reasons()),
             warnings=_conditions(self.readiness.warnings()),
         )

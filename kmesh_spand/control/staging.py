@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 from kmesh import errors
 from kmesh.layout import PAGE_BYTES
-from kmesh_spand.control.storeworker import StoreWorker
+from kmesh_spand.control.workers import Workers
 from kmesh_spand.memory import make_memfd
 
 
@@ -21,7 +21,7 @@ class StagingPool:
     """
 
     def __init__(
-        self, loop: asyncio.AbstractEventLoop, worker: StoreWorker, *, total: int, each: int
+        self, loop: asyncio.AbstractEventLoop, worker: Workers, *, total: int, each: int
     ) -> None:
         self.used = 0
         self.total = total

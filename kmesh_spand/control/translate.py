@@ -44,8 +44,13 @@ def shard_code(shard: common_pb2.Shard, field: str) -> int:
         raise errors.InvalidArgument(str(failed), field=field) from None
 
 
-def to_event(session: int, request: int, body: Message, staging_size: int) -> events.Event:
+def to_event(
+    session: int, request: int, body: Message, staging_size: int, tier: int = 0
+) -> events.Event:
     """The event that a span request is.
+
+    Args:
+        tier: the core's, for the device that Acquire or Reserve names.
 
     Raises:
         InvalidArgument: a shard is none; ``field`` names it.
@@ -60,7 +65,7 @@ def to_event(session: int, request: int, body: Message, staging_size: int) -> ev
                     field="acquire.shards",
                 )
             shards = [shard_code(s, f"acquire.shards[{i}]") for i, s in enumerate(body.shards)]
-            return events.Acquire(session, request, body.keys, shards, body.prefix, body.salt)
+            return events.Acquire(session, request, body.keys, shards, body.prefix, body.salt, tier)
         case spans_pb2.ReleaseRequest():
             return events.Release(session, request, tuple(body.leases))
         case spans_pb2.ReserveRequest():
@@ -75,6 +80,7 @@ def to_event(session: int, request: int, body: Message, staging_size: int) -> ev
                 tuple(body.length),
                 body.sub_keys,
                 body.salt,
+                tier,
             )
         case spans_pb2.CommitRequest():
             return events.Commit(

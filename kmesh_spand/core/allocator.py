@@ -22,6 +22,7 @@ class Slab:
 
     Args:
         tiles: capacity.
+        tier: 0 is host memory, the others are GPUs.
 
     Attributes:
         tenant: whose ranges may be here.
@@ -29,8 +30,9 @@ class Slab:
         clean: nothing of an earlier tenant is in it. lost: it is not used.
     """
 
-    def __init__(self, tiles: int) -> None:
+    def __init__(self, tiles: int, tier: int = 0) -> None:
         self.tiles = tiles
+        self.tier = tier
         self.populated = 0
         self.used = 0
         self.tenant: Tenant | None = None

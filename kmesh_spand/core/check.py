@@ -66,6 +66,7 @@ def _check_rows(store: SpanStore, waiting: int) -> None:
         holders = Counter(column[row] for row in used)
         assert {number: interner.holders(number) for number, _ in interner} == holders
     published = [row for row in rows if table.state[row] == State.COMMITTED]
+    published = [row for row in published if not store.tenant_of(row).tier]
     assert store.published == len(published) + sum(
         1 for row in published for _ in store.aliases(row)
     )
@@ -119,9 +120,10 @@ def _check_tenants(store: SpanStore) -> None:
         else:
             assert slab.clean
             assert slab.group == slab.tenant.group
+            assert slab.tier == slab.tenant.tier
     held = [r for r in range(1, table.rows + 1) if table.state[r] not in (State.FREE, State.ALIAS)]
     for tenant in tenants:
-        assert store.tenants.find(tenant.group, tenant.salt) is tenant
+        assert store.tenants.find(tenant.group, tenant.salt, tenant.tier) is tenant
         mine = [row for row in held if store.tenant_of(row) is tenant]
         assert tenant.tiles == sum(tiles(table.length[row]) for row in mine)
         assert not tenant.quota or tenant.tiles <= tenant.quota

@@ -22,7 +22,7 @@ from kmesh_spand.core.sessions import Session, SessionBook
 from kmesh_spand.core.states import STORED, State
 from kmesh_spand.core.store import TICK_SHIFT, SpanStore
 from kmesh_spand.core.sweep import Sweep
-from kmesh_spand.core.tenants import Tenancy, tenant_name
+from kmesh_spand.core.tenants import Tenancy, Tenant, tenant_name
 from kmesh_spand.core.verify import Verifier
 from kmesh_spand.core.views import (
     CoreStatus,
@@ -159,8 +159,8 @@ class Core:
                 self._book.sessions[session] = Session(session, uid, engine, role, group)
             case ev.SessionClosed(session):
                 self._close(session)
-            case ev.SlabAdded(slab, capacity, owner):
-                store.add_slab(slab, capacity, owner)
+            case ev.SlabAdded(slab, capacity, owner, tier):
+                store.add_slab(slab, capacity, owner, tier)
                 self._recovery.place(slab)
                 self._verifier.pump()
             case ev.WipeDone(job, ok):
@@ -248,7 +248,7 @@ class Core:
                     slab.tiles * TILE_BYTES,
                     slab.populated * TILE_BYTES,
                     slab.used * TILE_BYTES,
-                    tenant_name(slab.tenant.group, slab.tenant.salt) if slab.tenant else "",
+                    _name(slab.tenant) if slab.tenant else "",
                 )
                 for number, slab in sorted(store.slabs.items())
             ),
@@ -319,7 +319,7 @@ class Core:
         return sorted(
             (
                 TenantRow(
-                    name=tenant_name(tenant.group, tenant.salt),
+                    name=_name(tenant),
                     group=tenant.group,
                     quota=tenant.quota * TILE_BYTES,
                     used=tenant.tiles * TILE_BYTES,
@@ -391,3 +391,7 @@ class Core:
             committed=found.committed,
             committed_bytes=found.committed_bytes,
         )
+
+
+def _name(tenant: Tenant) -> str:
+    return tenant_name(tenant.group, tenant.salt, tenant.tier)

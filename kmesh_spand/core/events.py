@@ -41,6 +41,7 @@ class Acquire:
     """``keys`` are 32 bytes each; ``shards`` are shard codes; entry i·m + j is key i, shard j.
 
     ``salt`` is the 32-byte digest of the request's salt, or empty; uid and salt are the tenant.
+    ``tier`` is where it looks: 0 is host memory, the others are GPUs.
     """
 
     session: int
@@ -49,6 +50,7 @@ class Acquire:
     shards: Sequence[int]
     prefix: bool
     salt: bytes = b""
+    tier: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,6 +74,7 @@ class Reserve:
     length: Sequence[int]
     sub_keys: bytes = b""
     salt: bytes = b""
+    tier: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,11 +132,13 @@ class SlabAdded:
 
     Attributes:
         owner: what an earlier epoch wrote of it; None if it was never anybody's.
+        tier: 0 is host memory, the others are GPUs.
     """
 
     slab: int
     capacity: int
     owner: SlabOwner | None = None
+    tier: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -74,7 +74,8 @@ class Evictor:
         Nothing is evicted unless the answer is a place; what is evicted is the tenant's own.
         """
         store = self._store
-        if count > max((slab.tiles for slab in store.slabs.values()), default=count):
+        there = [slab.tiles for slab in store.slabs.values() if slab.tier == tenant.tier]
+        if count > max(there, default=count):
             return Reason.TOO_LARGE
         if tenant.quota and count > tenant.quota:
             return Reason.QUOTA
@@ -154,12 +155,15 @@ class Evictor:
         slab = slabs[number]
         if slab.tenant is not None or slab.lost or slab.group not in (None, tenant.group):
             return False
+        if slab.tier != tenant.tier:
+            return False
         if slab.group is not None:
             return True
-        taken = {other.group for other in slabs.values() if other.group is not None}
+        others = [other for other in slabs.values() if other.tier == tenant.tier]
+        taken = {other.group for other in others if other.group is not None}
         if tenant.group not in taken:
             return True
-        unused = sum(other.group is None and not other.lost for other in slabs.values())
+        unused = sum(other.group is None and not other.lost for other in others)
         return unused > len(set(groups) - taken)
 
     def _claim(self, count: int, tenant: Tenant) -> int | None:
@@ -186,6 +190,7 @@ class Evictor:
                 number
                 for number, slab in self._store.slabs.items()
                 if slab.tenant not in (None, tenant)
+                and slab.tier == tenant.tier
                 and slab.group == tenant.group
                 and not slab.used
                 and slab.largest >= count
@@ -196,7 +201,7 @@ class Evictor:
     def _will_grow(self, count: int, tenant: Tenant) -> bool:
         """Whether waiting, rather than evicting, may give ``count`` tiles."""
         store = self._store
-        if store.grace or not store.slabs:
+        if store.grace or all(slab.tier != tenant.tier for slab in store.slabs.values()):
             return True
         for number, slab in store.slabs.items():
             mine = slab.tenant is tenant or self._open_to(number, tenant)

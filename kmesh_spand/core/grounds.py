@@ -31,11 +31,13 @@ class Grounds:
         self.now_ms = 0
         self._job_ids = job_ids
 
-    def add_slab(self, number: int, capacity: int, owner: SlabOwner | None = None) -> None:
+    def add_slab(
+        self, number: int, capacity: int, owner: SlabOwner | None = None, tier: int = 0
+    ) -> None:
         """A slab of ``capacity`` bytes, none of them populated; ValueError if it can't be."""
         if number in self.slabs or not 0 <= number <= 0xFFFF or capacity < TILE_BYTES:
             raise ValueError(f"slab {number} of {capacity} bytes is known already, or none")
-        slab = self.slabs[number] = Slab(capacity // TILE_BYTES)
+        slab = self.slabs[number] = Slab(capacity // TILE_BYTES, tier)
         self.grew_ms[number] = self.now_ms
         groups = self.tenants.tenancy.groups
         if owner is None:
@@ -43,7 +45,7 @@ class Grounds:
             return
         slab.group, slab.lost = owner.group, owner.state is OwnerState.LOST
         if owner.state is OwnerState.OWNED:
-            slab.tenant = self.tenants.open(owner.group, owner.salt)
+            slab.tenant = self.tenants.open(owner.group, owner.salt, tier)
             self.tenants.own(slab.tenant, number)
         elif owner.state is OwnerState.DIRTY:
             self._wipe(number)
@@ -53,6 +55,7 @@ class Grounds:
         slab = self.slabs[number]
         assert (slab.tenant, slab.clean, slab.lost, slab.used) == (None, True, False, 0)
         assert slab.group in (None, tenant.group)
+        assert slab.tier == tenant.tier
         slab.tenant, slab.group = tenant, tenant.group
         self.tenants.own(tenant, number)
         owner = SlabOwner(OwnerState.OWNED, tenant.group, tenant.salt)

@@ -52,7 +52,7 @@ class Reading:
         ):
             return Refused(Code.EXHAUSTED, "too many open leases", "keys")
         counters, table, gather = self._store.counters, self._store.table, self._batch.gather
-        tenant = self._store.tenants.find(session.group, event.salt)
+        tenant = self._store.tenants.find(session.group, event.salt, event.tier)
         rows = self._find(event, tenant.number if tenant else 0)
         states = self._batch.gather_bytes(rows, table.state)
         reasons: Sequence[int]

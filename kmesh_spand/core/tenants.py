@@ -39,15 +39,17 @@ _OWNER = struct.Struct("<4sHBBI32s16x")
 _CRC = struct.Struct("<I")
 
 
-def tenant_name(group: int, salt: bytes) -> str:
+def tenant_name(group: int, salt: bytes, tier: int = 0) -> str:
     """How people call a tenant: ``1000``, or ``1000:`` and 16 digits that tell salts apart.
 
-    The digits are a digest of the salt's digest: keys can't be made from them.
+    The digits are a digest of the salt's digest: keys can't be made from them. What it has on the
+    settings' first GPU (tier 1) is ``1000@gpu0``.
     """
     name = "all" if group == SHARED else str(group)
-    if not salt:
-        return name
-    return f"{name}:{hashlib.blake2b(salt, digest_size=8, person=b'kmesh-tenant').hexdigest()}"
+    if salt:
+        digest = hashlib.blake2b(salt, digest_size=8, person=b"kmesh-tenant")
+        name += f":{digest.hexdigest()}"
+    return f"{name}@gpu{tier - 1}" if tier else name
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,10 +127,13 @@ def decode_owner(data: bytes | bytearray | memoryview) -> SlabOwner | None:
 
 @dataclass(slots=True, eq=False)
 class Tenant:
-    """One tenant that has something, or had.
+    """One tenant in one tier that has something there, or had.
+
+    What a tenant has in host memory and on a GPU are apart: names, order, quota, statistics.
 
     Attributes:
-        number: unique among the tenants that are known.
+        number: unique among those that are known.
+        tier: 0 is host memory, the others are GPUs.
         quota: tiles, 0 for no limit. order: of eviction.
         tiles: of all its ranges. evictable: rows in ``order``.
         spans, stored_bytes: of spans with a catalog record; spaces: the same by namespace number.
@@ -139,6 +144,7 @@ class Tenant:
     salt: bytes = field(repr=False)
     quota: int
     order: Policy
+    tier: int = 0
     slabs: set[int] = field(default_factory=set)
     tiles: int = 0
     evictable: int = 0
@@ -167,8 +173,8 @@ class TenantBook:
         self._policy = policy
         self._max_rows = max_rows
         self._tile_bytes = tile_bytes
-        self._known: dict[tuple[int, bytes], Tenant] = {}
-        self._idle: OrderedDict[tuple[int, bytes], Tenant] = OrderedDict()
+        self._known: dict[tuple[int, bytes, int], Tenant] = {}
+        self._idle: OrderedDict[tuple[int, bytes, int], Tenant] = OrderedDict()
         self._unused: list[tuple[int, Policy]] = [(1, policy)]
         self._last = 1
 
@@ -180,18 +186,18 @@ class TenantBook:
         """Tenants with slabs."""
         return len(self._known) - len(self._idle)
 
-    def find(self, group: int, salt: bytes) -> Tenant | None:
+    def find(self, group: int, salt: bytes, tier: int = 0) -> Tenant | None:
         """A tenant that is known."""
-        return self._known.get((group, salt))
+        return self._known.get((group, salt, tier))
 
-    def open(self, group: int, salt: bytes) -> Tenant:
+    def open(self, group: int, salt: bytes, tier: int = 0) -> Tenant:
         """A tenant, made known if it is not."""
-        key = group, salt
+        key = group, salt, tier
         found = self._known.get(key)
         if found is None:
             number, order = self._unused.pop() if self._unused else self._another()
             quota = self.tenancy.quota(group, salt)
-            found = Tenant(number, group, salt, -(-quota // self._tile_bytes), order)
+            found = Tenant(number, group, salt, -(-quota // self._tile_bytes), order, tier)
             self._known[key] = self._idle[key] = found
             self._trim()
         elif key in self._idle:
@@ -202,14 +208,14 @@ class TenantBook:
         """A slab is the tenant's from now on."""
         tenant.slabs.add(slab)
         self.owned += 1
-        self._idle.pop((tenant.group, tenant.salt), None)
+        self._idle.pop((tenant.group, tenant.salt, tenant.tier), None)
 
     def lose(self, tenant: Tenant, slab: int) -> None:
         """An empty slab is no longer the tenant's."""
         tenant.slabs.remove(slab)
         self.owned -= 1
         if not tenant.slabs:
-            self._idle[tenant.group, tenant.salt] = tenant
+            self._idle[tenant.group, tenant.salt, tenant.tier] = tenant
             self._trim()
 
     def _trim(self) -> None:

@@ -68,7 +68,7 @@ class Writing:
         if len(session.reservations) + count > self._config.max_reservations:
             limit = self._config.max_reservations
             return Refused(Code.EXHAUSTED, f"at most {limit} open reservations", "keys")
-        tenant = self._store.tenants.open(session.group, event.salt)
+        tenant = self._store.tenants.open(session.group, event.salt, event.tier)
         reasons, numbers, sub_key = [], [], 0
         hopeless: tuple[int, Reason] = _U64, Reason.POOL_FULL
         for entry in range(count):

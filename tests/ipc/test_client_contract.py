@@ -10,6 +10,7 @@ import os
 import random
 import time
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -105,6 +106,16 @@ def test_what_is_not_there(connect: Connect) -> None:
         assert set(lease.reason) == {pb.REASON_MISS}
     with session.acquire(b"", [SHARD]) as lease:
         assert lease.hits == len(lease) == 0
+
+
+def test_a_gpu_on_which_the_daemon_has_nothing_is_refused(connect: Connect) -> None:
+    session, gpu = connect(), "GPU-00000000-0000-0000-0000-000000000000"
+    with pytest.raises(errors.InvalidArgument) as failed:
+        session.acquire(os.urandom(32), [SHARD], device=gpu)
+    assert failed.value.field == "acquire.device"
+    with pytest.raises(errors.InvalidArgument) as failed:
+        session.reserve(replace(reserve(os.urandom(32)), device=gpu))
+    assert failed.value.field == "reserve.device"
 
 
 def test_nothing_is_visible_before_commit(connect: Connect) -> None:

@@ -17,6 +17,8 @@ import grpc
 import pytest
 import yaml
 from daemon_process import Daemon, wait_for
+from fake_cuda import UUIDS
+from gpus import Faults as GpuFaults
 from probe import Faults, get, readiness, samples, wait_for_reasons
 from rawclient import DIGEST, SHARD, RawClient, Refused, engine
 
@@ -41,6 +43,8 @@ class Seen:
             # Each slab and each tenant tells the same things.
             name = re.sub(r'slab="\d+"', "slab", name)
             name = re.sub(r'tenant="[^"]+"', "tenant", name)
+            name = re.sub(r'device="[^"]+"', "device", name)
+            name = re.sub(r'process="gpu\d"', "gpu", name)
             self.values[name] = max(value, self.values.get(name, 0.0))
         return now
 
@@ -338,6 +342,24 @@ def tenants(seen: Seen) -> None:
         wait_for(lambda: seen.look(daemon)["kmesh_population_paused"])
 
 
+def gpus(seen: Seen) -> None:
+    """A device worker dies and can't come back at once."""
+    with tempfile.TemporaryDirectory(prefix="kmesh-") as base:
+        driver = GpuFaults(Path(base) / "gpu")
+        settings = {"gpu": 0, "gpu_memory": "4MiB", "host_memory": "4MiB"}
+        daemon = Daemon(Path(base) / "s", **{**driver.settings, **settings})
+        try:
+            seen.look(daemon)
+            driver.begin("retain_context")
+            os.kill(daemon.child("gpu0"), signal.SIGKILL)
+            wait_for(lambda: seen.look(daemon)['kmesh_warning{reason="gpu"}'])
+            restarts = f'kmesh_gpu_restarts_total{{device="{UUIDS[0]}"}}'
+            wait_for(lambda: seen.look(daemon)[restarts])
+        finally:
+            daemon.stop()
+            daemon.kill()
+
+
 def answers(daemon: Daemon) -> bool:
     try:
         return get(daemon.socket_dir, "/metrics")[0] == 200
@@ -353,6 +375,7 @@ def seen() -> Seen:
     restarts(found)
     poor_machines(found)
     tenants(found)
+    gpus(found)
     return found
 
 

@@ -17,6 +17,7 @@ from kmesh_spand import units
 from kmesh_spand.config import Config, load
 from kmesh_spand.core.tenants import SHARED
 from kmesh_spand.flags import parser, to_toml
+from kmesh_spand.settings import Settings
 
 
 def file_with(tmp_path: Path, text: str) -> Path:
@@ -91,7 +92,16 @@ def test_every_setting_has_all_three_forms(tmp_path: Path) -> None:
         "log_level": "debug",
         "log_format": "json",
     }
-    assert set(values) == set(Config.model_fields)
+    # These don't go with ``hardened``, so they are tried by themselves.
+    gpus = {"gpu": "0,1", "gpu_memory": "32MiB", "gpu_slab_size": "4MiB"}
+    assert {*values, *gpus} == set(Config.model_fields)
+    _same_in_all_forms(tmp_path, gpus)
+    by_flag = _same_in_all_forms(tmp_path, values)
+    assert by_flag.allow_uids == (1, 2, 3)
+    assert by_flag.socket_mode == 0o600
+
+
+def _same_in_all_forms(tmp_path: Path, values: dict[str, str]) -> Settings:
     known = vars(parser().parse_args([f"--{n.replace('_', '-')}={v}" for n, v in values.items()]))
     flags = {name: known[name] for name in values}
     variables = {f"KMESH_SPAND_{name.upper()}": value for name, value in values.items()}
@@ -102,8 +112,7 @@ def test_every_setting_has_all_three_forms(tmp_path: Path) -> None:
     default = load({}, {}).settings
     for name in values:
         assert getattr(by_flag, name) != getattr(default, name), name
-    assert by_flag.allow_uids == (1, 2, 3)
-    assert by_flag.socket_mode == 0o600
+    return by_flag
 
 
 def test_printed_settings_read_back(tmp_path: Path) -> None:
@@ -278,3 +287,49 @@ def test_reading_settings_leaves_the_supervisor_light() -> None:
     )
     loaded = set(done.stdout.split())
     assert not loaded & {"pydantic", "grpc", "numpy", "torch", "asyncio", "google.protobuf"}
+
+
+UUID = "GPU-0a1b2c3d-0000-0000-0000-00000000000f"
+
+
+def test_gpus_are_numbers_and_uuids() -> None:
+    known = vars(parser().parse_args(["--gpu", "0", f"--gpu={UUID}"]))
+    assert known["gpu"] == ["0", UUID]
+    loaded = load({"gpu": ["0", f" {UUID}"], "gpu_memory": "21MiB"}, {})
+    settings = loaded.settings
+    assert settings.gpu == ("0", UUID)
+    assert settings.gpu_memory == 20 << 20
+    assert f'gpu = ["0", "{UUID}"]  # flag' in to_toml(loaded)
+    assert 'gpu_memory = "20MiB"  # flag' in to_toml(loaded)
+
+
+def test_slabs_of_gpus_come_after_those_of_host_memory() -> None:
+    flags = {"host_memory": "2MiB", "slab_size": "1MiB", "gpu": "1,0"}
+    settings = load({**flags, "gpu_memory": "10MiB", "gpu_slab_size": "4MiB"}, {}).settings
+    sizes = [4 << 20, 4 << 20, 2 << 20]
+    assert [tuple(plan) for plan in settings.gpu_slabs()] == [
+        (2 + number, number // 3, sizes[number % 3]) for number in range(6)
+    ]
+    for memory, size in (("8GiB", 1 << 30), ("1GiB", 128 << 20), ("32MiB", 32 << 20)):
+        assert load({"gpu": "0", "gpu_memory": memory}, {}).settings.gpu_slab_size == size
+    assert load({}, {}).settings.gpu_slabs() == []
+
+
+@pytest.mark.parametrize(
+    ("flags", "error"),
+    [
+        ({"gpu": "0"}, "gpu_memory: how much of each GPU"),
+        ({"gpu_memory": "1GiB"}, "gpu: which GPU"),
+        ({"gpu": "x", "gpu_memory": "1GiB"}, "gpu: 'x' is no GPU: write its number, or its UUID"),
+        ({"gpu": "0,00", "gpu_memory": "1GiB"}, "gpu: a GPU is named twice"),
+        ({"gpu": "0", "gpu_memory": "1MiB"}, "gpu_memory: how much of each GPU"),
+        ({"gpu": "0", "gpu_memory": "1GiB", "gpu_slab_size": "3MiB"}, "gpu_slab_size: not a mult"),
+        ({"gpu": "0", "gpu_memory": "2MiB", "gpu_slab_size": "4MiB"}, "gpu_slab_size: over gpu_m"),
+        ({"gpu": "0", "gpu_memory": "1GiB", "allow_uids": "1,2"}, "gpu: whoever maps GPU memory"),
+        ({"gpu": "0", "gpu_memory": "1GiB", "hardened": "true"}, "gpu: whoever maps GPU memory"),
+    ],
+)
+def test_gpus_that_cannot_be(flags: dict[str, str], error: str) -> None:
+    with pytest.raises(ConfigError) as failed:
+        load(flags, {})
+    assert str(failed.value).startswith(error)

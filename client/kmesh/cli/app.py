@@ -115,10 +115,17 @@ def ls(
 
 
 @app.command()
-def doctor(context: typer.Context, as_json: AsJson = False) -> None:
+def doctor(
+    context: typer.Context,
+    gpu: Annotated[
+        list[str] | None,
+        typer.Option(help="Try this GPU too: number or UUID; may be repeated."),
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
     """Proves by doing that this machine and the daemon can share memory."""
     known: Options = context.obj
-    report = doctor_module.examine(known.socket_dir, known.timeout)
+    report = doctor_module.examine(known.socket_dir, known.timeout, gpu or ())
     if as_json:
         render.print_json(report.as_json())
     else:

@@ -59,7 +59,7 @@ def _free(tool: Tool) -> int:
     status = tool.status()
     if status.max_spans - status.spans - status.reservations < _TINY:
         return 0
-    return sum(slab.populated - slab.used for slab in status.slabs)
+    return sum(slab.populated - slab.used for slab in status.slabs if not slab.device)
 
 
 def _measure(tool: Tool, rounds: int, free: int, timeout: float) -> dict[str, object]:

@@ -201,8 +201,9 @@ def whole(content: bytes) -> int:
 
 def gpu() -> Check:
     there = os.path.exists("/dev/nvidiactl")
-    seen = "an NVIDIA driver is there, but" if there else "no NVIDIA driver;"
-    return Check("gpu", "ok", f"{seen} this version serves host memory only")
+    if there:
+        return Check("gpu", "ok", "an NVIDIA driver is there; doctor --gpu 0 tries the GPU")
+    return Check("gpu", "ok", "no NVIDIA driver; host memory needs none")
 
 
 def cgroup_limit(pid: int | str = "self") -> int | None:

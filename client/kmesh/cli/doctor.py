@@ -6,13 +6,14 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 
 from rich.console import Console
 
 from kmesh import errors, negotiation
-from kmesh.cli import checks, render
+from kmesh.cli import checks, gpu, render
 from kmesh.cli.checks import Check, attempt
 from kmesh.cli.render import size, table
 from kmesh.cli.rpc import Tool, healthy
@@ -59,8 +60,12 @@ class Report:
         out.print(table("", ("check", "", "seen"), rows))
 
 
-def examine(socket_dir: str, timeout: float) -> Report:
-    """Makes every check that can be made, also when no daemon answers."""
+def examine(socket_dir: str, timeout: float, gpus: Sequence[str] = ()) -> Report:
+    """Makes every check that can be made, also when no daemon answers.
+
+    Args:
+        gpus: numbers or UUIDs of GPUs that are tried too.
+    """
     found = [
         attempt("native", checks.native, "reinstall kmesh"),
         attempt("proc", checks.proc, "mount /proc"),
@@ -80,6 +85,8 @@ def examine(socket_dir: str, timeout: float) -> Report:
         else:
             found.append(attempt("health", partial(_health, socket_dir, timeout)))
         found += [Check(name, "skip", "no session") for name in _WITH_SESSION]
+        for name in gpus:
+            found += gpu.examine(name, None)
         return Report(found, refused)
     with tool:
         welcome = tool.session.welcome
@@ -92,6 +99,8 @@ def examine(socket_dir: str, timeout: float) -> Report:
         found.append(attempt("handles", partial(_handles, tool)))
         found.append(attempt("dma_buf", partial(_dma_buf, tool, key, payload)))
         found.append(attempt("cgroup", partial(_cgroup, tool)))
+        for name in gpus:
+            found += gpu.examine(name, tool.session, timeout=timeout)
     return Report(found)
 
 
@@ -127,8 +136,8 @@ def _health(socket_dir: str, timeout: float, tool: Tool | None = None) -> Check:
 
 def _slabs(tool: Tool) -> Check:
     """Every slab is exported sealed, and no importer can map it writable."""
-    count = tool.session.welcome.slab_count
-    for number in range(count):
+    slabs = [slab for slab in tool.status().slabs if slab.kind == HandleKind.MEMFD.name]
+    for number in (slab.slab for slab in slabs):
         handle = tool.session.export_slab(number, tool.timeout)
         try:
             if not checks.seals(handle.fd):
@@ -138,8 +147,8 @@ def _slabs(tool: Tool) -> Check:
         finally:
             os.close(handle.fd)
         tool.session.slab(number, tool.timeout)
-    huge = sum(slab.hugepages for slab in tool.status().slabs)
-    seen = f"{count} imported: sealed, writable mapping refused; {huge} with huge pages"
+    huge = sum(slab.hugepages for slab in slabs)
+    seen = f"{len(slabs)} imported: sealed, writable mapping refused; {huge} with huge pages"
     return Check("slabs", "ok", seen)
 
 
@@ -229,7 +238,7 @@ def _pattern(tool: Tool, socket_dir: str, key: bytes, payload: bytes) -> Check:
 def _cgroup(tool: Tool) -> Check:
     """The memory limit around the daemon holds what it was told to hold."""
     status = tool.status()
-    held = sum(slab.size for slab in status.slabs) + status.max_staging_bytes
+    held = sum(slab.size for slab in status.slabs if not slab.device) + status.max_staging_bytes
     pid = tool.session.peer_pid
     try:
         limit = checks.cgroup_limit(pid or "self")

@@ -95,14 +95,49 @@ def status_json(
                 "populated": slab.populated,
                 "used": slab.used,
                 "hugepages": slab.hugepages,
+                "device": slab.device,
             }
             for slab in status.slabs
         ],
         "handles": [handles_json(tier) for tier in status.handles],
+        "gpus": [gpu_json(gpu) for gpu in status.gpus],
         "tenants": [tenant_json(tenant) for tenant in status.tenants],
         "clients": [session_json(client) for client in clients],
         "counters": dict(sorted(status.counters.items())),
     }
+
+
+def gpu_json(gpu: admin_pb2.GpuInfo) -> Json:
+    return {
+        "device": gpu.device,
+        "name": gpu.name,
+        "ready": gpu.ready,
+        "restarts": gpu.restarts,
+        "pid": gpu.pid,
+        "slabs": gpu.slabs,
+        "slab_bytes": gpu.slab_bytes,
+        "free_bytes": gpu.free_bytes,
+        "total_bytes": gpu.total_bytes,
+        "error": gpu.error,
+    }
+
+
+def gpus_table(gpus: Iterable[admin_pb2.GpuInfo]) -> Table:
+    """GPUs on which the daemon has memory."""
+    rows = [
+        (
+            gpu.device,
+            gpu.name.replace("[", r"\["),
+            size(gpu.slab_bytes),
+            size(gpu.free_bytes),
+            size(gpu.total_bytes),
+            str(gpu.restarts),
+            "ready" if gpu.ready else (gpu.error or "starts").replace("[", r"\["),
+        )
+        for gpu in gpus
+    ]
+    columns = ("device", "name", ">slabs", ">free", ">size", ">restarts", "state")
+    return table("\ngpus", columns, rows)
 
 
 def print_status(
@@ -112,8 +147,8 @@ def print_status(
     state = "draining" if status.draining else "serving"
     if status.not_ready and not status.draining:
         state = "not ready: " + "; ".join(reason.text for reason in status.not_ready)
-    capacity = sum(slab.capacity for slab in status.slabs)
-    used = sum(slab.used for slab in status.slabs)
+    capacity = sum(slab.capacity for slab in status.slabs if not slab.device)
+    used = sum(slab.used for slab in status.slabs if not slab.device)
     rows = [
         ("daemon", f"{status.version}, {state}, up {age(status.uptime_ms)}"),
         ("sockets", status.socket_dir),
@@ -139,12 +174,14 @@ def print_status(
             size(slab.size),
             size(slab.populated),
             size(slab.used),
-            "huge" if slab.hugepages else "small",
+            slab.device or ("huge" if slab.hugepages else "small"),
         )
         for slab in status.slabs
     ]
     out.print(table("\nslabs", (">slab", "kind", ">size", ">ready", ">used", "pages"), slabs))
     out.print(handles_table(status.handles))
+    if status.gpus:
+        out.print(gpus_table(status.gpus))
     out.print(tenants_table(status.tenants))
     out.print(sessions_table(clients))
     counters = [(name, f"{count:,}") for name, count in sorted(status.counters.items()) if count]

@@ -61,8 +61,8 @@ class Sample:
             "draining": status.draining,
             "spans": status.spans,
             "span_bytes": status.span_bytes,
-            "used": sum(slab.used for slab in status.slabs),
-            "capacity": sum(slab.capacity for slab in status.slabs),
+            "used": sum(slab.used for slab in status.slabs if not slab.device),
+            "capacity": sum(slab.capacity for slab in status.slabs if not slab.device),
             "leased_bytes": status.leased_bytes,
             "staging_bytes": status.staging_bytes,
             "sessions": status.sessions,
@@ -122,8 +122,8 @@ def _live(tool: Tool, interval: float, left: int) -> None:
 
 def _page(now: Sample, before: Sample) -> RenderableType:
     status, rates = now.status, now.rates(before)
-    used = sum(slab.used for slab in status.slabs)
-    capacity = sum(slab.capacity for slab in status.slabs)
+    used = sum(slab.used for slab in status.slabs if not slab.device)
+    capacity = sum(slab.capacity for slab in status.slabs if not slab.device)
     asked = rates["hits_per_s"] + rates["misses_per_s"]
     share = f"{100 * rates['hits_per_s'] / asked:.0f} % hits" if asked else "nothing asked"
     rows = [

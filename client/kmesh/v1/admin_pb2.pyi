@@ -168,6 +168,7 @@ class SlabInfo(_message.Message):
     USED_FIELD_NUMBER: _builtins.int
     HUGEPAGES_FIELD_NUMBER: _builtins.int
     TENANT_FIELD_NUMBER: _builtins.int
+    DEVICE_FIELD_NUMBER: _builtins.int
     slab: _builtins.int
     kind: _builtins.str
     """a HandleKind name"""
@@ -182,6 +183,8 @@ class SlabInfo(_message.Message):
     """the kernel granted huge pages"""
     tenant: _builtins.str
     """whose it is, if the caller may see that"""
+    device: _builtins.str
+    """UUID of the GPU that it is on; empty: host memory"""
     def __init__(
         self,
         *,
@@ -193,14 +196,71 @@ class SlabInfo(_message.Message):
         used: _builtins.int = ...,
         hugepages: _builtins.bool = ...,
         tenant: _builtins.str = ...,
+        device: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["capacity", b"capacity", "hugepages", b"hugepages", "kind", b"kind", "populated", b"populated", "size", b"size", "slab", b"slab", "tenant", b"tenant", "used", b"used"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["capacity", b"capacity", "device", b"device", "hugepages", b"hugepages", "kind", b"kind", "populated", b"populated", "size", b"size", "slab", b"slab", "tenant", b"tenant", "used", b"used"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___SlabInfo: _TypeAlias = SlabInfo  # noqa: Y015
+
+@_typing.final
+class GpuInfo(_message.Message):
+    """A GPU on which the daemon has memory."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    DEVICE_FIELD_NUMBER: _builtins.int
+    NAME_FIELD_NUMBER: _builtins.int
+    READY_FIELD_NUMBER: _builtins.int
+    RESTARTS_FIELD_NUMBER: _builtins.int
+    PID_FIELD_NUMBER: _builtins.int
+    SLABS_FIELD_NUMBER: _builtins.int
+    SLAB_BYTES_FIELD_NUMBER: _builtins.int
+    FREE_BYTES_FIELD_NUMBER: _builtins.int
+    TOTAL_BYTES_FIELD_NUMBER: _builtins.int
+    ERROR_FIELD_NUMBER: _builtins.int
+    device: _builtins.str
+    """UUID; empty until it was found"""
+    name: _builtins.str
+    """as its maker calls it"""
+    ready: _builtins.bool
+    """its device worker runs and has all slabs"""
+    restarts: _builtins.int
+    """of the device worker"""
+    pid: _builtins.int
+    """of the device worker; 0: there is none now"""
+    slabs: _builtins.int
+    """that are there"""
+    slab_bytes: _builtins.int
+    free_bytes: _builtins.int
+    """of the whole GPU, whoever uses the rest"""
+    total_bytes: _builtins.int
+    error: _builtins.str
+    """why there is no device worker, if it said so"""
+    def __init__(
+        self,
+        *,
+        device: _builtins.str = ...,
+        name: _builtins.str = ...,
+        ready: _builtins.bool = ...,
+        restarts: _builtins.int = ...,
+        pid: _builtins.int = ...,
+        slabs: _builtins.int = ...,
+        slab_bytes: _builtins.int = ...,
+        free_bytes: _builtins.int = ...,
+        total_bytes: _builtins.int = ...,
+        error: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["device", b"device", "error", b"error", "free_bytes", b"free_bytes", "name", b"name", "pid", b"pid", "ready", b"ready", "restarts", b"restarts", "slab_bytes", b"slab_bytes", "slabs", b"slabs", "total_bytes", b"total_bytes"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___GpuInfo: _TypeAlias = GpuInfo  # noqa: Y015
 
 @_typing.final
 class Condition(_message.Message):
@@ -274,6 +334,7 @@ class StatusResponse(_message.Message):
     PAUSED_FIELD_NUMBER: _builtins.int
     HARDENED_FIELD_NUMBER: _builtins.int
     HANDLES_FIELD_NUMBER: _builtins.int
+    GPUS_FIELD_NUMBER: _builtins.int
     NOT_READY_FIELD_NUMBER: _builtins.int
     WARNINGS_FIELD_NUMBER: _builtins.int
     version: _builtins.str
@@ -314,6 +375,8 @@ class StatusResponse(_message.Message):
         """what is given to clients, and why not"""
 
     @_builtins.property
+    def gpus(self) -> _containers.RepeatedCompositeFieldContainer[Global___GpuInfo]: ...
+    @_builtins.property
     def not_ready(self) -> _containers.RepeatedCompositeFieldContainer[Global___Condition]:
         """why the data path is stuck; none: ready"""
 
@@ -348,12 +411,13 @@ class StatusResponse(_message.Message):
         paused: _builtins.str = ...,
         hardened: _builtins.bool = ...,
         handles: _abc.Iterable[_common_pb2.TierHandles] | None = ...,
+        gpus: _abc.Iterable[Global___GpuInfo] | None = ...,
         not_ready: _abc.Iterable[Global___Condition] | None = ...,
         warnings: _abc.Iterable[Global___Condition] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["control_restarts", b"control_restarts", "counters", b"counters", "draining", b"draining", "epoch", b"epoch", "handles", b"handles", "hardened", b"hardened", "index_entries", b"index_entries", "leased_bytes", b"leased_bytes", "leases", b"leases", "max_spans", b"max_spans", "max_staging_bytes", b"max_staging_bytes", "not_ready", b"not_ready", "paused", b"paused", "reservations", b"reservations", "sessions", b"sessions", "slabs", b"slabs", "socket_dir", b"socket_dir", "span_bytes", b"span_bytes", "span_tokens", b"span_tokens", "spans", b"spans", "staging_bytes", b"staging_bytes", "tenants", b"tenants", "uptime_ms", b"uptime_ms", "version", b"version", "warnings", b"warnings", "worker_restarts", b"worker_restarts"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["control_restarts", b"control_restarts", "counters", b"counters", "draining", b"draining", "epoch", b"epoch", "gpus", b"gpus", "handles", b"handles", "hardened", b"hardened", "index_entries", b"index_entries", "leased_bytes", b"leased_bytes", "leases", b"leases", "max_spans", b"max_spans", "max_staging_bytes", b"max_staging_bytes", "not_ready", b"not_ready", "paused", b"paused", "reservations", b"reservations", "sessions", b"sessions", "slabs", b"slabs", "socket_dir", b"socket_dir", "span_bytes", b"span_bytes", "span_tokens", b"span_tokens", "spans", b"spans", "staging_bytes", b"staging_bytes", "tenants", b"tenants", "uptime_ms", b"uptime_ms", "version", b"version", "warnings", b"warnings", "worker_restarts", b"worker_restarts"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

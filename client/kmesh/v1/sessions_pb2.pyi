@@ -288,6 +288,7 @@ class SlabHandle(_message.Message):
     KIND_FIELD_NUMBER: _builtins.int
     SIZE_FIELD_NUMBER: _builtins.int
     SUMS_OFFSET_FIELD_NUMBER: _builtins.int
+    DEVICE_FIELD_NUMBER: _builtins.int
     slab: _builtins.int
     kind: _common_pb2.HandleKind.ValueType
     size: _builtins.int
@@ -295,6 +296,8 @@ class SlabHandle(_message.Message):
     """Tile sums: one u64 for each tile_bytes of the slab, at index
     offset / tile_bytes, starting here. Payloads end before it.
     """
+    device: _builtins.str
+    """CUDA_VMM_FD: UUID of the GPU that the memory is on, "GPU-…"."""
     def __init__(
         self,
         *,
@@ -302,10 +305,11 @@ class SlabHandle(_message.Message):
         kind: _common_pb2.HandleKind.ValueType = ...,
         size: _builtins.int = ...,
         sums_offset: _builtins.int = ...,
+        device: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["kind", b"kind", "size", b"size", "slab", b"slab", "sums_offset", b"sums_offset"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["device", b"device", "kind", b"kind", "size", b"size", "slab", b"slab", "sums_offset", b"sums_offset"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -35,6 +35,7 @@ class AcquireRequest(_message.Message):
     SHARDS_FIELD_NUMBER: _builtins.int
     PREFIX_FIELD_NUMBER: _builtins.int
     SALT_FIELD_NUMBER: _builtins.int
+    DEVICE_FIELD_NUMBER: _builtins.int
     keys: _builtins.bytes
     """32 bytes each"""
     prefix: _builtins.bool
@@ -44,6 +45,10 @@ class AcquireRequest(_message.Message):
     salt: _builtins.bytes
     """Digest of the request's salt (32 bytes), or empty. With the peer's uid it
     names the tenant: only what that tenant stored is found.
+    """
+    device: _builtins.str
+    """Where to look: UUID of a GPU, or empty for host memory. The same key may be
+    stored in both.
     """
     @_builtins.property
     def shards(self) -> _containers.RepeatedCompositeFieldContainer[_common_pb2.Shard]:
@@ -56,10 +61,11 @@ class AcquireRequest(_message.Message):
         shards: _abc.Iterable[_common_pb2.Shard] | None = ...,
         prefix: _builtins.bool = ...,
         salt: _builtins.bytes = ...,
+        device: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["keys", b"keys", "prefix", b"prefix", "salt", b"salt", "shards", b"shards"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["device", b"device", "keys", b"keys", "prefix", b"prefix", "salt", b"salt", "shards", b"shards"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -184,6 +190,7 @@ class ReserveRequest(_message.Message):
     LENGTH_FIELD_NUMBER: _builtins.int
     SUB_KEYS_FIELD_NUMBER: _builtins.int
     SALT_FIELD_NUMBER: _builtins.int
+    DEVICE_FIELD_NUMBER: _builtins.int
     namespace: _builtins.bytes
     """32-byte digest, for people and filters"""
     keys: _builtins.bytes
@@ -194,6 +201,10 @@ class ReserveRequest(_message.Message):
     """
     salt: _builtins.bytes
     """as in AcquireRequest"""
+    device: _builtins.str
+    """Where to store: UUID of a GPU, or empty for host memory. Only AcquireRequests
+    that name the same find it; it is not in the shared index.
+    """
     @_builtins.property
     def shard(self) -> _common_pb2.Shard: ...
     @_builtins.property
@@ -219,10 +230,11 @@ class ReserveRequest(_message.Message):
         length: _abc.Iterable[_builtins.int] | None = ...,
         sub_keys: _builtins.bytes = ...,
         salt: _builtins.bytes = ...,
+        device: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["shard", b"shard"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["keys", b"keys", "length", b"length", "namespace", b"namespace", "salt", b"salt", "shard", b"shard", "start", b"start", "sub_keys", b"sub_keys", "tokens", b"tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["device", b"device", "keys", b"keys", "length", b"length", "namespace", b"namespace", "salt", b"salt", "shard", b"shard", "start", b"start", "sub_keys", b"sub_keys", "tokens", b"tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

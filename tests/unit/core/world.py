@@ -70,9 +70,11 @@ class World:
         policy: Policy | None = None,
         populated: bool = True,
         tenancy: Tenancy | None = None,
+        tiers: dict[int, int] | None = None,
         batch: Batch | None = None,
         **limits: int,
     ) -> None:
+        self.tiers = tiers or {}
         self.config = CoreConfig(**{"max_spans": 64, **limits})
         self.tenancy = tenancy or Tenancy()
         self.batch = batch or Batch()
@@ -85,7 +87,7 @@ class World:
         self.session = self.request = self.content = 0
         self._reset(policy)
         for slab, size in slabs.items():
-            self.send(ev.SlabAdded(slab, size * TILE_BYTES))
+            self.send(ev.SlabAdded(slab, size * TILE_BYTES, None, self.tiers.get(slab, 0)))
             if populated:
                 self.send(ev.Populated(slab, size * TILE_BYTES))
 
@@ -156,10 +158,11 @@ class World:
         shards: list[int] | None = None,
         prefix: bool = False,
         salt: bytes = b"",
+        tier: int = 0,
     ) -> fx.AcquireResult:
         """Acquire, and check that what was leased are the bytes stored under those keys."""
         shards = shards or [SHARD]
-        answer = self.ask(ev.Acquire, session, b"".join(keys), shards, prefix, salt)
+        answer = self.ask(ev.Acquire, session, b"".join(keys), shards, prefix, salt, tier)
         assert isinstance(answer, fx.AcquireResult), answer
         held: list[Held | None] = []
         for entry, reason in enumerate(answer.reason):
@@ -186,6 +189,7 @@ class World:
             assert (found.shard, found.length, found.tokens) == (shard, length, tokens)
             assert found.who == self.who_of(slab) == self.who(session, salt)
             assert self.core.may_map(slab, self.uids[session])
+            assert self.tiers.get(slab, 0) == tier
             held.append(Held(slab, offset // TILE_BYTES, tiles(length), root))
         assert bool(answer.lease) == any(held)
         if answer.lease:
@@ -213,6 +217,7 @@ class World:
         sub_keys: tuple[bytes, ...] = (),
         shard: int = SHARD,
         salt: bytes = b"",
+        tier: int = 0,
     ) -> fx.ReserveResult:
         """Reserve spans of one size; ``sub_keys`` of each."""
         count = len(keys)
@@ -227,6 +232,7 @@ class World:
             [length] * count,
             b"".join(sub_keys) * count,
             salt,
+            tier,
         )
         who = self.who(session, salt)
         assert isinstance(answer, fx.ReserveResult), answer
@@ -309,7 +315,7 @@ class World:
         self.send(ev.Recovered([(slot, item) for slot, item in records if item is not None]))
         for slab, size in self.sizes.items():
             owner = decode_owner(self.owners.get(slab, bytes(OWNER_BYTES)))
-            self.send(ev.SlabAdded(slab, size * TILE_BYTES, owner))
+            self.send(ev.SlabAdded(slab, size * TILE_BYTES, owner, self.tiers.get(slab, 0)))
             self.send(ev.Populated(slab, size * TILE_BYTES))
 
     # Effects
@@ -401,16 +407,16 @@ class World:
         return record
 
     def records(self) -> dict[tuple[bytes, int, Who], Record]:
-        """All stored spans and their further names, by key, shard and tenant."""
+        """Spans and their further names in host memory, by key, shard and tenant."""
         found = {}
         for slot in self.catalog:
             record = self.record(slot)
             if record.state is not State.FREE:
-                who = self.who_of(record.slab)
+                who, tier = self.who_of(record.slab), self.tiers.get(record.slab, 0)
                 assert who is not None
-                assert (record.key, record.shard, who) not in found
-                found[record.key, record.shard, who] = record
-        return found
+                assert (record.key, record.shard, who, tier) not in found
+                found[record.key, record.shard, who, tier] = record
+        return {name[:3]: record for name, record in found.items() if not name[3]}
 
     def check_bytes(self) -> None:
         """Every leased tile still holds what was stored, unless a test damaged it."""
@@ -458,6 +464,7 @@ class World:
                 "generation",
             ):
                 assert getattr(row, name) == getattr(record, name), name
-            assert (row.state == "committed") == (
-                (who[0], tag(record.key, record.shard)) in self.index
-            )
+            if not self.tiers.get(record.slab, 0):
+                assert (row.state == "committed") == (
+                    (who[0], tag(record.key, record.shard)) in self.index
+                )

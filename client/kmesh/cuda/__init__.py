@@ -1,0 +1,1 @@
+"""GPU memory through the CUDA driver: made, exported, imported, mapped, registered."""

@@ -1,0 +1,138 @@
+"""One GPU of this process, found by UUID or number."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import TracebackType
+
+from kmesh.cuda.driver import Attribute, Driver
+from kmesh.errors import ConfigError, UnsupportedError
+
+_UUID = re.compile(
+    r"GPU-[0-9a-f]{8}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{12}\Z", re.IGNORECASE
+)
+_NUMBER = re.compile(r"\d{1,4}\Z")
+
+
+def check_name(name: str) -> str:
+    """A GPU's name as it is compared: a number, or its UUID in lower case.
+
+    Raises:
+        ValueError: it is neither.
+    """
+    if _NUMBER.match(name):
+        return str(int(name))
+    if _UUID.match(name):
+        return "GPU-" + name[4:].lower()
+    raise ValueError(f"{name!r} is no GPU: write its number, or its UUID as nvidia-smi -L shows it")
+
+
+def see_all() -> None:
+    """Lets this process see every GPU, counted as ``nvidia-smi`` does; before ``driver.load``.
+
+    For processes of KMesh's own: which GPU is meant does not depend on the environment.
+    """
+    os.environ.pop("CUDA_VISIBLE_DEVICES", None)
+    os.environ["CUDA_DEVICE_ORDER"] = "PCI_BUS_ID"
+
+
+def find(driver: Driver, name: str) -> int:
+    """The driver's ordinal of a GPU.
+
+    Args:
+        name: number or UUID.
+
+    Raises:
+        ConfigError: there is no such GPU; says which there are.
+        CudaError: the driver refuses.
+    """
+    try:
+        wanted = check_name(name)
+    except ValueError as wrong:
+        raise ConfigError(f"gpu: {wrong}") from None
+    there = [driver.device_uuid(device) for device in range(driver.device_count())]
+    if wanted in there:
+        return there.index(wanted)
+    if wanted.isdigit() and int(wanted) < len(there):
+        return int(wanted)
+    shown = ", ".join(f"{device} ({uuid})" for device, uuid in enumerate(there))
+    raise ConfigError(f"gpu: there is no GPU {wanted} here" + (f", only {shown}" if there else ""))
+
+
+class Device:
+    """A GPU with a context in this process: its primary one, which frameworks use too.
+
+    Attributes:
+        driver: behind it.
+        ordinal: as the driver counts.
+        uuid: of the GPU. name: as its maker calls it.
+        rdma: NICs may reach memory that is made with ``DeviceMemory.create``.
+
+    Args:
+        name: number or UUID.
+
+    Raises:
+        ConfigError: there is no such GPU.
+        UnsupportedError: it can't export memory.
+        CudaError: the driver refuses.
+    """
+
+    def __init__(self, driver: Driver, name: str) -> None:
+        self.driver = driver
+        self.ordinal = find(driver, name)
+        self.uuid = driver.device_uuid(self.ordinal)
+        self.name = driver.device_name(self.ordinal)
+        for needed in (Attribute.VIRTUAL_MEMORY, Attribute.POSIX_FD):
+            if not self.can(needed):
+                raise UnsupportedError(f"{self.name} ({self.uuid}) has no {needed.name}")
+        self.rdma = self.can(Attribute.RDMA_WITH_VMM)
+        self._context: int | None = driver.retain_context(self.ordinal)
+
+    def can(self, attribute: Attribute) -> bool:
+        """Whether the GPU has it."""
+        return bool(self.driver.attribute(self.ordinal, attribute))
+
+    @contextmanager
+    def current(self) -> Iterator[Driver]:
+        """The driver, with this GPU's context current in this thread until the block ends.
+
+        Raises:
+            ValueError: the device is closed.
+        """
+        if self._context is None:
+            raise ValueError(f"{self.uuid} is closed")
+        self.driver.push_context(self._context)
+        try:
+            yield self.driver
+        finally:
+            self.driver.pop_context()
+
+    def memory_info(self) -> tuple[int, int]:
+        """Free bytes and all bytes of the GPU."""
+        with self.current() as driver:
+            return driver.memory_info()
+
+    @property
+    def granularity(self) -> int:
+        """Sizes of memory that is made here are multiples of it."""
+        return self.driver.granularity(self.ordinal, rdma=self.rdma)
+
+    def close(self) -> None:
+        """Gives the context back; memory made with it must be closed before."""
+        if self._context is not None:
+            self._context = None
+            self.driver.release_context(self.ordinal)
+
+    def __enter__(self) -> Device:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()

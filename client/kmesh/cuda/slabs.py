@@ -1,0 +1,157 @@
+"""A daemon's slabs, as a GPU of this process sees them."""
+
+from __future__ import annotations
+
+import os
+import threading
+from types import TracebackType
+
+from kmesh.cuda.device import Device
+from kmesh.cuda.memory import DeviceMemory, Registration
+from kmesh.cuda.proof import prove
+from kmesh.errors import UnsupportedError
+from kmesh.handles import Handle, HandleKind
+from kmesh.layout import TILE_BYTES, sums_offset
+from kmesh.mapping import Mapping
+from kmesh.session import Session
+
+
+class _Registered:
+    """A host slab, mapped and registered; ``users`` share it."""
+
+    def __init__(self, device: Device, handle: Handle) -> None:
+        self.mapping = Mapping(handle.fd, handle.size)
+        try:
+            self.seen = Registration(device, self.mapping.address, handle.size)
+        except BaseException:
+            self.mapping.close()
+            raise
+        self.users = 0
+
+    def close(self) -> None:
+        self.seen.close()
+        self.mapping.close()
+
+
+#: Registering takes long and pins pages: once a process for each slab, whoever asks, and also
+#: when a session has ended and the next one is given the same slab.
+_registered: dict[tuple[Device, int, int], _Registered] = {}
+_lock = threading.Lock()
+
+
+class DeviceSlab:
+    """One slab. It may be read as long as the ``DeviceSlabs`` is open that it came from.
+
+    Attributes:
+        slab: its id. kind: what it was made of.
+        address: of byte 0, as the GPU sees it.
+        size: bytes, payloads and sums.
+    """
+
+    __slots__ = ("address", "kind", "size", "slab")
+
+    def __init__(self, slab: int, handle: Handle, address: int) -> None:
+        self.slab = slab
+        self.kind = handle.kind
+        self.size = handle.size
+        self.address = address
+
+    def sums_address(self, offset: int) -> int:
+        """Address of the first tile sum of the span at ``offset``, one u64 for each tile."""
+        return self.address + sums_offset(self.size) + offset // TILE_BYTES * 8
+
+    def contains(self, offset: int, length: int) -> bool:
+        """Whether a span may lie at ``offset``: on a tile, and before the sums."""
+        end = offset + length
+        return offset >= 0 <= length and not offset % TILE_BYTES and end <= sums_offset(self.size)
+
+
+class DeviceSlabs:
+    """Imports GPU slabs and registers host slabs, each when it is first asked for. Thread-safe.
+
+    Nothing can be written through it. A slab of host memory that is still growing gets the rest of
+    its pages by being registered.
+
+    Args:
+        session: gives the slabs; may end before this object is closed.
+        device: stays the caller's, and must be closed later.
+    """
+
+    def __init__(self, session: Session, device: Device) -> None:
+        self._session = session
+        self._device = device
+        self._slabs: dict[int, DeviceSlab] = {}
+        self._imported: list[DeviceMemory] = []
+        self._shared: list[tuple[Device, int, int]] = []
+        self._attaching = threading.Lock()
+
+    def slab(self, number: int, timeout: float | None = None) -> DeviceSlab:
+        """A slab; later calls cost a dictionary look-up.
+
+        Raises:
+            NotFound: there is no such slab, or it is not made yet.
+            UnsupportedError: it is on another GPU, or this one can't read its kind; says why.
+            CudaError: the driver refuses.
+        """
+        found = self._slabs.get(number)
+        if found is None:
+            with self._attaching:
+                found = self._slabs.get(number)
+                if found is None:
+                    found = self._attach(number, timeout)
+                    self._slabs[number] = found
+        return found
+
+    def _attach(self, number: int, timeout: float | None) -> DeviceSlab:
+        handle = self._session.export_slab(number, timeout)
+        try:
+            if handle.device not in ("", self._device.uuid):
+                raise UnsupportedError(
+                    f"slab {number} is on {handle.device}, not on {self._device.uuid}"
+                )
+            prove(self._device, handle.kind)
+            if handle.kind == HandleKind.MEMFD:
+                return DeviceSlab(number, handle, self._share(handle))
+            memory = DeviceMemory.open(self._device, handle.fd, handle.size)
+            self._imported.append(memory)
+            return DeviceSlab(number, handle, memory.address)
+        finally:
+            os.close(handle.fd)
+
+    def _share(self, handle: Handle) -> int:
+        file = os.fstat(handle.fd)
+        key = self._device, file.st_dev, file.st_ino
+        with _lock:
+            found = _registered.get(key)
+            if found is None:
+                found = _registered[key] = _Registered(self._device, handle)
+            found.users += 1
+        self._shared.append(key)
+        return found.seen.address
+
+    def close(self) -> None:
+        """The GPU must not read any of it any more. May be called again."""
+        with self._attaching:
+            imported, self._imported = self._imported, []
+            shared, self._shared = self._shared, []
+            self._slabs.clear()
+        for memory in imported:
+            memory.close()
+        for key in shared:
+            with _lock:
+                found = _registered[key]
+                found.users -= 1
+                if not found.users:
+                    del _registered[key]
+                    found.close()
+
+    def __enter__(self) -> DeviceSlabs:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()

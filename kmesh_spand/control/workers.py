@@ -1,0 +1,71 @@
+"""The store worker and the device workers: each job goes to the one whose memory it is about."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable, Sequence
+
+from kmesh_spand.control.storeworker import StoreWorker
+from kmesh_spand.core import effects
+
+logger = logging.getLogger(__name__)
+
+
+class Workers:
+    """What carries out jobs. See ``StoreWorker`` for the methods.
+
+    Args:
+        host: has the slabs of host memory.
+        gpus: device workers, as the settings list their GPUs.
+        gpu_of: which of them has a slab; None for host memory.
+    """
+
+    def __init__(
+        self,
+        host: StoreWorker,
+        gpus: Sequence[StoreWorker],
+        gpu_of: Callable[[int], int | None],
+    ) -> None:
+        self.host = host
+        self.gpus = gpus
+        self._gpu_of = gpu_of
+
+    def _of(self, slab: int) -> StoreWorker:
+        gpu = self._gpu_of(slab)
+        return self.host if gpu is None else self.gpus[gpu]
+
+    def copy(self, job: effects.Copy) -> None:
+        self._of(job.slab).copy(job)
+
+    def verify(self, job: effects.Verify) -> None:
+        self._of(job.slab).verify(job)
+
+    def wipe(self, job: effects.Wipe) -> None:
+        self._of(job.slab).wipe(job)
+
+    def add_staging(self, session: int, fd: int, size: int) -> None:
+        """All of them may read from it."""
+        self.host.add_staging(session, fd, size)
+        for gpu in self.gpus:
+            try:
+                gpu.add_staging(session, os.dup(fd), size)
+            except OSError as failed:
+                # Copies to that GPU will fail, others won't.
+                logger.error("staging: %s", failed, extra={"session": session})
+
+    def drop_staging(self, session: int) -> int:
+        for gpu in self.gpus:
+            gpu.drop_staging(session)
+        return self.host.drop_staging(session)
+
+    def staging_size(self, session: int) -> int:
+        return self.host.staging_size(session)
+
+    def check(self) -> None:
+        for worker in (self.host, *self.gpus):
+            worker.check()
+
+    def close(self) -> None:
+        for worker in (self.host, *self.gpus):
+            worker.close()

@@ -1,0 +1,248 @@
+"""The supervisor's part in GPU memory: it keeps device workers alive, and holds what they made.
+
+It needs no CUDA for that: the memory lives as long as the file descriptors do.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import socket
+import time
+from collections.abc import Callable, Iterator
+
+from kmesh_spand import child, ipc, logs
+from kmesh_spand.backoff import Backoff
+from kmesh_spand.settings import Settings
+from kmesh_spand.storage import Memory
+
+logger = logging.getLogger(__name__)
+
+#: A driver that starts may take so long; one that runs is not silent for so long.
+_START_SECONDS = 180.0
+_SILENT_SECONDS = 30.0
+#: Deaths before the first success after which the daemon gives up.
+_TRIES = 3
+
+
+class _Worker:
+    """One device worker, over all of its lives."""
+
+    def __init__(self, gpu: int) -> None:
+        self.gpu = gpu
+        self.pid = 0
+        self.lives = 0
+        self.channel: socket.socket | None = None
+        self.backoff = Backoff()
+        self.start_at: float | None = 0.0
+        self.kill_at: float | None = None
+        self.state: ipc.GpuState | None = None
+        self.failed: ipc.GpuFailed | None = None
+        self.was_ready = False
+
+
+class GpuKeeper:
+    """All device workers of a daemon.
+
+    Attributes:
+        slabs: GPU memory that was made, by number; owned by this object.
+        failure: why the daemon can't have what it was started for, if it can't.
+
+    Args:
+        tell: where control is told what happens; a file descriptor stays ours.
+    """
+
+    def __init__(
+        self, settings: Settings, tell: Callable[[ipc.AnyMessage, int | None], None]
+    ) -> None:
+        self._settings = settings
+        self._tell = tell
+        self._plan = settings.gpu_slabs()
+        self._workers = [_Worker(gpu) for gpu in range(len(settings.gpu))]
+        self.slabs: dict[int, Memory] = {}
+        self.failure: ipc.GpuFailed | None = None
+
+    @property
+    def ready(self) -> bool:
+        """Whether every GPU has had all of its slabs."""
+        return all(worker.was_ready for worker in self._workers)
+
+    @property
+    def sockets(self) -> list[socket.socket]:
+        """To hear from."""
+        return [worker.channel for worker in self._workers if worker.channel is not None]
+
+    @property
+    def moments(self) -> list[float]:
+        """When something is due."""
+        return [at for w in self._workers for at in (w.start_at, w.kill_at) if at is not None]
+
+    @property
+    def pids(self) -> list[int]:
+        """Of the workers that run."""
+        return [worker.pid for worker in self._workers if worker.pid]
+
+    def known(self) -> Iterator[tuple[ipc.AnyMessage, int | None]]:
+        """What a new control must be told."""
+        for number, memory in self.slabs.items():
+            yield ipc.GpuSlab(number, memory.size), memory.fd
+        for worker in self._workers:
+            yield ipc.GpuWorker(worker.gpu, max(worker.lives - 1, 0), 0), None
+            if worker.state is not None:
+                yield worker.state, None
+            if worker.failed is not None:
+                yield worker.failed, None
+
+    def start_due(self, now: float) -> None:
+        """Starts what is due, ends what has been silent for too long."""
+        for worker in self._workers:
+            if worker.start_at is not None and now >= worker.start_at:
+                worker.start_at = None
+                try:
+                    self._start(worker, now)
+                except OSError as failed:
+                    logger.error("a device worker could not be started: %s", failed)
+                    worker.start_at = worker.backoff.died(now)
+            if worker.kill_at is not None and now >= worker.kill_at:
+                worker.kill_at = None
+                logger.error("ending a device worker that is silent", extra={"gpu": worker.gpu})
+                os.kill(worker.pid, signal.SIGKILL)
+
+    def _start(self, worker: _Worker, now: float) -> None:
+        ours, theirs = ipc.pair()
+        to_control, from_control = ipc.pair()
+        settings, gpu = self._settings, worker.gpu
+        nothing = Memory(-1, 0)
+        pieces = [
+            (plan.slab, plan.size, self.slabs.get(plan.slab, nothing).fd)
+            for plan in self._plan
+            if plan.gpu == gpu
+        ]
+
+        def main() -> int:
+            logs.configure(f"gpu{gpu}", level=settings.log_level, form=settings.log_format)
+            from kmesh_spand import gpuworker
+
+            made = [gpuworker.Piece(*piece) for piece in pieces]
+            return gpuworker.run(settings, gpu, theirs, from_control, made)
+
+        held = (fd for _, _, fd in pieces if fd >= 0)
+        keep = [theirs.fileno(), from_control.fileno(), *held]
+        worker.pid = child.fork(f"gpu{gpu}", keep, main)
+        worker.lives += 1
+        theirs.close()
+        from_control.close()
+        ours.setblocking(False)
+        worker.channel = ours
+        worker.backoff.started(now)
+        worker.kill_at = now + _START_SECONDS
+        self._tell(ipc.GpuWorker(gpu, worker.lives - 1, worker.pid), to_control.fileno())
+        to_control.close()
+
+    def restart(self, gpu: int) -> None:
+        """Ends a worker that control has given up; the next one follows."""
+        for worker in self._workers:
+            if worker.gpu == gpu and worker.pid:
+                os.kill(worker.pid, signal.SIGKILL)
+
+    def end_lives(self) -> None:
+        """Ends all workers: control is gone, and they must not write once the catalog is read."""
+        for worker in self._workers:
+            if worker.pid:
+                os.kill(worker.pid, signal.SIGKILL)
+                os.waitpid(worker.pid, 0)
+                self._ended(worker)
+                worker.start_at = time.monotonic()
+
+    def hear(self, fd: int) -> bool:
+        """Takes a message from the socket with that descriptor, if it is one of ours."""
+        for worker in self._workers:
+            if worker.channel is not None and worker.channel.fileno() == fd:
+                self._hear(worker, worker.channel)
+                return True
+        return False
+
+    def _hear(self, worker: _Worker, channel: socket.socket) -> bool:
+        """Takes one message; False if there was none."""
+        try:
+            message, fd = ipc.receive(channel)
+        except BlockingIOError:
+            return False
+        except (EOFError, OSError):
+            # SIGCHLD tells the rest.
+            channel.close()
+            worker.channel = None
+            return False
+        match message:
+            case ipc.GpuSlab() if fd is not None:
+                self.slabs[message.slab] = Memory(fd, message.size)
+                self._tell(message, fd)
+            case ipc.GpuState():
+                self._state(worker, message)
+            case ipc.GpuFailed():
+                worker.failed = message
+                self._tell(message, None)
+            case _:
+                logger.error("unexpected message %s", type(message).__name__)
+        return True
+
+    def _state(self, worker: _Worker, state: ipc.GpuState) -> None:
+        others = [w.state.device for w in self._workers if w.state and w is not worker]
+        if state.device in others:
+            text = f"gpu: {state.device} is named twice"
+            self.failure = ipc.GpuFailed(worker.gpu, text, True)
+        worker.was_ready |= state.ready
+        worker.kill_at = time.monotonic() + (_SILENT_SECONDS if state.ready else _START_SECONDS)
+        if state != worker.state:
+            worker.state = state
+            if state.ready:
+                worker.failed = None
+            self._tell(state, None)
+
+    def died(self, pid: int, how: str) -> None:
+        """A worker was reaped."""
+        now = time.monotonic()
+        worker = next(worker for worker in self._workers if worker.pid == pid)
+        self._ended(worker)
+        worker.start_at = worker.backoff.died(now)
+        self._tell(ipc.GpuWorker(worker.gpu, worker.lives - 1, 0), None)
+        if worker.failed is not None:
+            logger.error("%s", worker.failed.error, extra={"gpu": worker.gpu})
+        if not worker.was_ready:
+            if worker.failed is not None:
+                self.failure = worker.failed
+            elif worker.lives >= _TRIES:
+                text = f"gpu: the device worker of {self._settings.gpu[worker.gpu]} died: {how}"
+                self.failure = ipc.GpuFailed(worker.gpu, text, False)
+
+    def _ended(self, worker: _Worker) -> None:
+        # What it sent before its end is still to be read: memory must not be lost.
+        while worker.channel is not None and self._hear(worker, worker.channel):
+            pass
+        if worker.channel is not None:
+            worker.channel.close()
+            worker.channel = None
+        worker.pid = 0
+        worker.kill_at = None
+        if worker.state is not None:
+            gone = worker.state
+            worker.state = ipc.GpuState(gone.gpu, gone.device, gone.name, False, 0, gone.total)
+            self._tell(worker.state, None)
+
+    def stop(self) -> None:
+        """Starts nothing any more."""
+        for worker in self._workers:
+            worker.start_at = worker.kill_at = None
+
+    def close(self) -> None:
+        """Ends the workers, and gives the memory back."""
+        for worker in self._workers:
+            if worker.pid:
+                os.kill(worker.pid, signal.SIGKILL)
+                os.waitpid(worker.pid, 0)
+            if worker.channel is not None:
+                worker.channel.close()
+        for memory in self.slabs.values():
+            os.close(memory.fd)
+        self.slabs.clear()

@@ -1,0 +1,71 @@
+"""A daemon on a machine with two GPUs that are not there: run instead of ``-m kmesh_spand``.
+
+With ``REAL`` set it is the machine's own driver, which fails in the same ways.
+
+A file named after a method of the driver, in the directory that the environment names, makes
+that method fail; what is in it is the error's number and name. ``hang`` instead of a name makes
+it wait, as long as the file is there, and say so with a file of the suffix ``.reached``. ``gpus``
+says how many there are.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from pathlib import Path
+from typing import Any, cast
+
+from fake_cuda import MIB, UUIDS, FakeDriver, Gpu
+
+from kmesh.cuda import driver
+from kmesh.errors import CudaError, UnsupportedError
+from kmesh_spand import gpuworker
+from kmesh_spand.__main__ import main
+
+DIRECTORY = "KMESH_TEST_GPU"
+REAL = "KMESH_TEST_GPU_REAL"
+COMMAND = (sys.executable, __file__)
+
+
+def _refuse(name: str) -> None:
+    file = Path(os.environ[DIRECTORY], name)
+    while file.exists():
+        code, _, text = file.read_text().partition(" ")
+        if text != "hang":
+            raise CudaError(name, int(code), text)
+        file.with_suffix(".reached").touch()
+        time.sleep(0.02)
+
+
+class Failing:
+    """The machine's driver, but for what is to fail."""
+
+    def __init__(self) -> None:
+        self._inner = _machines()
+
+    def __getattr__(self, name: str) -> Any:
+        _refuse(name)
+        return getattr(self._inner, name)
+
+
+def load() -> driver.Driver:
+    """What the device worker gets instead of the machine's driver."""
+    assert "CUDA_VISIBLE_DEVICES" not in os.environ
+    assert os.environ["CUDA_DEVICE_ORDER"] == "PCI_BUS_ID"
+    if os.environ.get(REAL) == "1":
+        return cast(driver.Driver, Failing())
+    file = Path(os.environ[DIRECTORY], "gpus")
+    count = int(file.read_text()) if file.exists() else 2
+    if not count:
+        raise UnsupportedError("there is no CUDA driver: libcuda.so.1")
+    gpus = [Gpu(uuid, f"Fake GPU {n}", 64 * MIB) for n, uuid in enumerate(UUIDS[:count])]
+    return FakeDriver(*gpus, refuse=_refuse)
+
+
+_machines = driver.load
+
+if __name__ == "__main__":
+    driver.load = load
+    gpuworker.STATE_SECONDS = 0.1
+    sys.exit(main())

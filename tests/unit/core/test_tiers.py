@@ -1,0 +1,111 @@
+"""Host memory and GPUs: apart in names, slabs and eviction; only host memory is in the index."""
+
+from __future__ import annotations
+
+from world import World, key
+
+from kmesh.layout import TILE_BYTES
+from kmesh_spand.core import events as ev
+from kmesh_spand.core.codes import Reason
+from kmesh_spand.core.tenants import Tenancy
+
+A, B = key("salt a"), key("salt b")
+#: Two slabs of host memory, one on the first GPU, two on the second.
+TIERS = {2: 1, 3: 2, 4: 2}
+SIZES = {0: 4, 1: 4, 2: 3, 3: 2, 4: 2}
+
+
+def world_of_tiers(**how: object) -> World:
+    return World(SIZES, tiers=TIERS, tenancy=Tenancy(groups=(1000,)), **how)  # type: ignore[arg-type]
+
+
+def test_the_same_key_in_two_tiers_is_two_spans() -> None:
+    world = world_of_tiers()
+    session = world.connect()
+    world.store(session, [key(1)])
+    assert world.acquire(session, [key(1)], tier=1).reason == [Reason.MISS]
+    world.store(session, [key(1)], tier=1)
+    world.store(session, [key(1)], tier=2)
+    assert world.reserve(session, [key(1)], tier=1).reason == [Reason.EXISTS]
+    slabs = [world.acquire(session, [key(1)], tier=tier).slab[0] for tier in (0, 1, 2)]
+    assert slabs == [0, 2, 3]
+    names = [(row.name, row.spans, row.slabs) for row in world.core.tenants()]
+    assert names == [("1000", 1, 1), ("1000@gpu0", 1, 1), ("1000@gpu1", 1, 1)]
+    assert [row.tenant for row in world.core.status().slabs] == [
+        *("1000", "", "1000@gpu0", "1000@gpu1", ""),
+    ]
+    world.check()
+
+
+def test_the_index_is_of_host_memory() -> None:
+    world = world_of_tiers()
+    session = world.connect()
+    world.store(session, [key(1), key(2)], tier=1)
+    assert not world.index
+    assert world.core.status().index_entries == 0
+    world.store(session, [key(1)])
+    assert len(world.index) == 1
+    world.check()
+
+
+def test_eviction_stays_inside_a_tier() -> None:
+    world = world_of_tiers()
+    session = world.connect()
+    world.store(session, [key("old")])
+    for number in range(10):
+        world.store(session, [key(number)], tier=1)
+    assert world.acquire(session, [key("old")]).reason == [Reason.OK]
+    for number, reason in ((6, Reason.MISS), (7, Reason.OK), (9, Reason.OK)):
+        assert world.acquire(session, [key(number)], tier=1).reason == [reason]
+    # All of it is leased now, and nothing of another tier is taken for it.
+    world.acquire(session, [key(8)], tier=1)
+    assert world.reserve(session, [key(11)], tier=1).reason == [Reason.POOL_FULL]
+    assert world.core.status().slabs[2].used == 3 * TILE_BYTES
+    assert world.core.status().slabs[4].used == 0
+    world.check()
+
+
+def test_what_no_slab_of_a_tier_can_hold_is_too_large() -> None:
+    world = world_of_tiers()
+    session = world.connect()
+    for tier, most in ((0, 4), (1, 3), (2, 2)):
+        too_long = world.reserve(session, [key(tier)], length=(most + 1) * TILE_BYTES, tier=tier)
+        assert too_long.reason == [Reason.TOO_LARGE]
+        world.store(session, [key(tier)], length=most * TILE_BYTES, tier=tier)
+
+
+def test_a_tier_without_slabs_is_not_ready() -> None:
+    world = world_of_tiers()
+    session = world.connect()
+    assert world.reserve(session, [key(1)], tier=3).reason == [Reason.NOT_READY]
+    assert world.acquire(session, [key(1)], tier=3).reason == [Reason.MISS]
+
+
+def test_an_empty_slab_goes_to_another_salt_of_its_tier_only() -> None:
+    world = World({0: 2, 1: 2}, tiers={1: 1}, tenancy=Tenancy(groups=(1000,)))
+    session = world.connect()
+    world.store(session, [key(1)], salt=A)
+    # The GPU's slab is nobody's, but it is no host memory.
+    assert world.reserve(session, [key(2)], salt=B).reason == [Reason.POOL_FULL]
+    world.store(session, [key(3)], salt=A, tier=1)
+    assert world.reserve(session, [key(4)], salt=B, tier=1).reason == [Reason.POOL_FULL]
+    world.send(ev.Evict([slot for slot in range(world.config.max_spans)]))
+    assert world.reserve(session, [key(4)], salt=B, tier=1).reason == [Reason.NOT_READY]
+    assert list(world.wipes.values()) == [1]
+    world.check()
+
+
+def test_a_restart_puts_spans_back_into_their_tier() -> None:
+    world = world_of_tiers()
+    session = world.connect()
+    world.store(session, [key(1)])
+    world.store(session, [key(1), key(2)], tier=1)
+    world.restart()
+    for job in list(world.verifies):
+        world.verify_ends(job)
+    session = world.connect()
+    found = world.acquire(session, [key(1), key(2)], tier=1)
+    assert (found.reason, list(found.slab)) == ([Reason.OK] * 2, [2, 2])
+    assert world.acquire(session, [key(2)]).reason == [Reason.MISS]
+    assert len(world.index) == 1
+    world.check()
