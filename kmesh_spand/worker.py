@@ -114,7 +114,6 @@ class Worker:
     def run(self) -> int:
         """The process's life; returns its exit status."""
         filler = threading.Thread(target=self._populate, name="populate", daemon=True)
-        filler.start()
         copies = ThreadPoolExecutor(self._settings.copy_threads, "copy")
         # Copies never queue behind verifications.
         checks = ThreadPoolExecutor(1, "verify")
@@ -124,6 +123,9 @@ class Worker:
             except (EOFError, ConnectionError):
                 # Whatever still runs is for nobody: don't wait for it.
                 os._exit(0)
+            if filler.ident is None:
+                # Control serves. Before, it needs the processors more than the pool does.
+                filler.start()
             match message:
                 case ipc.Copy():
                     copies.submit(self._job, message)
