@@ -1,4 +1,4 @@
-"""`python -m benchmarks run` measures, `check` compares with the targets."""
+"""`python -m benchmarks run` measures, `check` compares with the targets, `table` shows."""
 
 from __future__ import annotations
 
@@ -13,12 +13,13 @@ from typing import NoReturn
 
 from rich.console import Console
 
-from benchmarks import check, machine, report
+from benchmarks import check, machine, readme, report
 from benchmarks.suite import BENCHMARKS, measure, run_apart
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULT = ROOT / ".bench" / "bench.json"
 PARTIAL = ROOT / ".bench" / "partial.json"
+EVIDENCE = ROOT / "evidence" / "bench-cpu.json"
 TARGETS = Path(__file__).with_name("targets.toml")
 
 
@@ -31,6 +32,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         return run(options.names, quick=options.quick, out=options.out)
     if options.command == "check":
         return check.main(options.result, TARGETS, ROOT)
+    if options.command == "table":
+        return table(options.result, options.write)
     with open(options.out, "w", encoding="utf-8", buffering=1) as out:
         for row in measure(options.name, quick=options.quick):
             print(json.dumps(row.to_json()), file=out)
@@ -65,6 +68,24 @@ def run(names: Sequence[str], *, quick: bool, out: Path | None) -> int:
     return 1 if failed else 0
 
 
+def table(path: Path, document: Path | None) -> int:
+    """Prints the README's table, or puts it between the markers of a document."""
+    if not path.is_file():
+        print(f"{path} is not there", file=sys.stderr)
+        return 1
+    result = json.loads(path.read_text(encoding="utf-8"))
+    text = readme.markdown(result, path.stem, check.read_targets(TARGETS), ROOT)
+    if document is None:
+        print(text)
+        return 0
+    try:
+        document.write_text(readme.placed(document.read_text(encoding="utf-8"), text), "utf-8")
+    except readme.MarkerError as wrong:
+        print(f"{document}: {wrong}", file=sys.stderr)
+        return 1
+    return 0
+
+
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True)
@@ -74,6 +95,9 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     running.add_argument("--out", type=Path, help=f"result file [{RESULT.relative_to(ROOT)}]")
     checking = commands.add_parser("check", help="compare a result with targets.toml")
     checking.add_argument("result", nargs="?", type=Path, default=RESULT)
+    shown = commands.add_parser("table", help="the README's table of a result, as Markdown")
+    shown.add_argument("result", nargs="?", type=Path, default=EVIDENCE)
+    shown.add_argument("--write", type=Path, metavar="FILE", help="put it between FILE's markers")
     one = commands.add_parser("measure", help="one benchmark in this process")
     one.add_argument("name", choices=BENCHMARKS)
     one.add_argument("out")

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import os
 import sys
+from typing import TYPE_CHECKING
 
-import msgspec
-
-from kmesh_spand.launch import Prepared
-from kmesh_spand.settings import Settings
+if TYPE_CHECKING:
+    from kmesh_spand.settings import Settings
 
 
 def _read_settings(argv: list[str], out: int) -> int:
     """Runs in the child: prints or sends the settings; returns the exit status."""
-    from kmesh import __version__
+    import msgspec
+
     from kmesh.errors import ConfigError
     from kmesh_spand import flags
 
@@ -23,6 +23,8 @@ def _read_settings(argv: list[str], out: int) -> int:
         print(f"kmesh-spand: {failed}", file=sys.stderr)
         return 2
     if options.version:
+        from kmesh import __version__
+
         print(f"kmesh-spand {__version__}")
     elif options.print_config:
         sys.stdout.write(flags.to_toml(loaded))
@@ -55,6 +57,10 @@ def _fork_reader(argv: list[str]) -> tuple[int, int]:
 
 def _settings(pid: int, receive: int) -> Settings | int:
     """The settings, or the status to exit with when there is nothing to run."""
+    import msgspec
+
+    from kmesh_spand.settings import Settings
+
     with open(receive, "rb") as pipe:
         data = pipe.read()
     status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
@@ -65,7 +71,10 @@ def _settings(pid: int, receive: int) -> Settings | int:
 
 def main(argv: list[str] | None = None) -> int:
     """Entry point. Returns the exit status: 0, 1 (could not run) or 2 (a setting is wrong)."""
+    # Before anything is loaded here: the longest way to serving leads through this child.
     reader = _fork_reader(sys.argv[1:] if argv is None else argv)
+    from kmesh_spand.launch import Prepared
+
     prepared = Prepared()
     # While both of them load their code.
     from kmesh import __version__

@@ -16,7 +16,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import TypeAlias
+from typing import NoReturn, TypeAlias
 
 from kmesh import _host, dmabuf, layout
 from kmesh.handles import HandleRefusal
@@ -121,15 +121,14 @@ class Worker:
 
     def run(self) -> int:
         """The process's life; returns its exit status."""
+        filler = threading.Thread(target=self._populate, name="populate", daemon=True)
         try:
             copies = _pool(self._settings.copy_threads, "copy")
             # Copies never queue behind verifications.
             checks = _pool(1, "verify")
             exports = _pool(1, "export")
-            threading.Thread(target=self._populate, name="populate", daemon=True).start()
         except RuntimeError as lacking:
-            logger.error("the store worker has not what it needs: %s", lacking)
-            os._exit(1)
+            self._lacks(lacking)
         while True:
             try:
                 message, fd = ipc.receive(self._channel)
@@ -139,7 +138,18 @@ class Worker:
             except OSError as failed:
                 logger.error("the way to control: %s", failed)
                 os._exit(1)
+            if filler.ident is None:
+                # Control serves. Before, it needs the processors more than the pool does.
+                try:
+                    filler.start()
+                except RuntimeError as lacking:
+                    self._lacks(lacking)
             self.take(message, fd, copies.submit, checks.submit, exports.submit)
+
+    @staticmethod
+    def _lacks(lacking: RuntimeError) -> NoReturn:
+        logger.error("the store worker has not what it needs: %s", lacking)
+        os._exit(1)
 
     def take(
         self,

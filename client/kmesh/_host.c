@@ -278,6 +278,7 @@ static PyMethodDef host_methods[] = {
     {"rows_link", host_rows_link, METH_VARARGS, NULL},
     {"rows_unlink", host_rows_unlink, METH_VARARGS, NULL},
     {"pack_field", host_pack_field, METH_VARARGS, NULL},
+    {"unpack_field", host_unpack_field, METH_VARARGS, NULL},
     {"load", host_load, METH_VARARGS, NULL},
     {"store", host_store, METH_VARARGS, NULL},
     {NULL, NULL, 0, NULL},

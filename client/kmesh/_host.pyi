@@ -110,6 +110,15 @@ def pack_field(number: int, column: Buffer, fixed: bool, /) -> bytes:
     ``fixed``: the field is fixed32 or fixed64, as the column's items are; else it has varints.
     """
 
+def unpack_field(data: Buffer, number: int, out: Buffer, fixed: bool, /) -> int:
+    """Writes the values of a repeated field of a protobuf message to ``out``; how many there are.
+
+    ``fixed``: as for ``pack_field``.
+
+    Raises:
+        ValueError: ``data`` is no message, or ``out`` too short or its items too small.
+    """
+
 def load(address: int, bits: int, /) -> int:
     """Atomic load-acquire of an aligned u32 or u64 (``bits`` 32 or 64)."""
 

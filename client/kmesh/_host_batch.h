@@ -209,4 +209,26 @@ static PyObject *host_pack_field(PyObject *module, PyObject *args) {
     return result;
 }
 
+static PyObject *host_unpack_field(PyObject *module, PyObject *args) {
+    (void)module;
+    uint64_t number;
+    Py_buffer data;
+    PyObject *out_object, *result = NULL;
+    int fixed;
+    host_batch batch = {.count = 0};
+    km_unpacked found = {.count = 0};
+    if (!PyArg_ParseTuple(args, "y*O&Op:unpack_field", &data, to_u64, &number, &out_object, &fixed))
+        return NULL;
+    if (batch_take(&batch, out_object, "out", 0, 1, &found.out)) {
+        const unsigned char *at = data.buf;
+        size_t size = fixed ? found.out.size : 0;
+        result = km_unpack_field(at, at + data.len, number, size, &found)
+                     ? PyLong_FromSize_t(found.count)
+                     : refuse("no message with room for its values");
+    }
+    batch_release(&batch);
+    PyBuffer_Release(&data);
+    return result;
+}
+
 #endif

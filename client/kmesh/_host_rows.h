@@ -3,15 +3,7 @@
 #ifndef KMESH_HOST_ROWS_H
 #define KMESH_HOST_ROWS_H
 
-#include <stddef.h>
-#include <stdint.h>
-#include <string.h>
-
-// A view of machine integers, `size` bytes each.
-typedef struct {
-    void *at;
-    size_t count, size;
-} km_column;
+#include "_host_columns.h"
 
 typedef struct {
     const uint32_t *index;
@@ -63,24 +55,6 @@ static int km_rows_within(const uint32_t *rows, size_t count, size_t limit) {
     return 1;
 }
 
-static uint64_t km_column_get(const km_column *column, size_t at) {
-    switch (column->size) {
-    case 1: return ((const uint8_t *)column->at)[at];
-    case 2: return ((const uint16_t *)column->at)[at];
-    case 4: return ((const uint32_t *)column->at)[at];
-    default: return ((const uint64_t *)column->at)[at];
-    }
-}
-
-static void km_column_put(const km_column *column, size_t at, uint64_t value) {
-    switch (column->size) {
-    case 1: ((uint8_t *)column->at)[at] = (uint8_t)value; break;
-    case 2: ((uint16_t *)column->at)[at] = (uint16_t)value; break;
-    case 4: ((uint32_t *)column->at)[at] = (uint32_t)value; break;
-    default: ((uint64_t *)column->at)[at] = value;
-    }
-}
-
 static void km_rows_gather(const km_column *column, const uint32_t *rows, size_t count,
                            const km_column *out, uint64_t factor) {
     for (size_t i = 0; i < count; i++)
@@ -123,36 +97,6 @@ static int km_rows_link(uint32_t *after, uint32_t *before, size_t limit, uint32_
     after[last] = head;
     before[head] = last;
     return 1;
-}
-
-static size_t km_varint_size(uint64_t value) {
-    size_t size = 1;
-    while (value >>= 7) size++;
-    return size;
-}
-
-static unsigned char *km_varint_write(unsigned char *out, uint64_t value) {
-    for (; value >> 7; value >>= 7) *out++ = (unsigned char)(value | 0x80);
-    *out++ = (unsigned char)value;
-    return out;
-}
-
-// Bytes that a column takes as a packed field of protobuf, without the field's head.
-static size_t km_packed_size(const km_column *column, int fixed) {
-    size_t size = 0;
-    if (fixed) return column->count * column->size;
-    for (size_t i = 0; i < column->count; i++) size += km_varint_size(km_column_get(column, i));
-    return size;
-}
-
-static unsigned char *km_packed_write(unsigned char *out, const km_column *column, int fixed) {
-    if (fixed) {
-        memcpy(out, column->at, column->count * column->size);
-        return out + column->count * column->size;
-    }
-    for (size_t i = 0; i < column->count; i++)
-        out = km_varint_write(out, km_column_get(column, i));
-    return out;
 }
 
 static int km_rows_unlink(uint32_t *after, uint32_t *before, size_t limit, const uint32_t *rows,

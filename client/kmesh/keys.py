@@ -172,18 +172,19 @@ class KeyChain:
         if sys.byteorder != "little":
             words.byteswap()
         self._tokens += words.tobytes()
-        parent = self.parent(self.spans)
         step = self._span * 4
-        tokens = memoryview(self._tokens)
-        try:
-            for begin in range(self.spans * step, len(tokens) - step + 1, step):
-                data = parent + tokens[begin : begin + step]
-                if self._extras:
-                    data += self._extras_between(begin // 4, begin // 4 + self._span)
-                parent = blake3(data).digest()
-                self._keys += parent
-        finally:
-            tokens.release()
+        known = self.spans * step
+        with memoryview(self._tokens) as tokens:
+            new = tokens[known : len(tokens) // step * step].tobytes()
+        parent, keys = self.parent(self.spans), []
+        for begin in range(0, len(new), step):
+            data = parent + new[begin : begin + step]
+            if self._extras:
+                first = (known + begin) // 4
+                data += self._extras_between(first, first + self._span)
+            parent = blake3(data).digest()
+            keys.append(parent)
+        self._keys += b"".join(keys)
 
     def parent(self, span: int) -> bytes:
         """The key before span number ``span``."""

@@ -16,7 +16,7 @@ from collections.abc import Callable
 from google.protobuf.message import DecodeError, Message
 
 from kmesh import _host, errors
-from kmesh.v1 import common_pb2, session_socket_pb2, spans_pb2
+from kmesh.v1 import common_pb2, session_socket_pb2, sessions_pb2, spans_pb2
 from kmesh_spand.control import limits
 from kmesh_spand.control.handler import Handler
 from kmesh_spand.control.registry import Member, Peer
@@ -33,7 +33,8 @@ _TURN_SECONDS = 0.005
 #: Between looks at a client that sends no more but is owed answers.
 _HALF_SECONDS = 0.05
 
-#: Sent at the end of a turn, behind answers that somebody waits for: each wakes the client.
+#: Sent at the end of a turn, behind answers that somebody waits for: each wakes the client. Pong
+#: says that all that was asked before is answered, so nothing waits behind it.
 _UNHURRIED = (spans_pb2.ReleaseResponse, spans_pb2.AbortResponse)
 
 #: Number in Response of each answer.
@@ -123,7 +124,12 @@ class Connection:
             logger.exception("a connection failed", extra={"uid": self.peer.uid})
             self.close("a bug in the daemon")
         finally:
-            unhurried, self._unhurried = self._unhurried, None
+            self._send_unhurried()
+            self._unhurried = None
+
+    def _send_unhurried(self) -> None:
+        if self._unhurried:
+            unhurried, self._unhurried = self._unhurried, []
             for packet in unhurried:
                 self._send(packet, -1)
 
@@ -198,6 +204,7 @@ class Connection:
 
     def _last_words(self, number: int, failed: errors.RequestError) -> None:
         """Answers a request and ends the connection."""
+        self._send_unhurried()
         self._handler.count_refusal(failed)
         self._respond(number, None, -1, failed)
         # What lies unread when a socket is closed makes the peer lose what it was told.
@@ -266,6 +273,8 @@ class Connection:
         if self._unhurried is not None and isinstance(body, _UNHURRIED):
             self._unhurried.append(packet)
         else:
+            if self._unhurried and isinstance(body, sessions_pb2.Pong):
+                self._send_unhurried()
             self._send(packet, fd)
 
     def _send(self, packet: bytes, fd: int) -> None:

@@ -227,9 +227,10 @@ def test_answers_that_nobody_waits_for_come_last(spand: Daemon) -> None:
         finally:
             os.kill(control, signal.SIGCONT)
         answers = [client.receive()[0] for _ in sent]
-    assert [answer.id for answer in answers] == [sent[1], sent[2], sent[0]]
+    # A Pong says that all before it is answered.
+    assert [answer.id for answer in answers] == [sent[1], sent[0], sent[2]]
     assert answers[0].acquire.lease > lease
-    assert answers[2].release.released == 1
+    assert answers[1].release.released == 1
 
 
 def test_bad_requests_name_the_field(spand: Daemon) -> None:

@@ -12,12 +12,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from benchmarks import check, machine, suite
+from benchmarks import check, machine, readme, suite
+from benchmarks.__main__ import main
 from benchmarks.bench_eviction import by_core, by_lru, by_optimum, leading, next_uses
 from benchmarks.check import Target, TargetError, Verdict, judge, judge_all, read_targets
 from benchmarks.results import REDUCE, Row, bootstrap, p99, unavailable
 from benchmarks.timing import in_turn
-from tools.verify_evidence import check_file, derive
+from tools.verify_evidence import check_document, check_file, derive
 
 ROOT = Path(__file__).parents[2]
 TARGETS = ROOT / "benchmarks" / "targets.toml"
@@ -39,6 +40,69 @@ def result(*rows: dict[str, Any]) -> dict[str, Any]:
         "hardware": {"cpu": "a processor", "cpus": 2, "memory_gib": 1.0, "kernel": "6"},
         "raw": {"rows": list(rows)},
     }
+
+
+# The README's table.
+
+
+def test_the_readme_shows_the_evidence() -> None:
+    document = (ROOT / "README.md").read_text()
+    evidence = ROOT / "evidence" / "bench-cpu.json"
+    text = ""
+    if evidence.exists():
+        found = json.loads(evidence.read_text())
+        text = readme.markdown(found, evidence.stem, read_targets(TARGETS), ROOT)
+    assert document == readme.placed(document, text).replace(
+        f"{readme.BEGIN}\n\n{readme.END}", f"{readme.BEGIN}\n{readme.END}"
+    ), "python -m benchmarks table --write README.md"
+
+
+def test_a_table_shows_every_target_and_what_became_of_it(tmp_path: Path) -> None:
+    (tmp_path / "why.md").touch()
+    targets = [
+        Target("fast", "Something fast", "ms", at_most=2),
+        Target("slow", "Something slow", "ms", at_most=2, adr="why.md"),
+        Target("large", "Something large", "B"),
+        Target("gone", "Nothing", "B", at_least=1),
+    ]
+    rows = [row(0.012345, name="fast"), row(2.5, name="slow"), row(12345.0, "B", "large")]
+    lines = readme.markdown(result(*rows), "bench", targets, tmp_path).splitlines()
+    assert "a processor, 2 CPUs, 1 GiB, Linux 6; 2026-01-01, commit 000000000000;" in lines[0]
+    shown = [[cell.strip() for cell in line.split("|")[2:5]] for line in lines[4:]]
+    assert shown == [
+        ["0.0123 ms <!-- evidence: bench.fast -->", "≤ 2 ms", "holds"],
+        ["2.50 ms <!-- evidence: bench.slow -->", "≤ 2 ms", "falls short, [explained](why.md)"],
+        ["12345 B <!-- evidence: bench.large -->", "", "shown"],
+        ["–", "≥ 1 B", "MISSING"],
+    ]
+
+
+@given(st.floats(1e-5, 1e9))
+def test_the_verifier_takes_figures_as_the_table_shows_them(value: float) -> None:
+    shown = f"| {readme.figure(value)} µs <!-- evidence: bench.row --> |"
+    assert check_document(shown, {"bench": {"derived": {"row": value}}}) == []
+    other = {"bench": {"derived": {"row": value * 1.01}}}
+    assert len(check_document(shown, other)) == 1
+
+
+@pytest.mark.parametrize("document", ["", "{0}", "{1}{0}", "{0}{1}{0}", "{0}{0}{1}"])
+def test_a_document_has_one_place_for_the_table(document: str) -> None:
+    with pytest.raises(readme.MarkerError):
+        readme.placed(document.format(readme.BEGIN, readme.END), "text")
+
+
+def test_a_table_is_put_in_its_place(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    page, evidence = tmp_path / "page.md", tmp_path / "bench.json"
+    page.write_text(f"before\n{readme.BEGIN}\nold\n{readme.END}\nbehind\n")
+    evidence.write_text(json.dumps(result(row(name="acquire_release"))))
+    assert main(["table", str(evidence)]) == 0
+    text = capsys.readouterr().out
+    assert "evidence: bench.acquire_release" in text
+    assert main(["table", str(evidence), "--write", str(page)]) == 0
+    assert page.read_text() == f"before\n{readme.BEGIN}\n{text}{readme.END}\nbehind\n"
+    page.write_text("no markers")
+    assert main(["table", str(evidence), "--write", str(page)]) == 1
+    assert main(["table", str(tmp_path / "none.json")]) == 1
 
 
 # Judging.

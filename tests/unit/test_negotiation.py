@@ -29,6 +29,7 @@ from kmesh.v1 import common_pb2, sessions_pb2
 from kmesh_spand.config import load
 from kmesh_spand.control import broker as brokers
 from kmesh_spand.control.broker import Broker, Exported
+from kmesh_spand.control.gpus import Gpus
 from kmesh_spand.storage import DmaBufs
 
 MEMFD, VMM, DMA_BUF = HandleKind.MEMFD, HandleKind.CUDA_VMM_FD, HandleKind.DMA_BUF
@@ -116,9 +117,10 @@ class World:
         self.maker = Maker()
         self.counters = Counter(dict.fromkeys(brokers.COUNTERS, 0))
         self.slab = os.memfd_create("slab")
+        chosen = load(settings, {}).settings
         self.broker = Broker(
-            load(settings, {}).settings,
-            Exported({}, ((self.slab, SLAB),), dma_bufs),
+            chosen,
+            Exported({}, ((self.slab, SLAB),), Gpus(chosen), dma_bufs),
             self.maker,
             self.counters,
             probe,
