@@ -149,6 +149,23 @@ def test_a_half_closed_client_gets_what_it_is_owed(start_spand: Start, then: str
     assert (status.reservations, status.leases) == (0, 0)
 
 
+def test_a_half_closed_client_gets_the_answers_of_its_last_turn(shared_spand: Daemon) -> None:
+    """Also those that nobody usually waits for, which are sent last."""
+    control = shared_spand.child("control")
+    with RawClient(shared_spand.socket_dir) as client:
+        # All of it is there when control looks, the end included.
+        os.kill(control, signal.SIGSTOP)
+        try:
+            sent = {client.send(release={"leases": [99]}) for _ in range(3)}
+            sent.add(client.send(ping={}))
+            client.sock.shutdown(socket.SHUT_WR)
+        finally:
+            os.kill(control, signal.SIGCONT)
+        assert {client.receive()[0].id for _ in sent} == sent
+        with pytest.raises(EOFError):
+            client.receive()
+
+
 CYCLES = 10_000
 _HELLO = session_socket_pb2.Request(
     id=1,

@@ -7,6 +7,7 @@ import errno
 import logging
 import os
 import socket
+import threading
 from collections.abc import Callable
 from pathlib import Path
 
@@ -52,31 +53,36 @@ def test_memory_that_outlives_processes(tmp_path: Path, code: int, hardened: str
     assert refused.count("Region") == (4 if hardened == "true" else 0)
 
 
-def test_filling_memory() -> None:
+@pytest.mark.parametrize("threads", [0, 1, 2])
+def test_filling_memory(monkeypatch: pytest.MonkeyPatch, threads: int) -> None:
     """A thread less only makes it slower; without any it can be tried again."""
     size = 96 << 20
     filled: list[int] = []
-    failures: list[BaseException | None] = []
+    started: list[threading.Thread] = []
+    start = threading.Thread.start
 
-    def fill() -> None:
-        fd = memory.make_memfd("test", size)
-        try:
-            filled.clear()
-            memory.Populator(fd, 0, [(0, size)], huge=False, done=filled.append).run(2)
-        finally:
-            os.close(fd)
+    def scanty(thread: threading.Thread) -> None:
+        if len(started) == threads:
+            raise RuntimeError("can't start new thread")
+        started.append(thread)
+        start(thread)
 
-    def check(failed: BaseException | None) -> None:
-        failures.append(failed)
-        assert failed is not None or filled[-1] == size
-
-    refused = each_allocation(errno.ENOMEM, fill, after=check)
-    by_name = dict(zip(refused, failures, strict=True))
-    starts = [failed for name, failed in zip(refused, failures, strict=True) if name == "start"]
-    assert isinstance(starts[0], OSError)
-    assert starts[0].errno == errno.EAGAIN
-    assert starts[1] is None
-    assert isinstance(by_name["posix_fallocate"], OSError)
+    monkeypatch.setattr(threading.Thread, "start", scanty)
+    fd = memory.make_memfd("test", size)
+    try:
+        filler = memory.Populator(fd, 0, [(0, size)], huge=False, done=filled.append)
+        if threads:
+            filler.run(3)
+            assert filled[-1] == size
+            assert os.fstat(fd).st_blocks * 512 == size
+        else:
+            with pytest.raises(OSError, match="can't start new thread") as failed:
+                filler.run(3)
+            assert failed.value.errno == errno.EAGAIN
+            assert os.fstat(fd).st_blocks == 0
+        assert len(started) == threads
+    finally:
+        os.close(fd)
 
 
 @pytest.mark.parametrize("code", CODES, ids=errno.errorcode.get)
