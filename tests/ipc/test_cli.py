@@ -139,7 +139,7 @@ def test_doctor_finds_a_daemon_well(spand: Daemon) -> None:
     assert "fail" not in levels.values()
     assert "skip" not in levels.values()
     by_name = {check["name"]: check["seen"] for check in report["checks"]}
-    assert "host memory only" in by_name["gpu"]
+    assert "NVIDIA driver" in by_name["gpu"]
     assert "two processes" in by_name["pattern"]
     for name in levels:
         assert f"`{name}`" in DOCS, f"docs/cli.md does not explain {name}"
