@@ -234,7 +234,9 @@ class Supervisor:
 
     def _timeout_ms(self) -> int | None:
         ours = (self._control_at, self._worker_at, self._stop_by)
-        moments = [at for at in ours if at is not None] + self._gpus.moments
+        moments = [at for at in ours if at is not None]
+        if self._control_pid:
+            moments += self._gpus.moments
         if not moments:
             return None
         return max(0, int((min(moments) - time.monotonic()) * 1000) + 1)
