@@ -114,7 +114,7 @@ class Room:
     def close(self) -> None:
         self.control._listener.close("the test is over")
         self.turn()
-        self.control._worker.close()
+        self.control._workers.close()
         self.control._crowd.close()
         self.control._supervisor.close()
         self.loop.run_until_complete(self.loop.shutdown_default_executor())
@@ -125,8 +125,7 @@ class Room:
         self.control._catalog.close()
         for index in applier._indexes.values():
             index._mapping.close()  # type: ignore[attr-defined]
-        exported = self.handler._exported
-        for fd, _ in (*exported.indexes.values(), *exported.slabs):
+        for fd, _ in (*self.handler._indexes.values(), *self.handler.broker._slabs):
             os.close(fd)
         for fd, _ in self._slabs:
             os.close(fd)
