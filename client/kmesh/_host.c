@@ -118,18 +118,20 @@ static int paged_reserve(km_paged *paged, size_t *room, size_t tiles) {
     return 1;
 }
 
+enum { PAGED_SCATTER, PAGED_GATHER, PAGED_CHECK };
+
 // Number of parts that failed, or -1: no memory.
 static Py_ssize_t paged_run(km_paged *paged, const unsigned char *records, size_t count,
-                            unsigned char *status, int out) {
+                            unsigned char *status, int what) {
     size_t room = 0;
     Py_ssize_t failed = 0;
     for (size_t i = 0; i < count && failed >= 0; i++) {
         km_part part;
         memcpy(&part, records + i * sizeof part, sizeof part);
         int result = km_part_check(paged, &part);
-        if (result == KM_DONE) {
-            if (out || paged_reserve(paged, &room, km_tiles(part.length)))
-                result = km_part_run(paged, &part, out);
+        if (result == KM_DONE && what != PAGED_CHECK) {
+            if (what == PAGED_GATHER || paged_reserve(paged, &room, km_tiles(part.length)))
+                result = km_part_run(paged, &part, what == PAGED_GATHER);
             else
                 failed = -1;
         }
@@ -140,7 +142,7 @@ static Py_ssize_t paged_run(km_paged *paged, const unsigned char *records, size_
     return failed;
 }
 
-static PyObject *paged_call(PyObject *args, const char *format, int out) {
+static PyObject *paged_call(PyObject *args, const char *format, int what) {
     Py_buffer layout, parts, blocks, status;
     if (!PyArg_ParseTuple(args, format, &layout, &parts, &blocks, &status)) return NULL;
     PyObject *result = NULL;
@@ -155,7 +157,7 @@ static PyObject *paged_call(PyObject *args, const char *format, int out) {
     } else {
         Py_ssize_t failed;
         Py_BEGIN_ALLOW_THREADS
-        failed = paged_run(&paged, parts.buf, count, status.buf, out);
+        failed = paged_run(&paged, parts.buf, count, status.buf, what);
         Py_END_ALLOW_THREADS
         result = failed < 0 ? PyErr_NoMemory() : PyLong_FromSsize_t(failed);
     }
@@ -169,12 +171,17 @@ static PyObject *paged_call(PyObject *args, const char *format, int out) {
 
 static PyObject *host_scatter(PyObject *module, PyObject *args) {
     (void)module;
-    return paged_call(args, "y*y*y*w*:scatter", 0);
+    return paged_call(args, "y*y*y*w*:scatter", PAGED_SCATTER);
 }
 
 static PyObject *host_gather(PyObject *module, PyObject *args) {
     (void)module;
-    return paged_call(args, "y*y*y*w*:gather", 1);
+    return paged_call(args, "y*y*y*w*:gather", PAGED_GATHER);
+}
+
+static PyObject *host_check(PyObject *module, PyObject *args) {
+    (void)module;
+    return paged_call(args, "y*y*y*w*:check", PAGED_CHECK);
 }
 
 // ---- index ------------------------------------------------------------------
@@ -280,6 +287,7 @@ static PyMethodDef host_methods[] = {
     {"verify", host_verify, METH_VARARGS, NULL},
     {"scatter", host_scatter, METH_VARARGS, NULL},
     {"gather", host_gather, METH_VARARGS, NULL},
+    {"check", host_check, METH_VARARGS, NULL},
     {"index_probe", host_index_probe, METH_VARARGS, NULL},
     {"index_insert", host_index_insert, METH_VARARGS, NULL},
     {"index_remove", host_index_remove, METH_VARARGS, NULL},

@@ -44,6 +44,9 @@ def scatter(layout: Buffer, spans: Buffer, blocks: Buffer, status: Buffer, /) ->
 def gather(layout: Buffer, spans: Buffer, blocks: Buffer, status: Buffer, /) -> int:
     """Copies paged KV into payloads (the inverse of scatter, no sums)."""
 
+def check(layout: Buffer, spans: Buffer, blocks: Buffer, status: Buffer, /) -> int:
+    """What ``scatter`` would refuse before it reads or writes anything: statuses 0, 3 and 4."""
+
 def index_probe(
     index: int, size: int, epoch: int, keys: Buffer, mixes: Buffer, slots: Buffer, prefix: bool, /
 ) -> int:
