@@ -6,6 +6,7 @@
 #include <stdlib.h>
 
 #include "_host_index.h"
+#include "_host_job.h"
 #include "_host_paged.h"
 #include "_host_region.h"
 #include "_host_sums.h"
@@ -184,6 +185,76 @@ static PyObject *host_check(PyObject *module, PyObject *args) {
     return paged_call(args, "y*y*y*w*:check", PAGED_CHECK);
 }
 
+// ---- jobs of the GPU's kernels -----------------------------------------------
+
+typedef struct {
+    Py_buffer layout, parts, groups, wanted, turns, options, memory, status;
+} job_buffers;
+
+// What the buffers mean, or what is wrong with them.
+static const char *job_open(const job_buffers *b, const km_layout *layout, km_job_input *in) {
+    size_t parts = 0, requests = 0, codes = 0, bases;
+    if (__builtin_mul_overflow(layout->layers, 16, &bases) ||
+        (size_t)b->layout.len - sizeof *layout != bases)
+        return "layout: length does not match its number of layers";
+    if (!km_layout_ok(layout)) return "layout: a size is zero or too large";
+    if ((size_t)b->groups.len % sizeof(km_group)) return "groups: not whole records";
+    const km_group *groups = b->groups.buf;
+    size_t count = (size_t)b->groups.len / sizeof *groups;
+    for (size_t g = 0; g < count; g++) {
+        parts += groups[g].parts, requests += groups[g].requests;
+        codes += (size_t)groups[g].parts * groups[g].requests;
+    }
+    if ((size_t)b->parts.len != parts * sizeof(km_part)) return "spans: not those of the groups";
+    if ((size_t)b->wanted.len != requests * sizeof(km_wanted))
+        return "wanted: not those of the groups";
+    if ((size_t)b->status.len != codes) return "status: not one byte for each record and request";
+    if ((size_t)b->options.len != sizeof in->options) return "options: wrong length";
+    if ((uintptr_t)b->memory.buf % 16) return "memory: not aligned";
+    in->layout = layout;
+    in->bases = (const uint64_t *)((const char *)b->layout.buf + sizeof *layout);
+    in->parts = b->parts.buf;
+    in->groups = groups;
+    in->group_count = count;
+    in->wanted = b->wanted.buf;
+    in->turns = b->turns.buf;
+    in->turns_bytes = (size_t)b->turns.len;
+    memcpy(&in->options, b->options.buf, sizeof in->options);
+    in->status = b->status.buf;
+    return NULL;
+}
+
+static PyObject *host_job(PyObject *module, PyObject *args) {
+    (void)module;
+    job_buffers b;
+    if (!PyArg_ParseTuple(args, "y*y*y*y*y*y*w*w*:job", &b.layout, &b.parts, &b.groups, &b.wanted,
+                          &b.turns, &b.options, &b.memory, &b.status))
+        return NULL;
+    km_layout layout;
+    km_job_input in;
+    km_job_sizes sizes;
+    const char *wrong = "layout: too short";
+    if ((size_t)b.layout.len >= sizeof layout) {
+        memcpy(&layout, b.layout.buf, sizeof layout);
+        wrong = job_open(&b, &layout, &in);
+    }
+    if (!wrong) wrong = km_job_write(&in, b.memory.buf, (size_t)b.memory.len, &sizes);
+    PyObject *result = NULL;
+    if (wrong) refuse(wrong);
+    else
+        result = Py_BuildValue("(KKKKKKK)", sizes.size, sizes.upload, sizes.vector, sizes.parts,
+                               sizes.items, sizes.tiles, sizes.bytes);
+    PyBuffer_Release(&b.layout);
+    PyBuffer_Release(&b.parts);
+    PyBuffer_Release(&b.groups);
+    PyBuffer_Release(&b.wanted);
+    PyBuffer_Release(&b.turns);
+    PyBuffer_Release(&b.options);
+    PyBuffer_Release(&b.memory);
+    PyBuffer_Release(&b.status);
+    return result;
+}
+
 // ---- index ------------------------------------------------------------------
 
 static int index_open(km_index *index, uint64_t address, uint64_t size) {
@@ -288,6 +359,7 @@ static PyMethodDef host_methods[] = {
     {"scatter", host_scatter, METH_VARARGS, NULL},
     {"gather", host_gather, METH_VARARGS, NULL},
     {"check", host_check, METH_VARARGS, NULL},
+    {"job", host_job, METH_VARARGS, NULL},
     {"index_probe", host_index_probe, METH_VARARGS, NULL},
     {"index_insert", host_index_insert, METH_VARARGS, NULL},
     {"index_remove", host_index_remove, METH_VARARGS, NULL},

@@ -53,8 +53,19 @@ class Payloads:
         return int(pinned.ptr)
 
     def loads(self, loads: Sequence[Load], spans: Sequence[Stored]) -> list[Load]:
-        """The same loads, of copies."""
-        at = {s.array.ctypes.data: (self.put(s.array), self.put(s.sums)) for s in spans}
+        """The same loads, of copies. All payloads lie in one allocation, as in a slab."""
+        starts, size = [], 0
+        for span in spans:
+            starts.append(size)
+            size += -(-span.array.nbytes // 64) * 64
+        slab = np.zeros(size, dtype=np.uint8)
+        for span, start in zip(spans, starts, strict=True):
+            slab[start : start + span.array.nbytes] = span.array.reshape(-1).view(np.uint8)
+        base = self.put(slab)
+        at = {
+            span.array.ctypes.data: (base + start, self.put(span.sums))
+            for span, start in zip(spans, starts, strict=True)
+        }
         made = []
         for load in loads:
             records = load.records.copy()

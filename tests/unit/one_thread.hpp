@@ -24,6 +24,7 @@ static u32 blocks() { return all_blocks; }
 static void barrier() {}
 static void fence() {}
 static void system_fence() {}
+static u32 leading_zeros(u32 bits) { return (u32)__builtin_clz(bits); }
 static u32 high_product(u32 a, u32 b) { return (u32)((u64)a * b >> 32); }
 static float product(float a, float b) { return a * b; }
 static float plus(float a, float b) { return a + b; }

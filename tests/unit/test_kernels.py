@@ -211,9 +211,10 @@ def test_more_requests_than_one_read_serves(kernels: ctypes.CDLL) -> None:
 def test_loads_of_other_parts_stay_apart() -> None:
     _, span, load = two_requests()
     other = Load.of([span.part(token_end=63)], load.requests)
-    assert merged([load, other, load]) == [merged([load, load])[0], other] or len(
-        merged([load, other, load])
-    ) == 2
+    again = Load(load.records.copy(), load.requests[:1])
+    found = merged([load, other, again])
+    assert [len(one.requests) for one in found] == [3, 2]
+    assert found[1] is other
 
 
 HUGE = st.sampled_from([0, 1, 2, 3, 63, 64, 65, 2**31, 2**32, 2**56, 2**63 - 1, 2**63, 2**64 - 1])
@@ -249,7 +250,7 @@ def test_contradictory_records_stay_inside_what_was_named(
 def test_nothing_to_do(kernels: ctypes.CDLL) -> None:
     engine, span, load = two_requests()
     assert one_thread.restore(kernels, engine.layout, []) == []
-    assert one_thread.restore(kernels, engine.layout, [Load(load.records, [])]) == []
+    assert one_thread.restore(kernels, engine.layout, [Load(load.records, [])]) == [[]]
     empty = span.part(token_end=0, address=0, sums_address=0, root=1)
     assert one_thread.restore(kernels, engine.layout, [Load.of([empty], load.requests)]) == [
         [b"\0"] * 2
@@ -258,7 +259,13 @@ def test_nothing_to_do(kernels: ctypes.CDLL) -> None:
 
 @pytest.mark.parametrize(
     ("change", "said"),
-    [({"row_bytes": 6}, "6 bytes"), ({"row_bytes": 32768}, "32768"), ({"head_stride": 4098}, "4 by")],
+    [
+        ({"row_bytes": 6}, "by fours"),
+        ({"row_bytes": 32768}, "4 to 16384"),
+        ({"head_stride": 4098}, "multiples of 4"),
+        ({"num_blocks": 2**31}, "pages"),
+        ({"row_bytes": 0}, "zero"),
+    ],
 )
 def test_layouts_that_are_not_served_say_so(change: dict[str, int], said: str) -> None:
     engine, span, load = two_requests()
@@ -273,13 +280,3 @@ def test_turning_keys_needs_a_rotation() -> None:
         plan.write(engine.layout, turned)
     with pytest.raises(UnsupportedError, match="do not fit"):
         plan.write(engine.layout, turned, rotary=rotary("bfloat16", 512))
-
-
-@settings(max_examples=300)
-@given(st.integers(0, 2**31 - 1), st.integers(1, 2**31 - 1))
-def test_division_by_a_product(n: int, value: int) -> None:
-    for v in (value, value % 1000 + 1):
-        _, factor, shift = plan.divisor(v)
-        assert factor < 2**32
-        for m in (n, n // v * v, max(n // v * v - 1, 0), 2**31 - 1):
-            assert (m * factor >> 32 >> shift if factor else m) == m // v

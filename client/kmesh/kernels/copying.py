@@ -9,8 +9,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-import numpy as np
-
 from kmesh.kernels.device import Device
 from kmesh.kernels.plan import Load
 
@@ -74,9 +72,9 @@ class Copier:
 
     def start(self, loads: Sequence[Load]) -> Trip:
         """Starts to copy the payloads of loads, as far as there are buffers."""
-        largest = max((_whole(int(n)) for load in loads for n in load.records["length"]), default=0)
+        largest = max((int(load.records["length"].max(initial=0)) for load in loads), default=0)
         if largest > self.room:
-            self._grow(largest)
+            self._grow(_whole(largest))
         return Trip(self, self._runtime, loads)
 
     def _grow(self, room: int) -> None:
@@ -108,14 +106,17 @@ class Trip:
         self._copier = copier
         self._runtime = runtime
         self.loads = [Load(load.records.copy(), load.requests) for load in loads]
-        lengths = [int(n) for load in loads for n in load.records["length"]]
-        addresses = [int(a) for load in loads for a in load.records["address"]]
+        lengths = [n for load in loads for n in load.records["length"].tolist()]
+        addresses = [a for load in loads for a in load.records["address"].tolist()]
         self._chunks = chunks_of(lengths, copier.room)
         self._copies = [runs_of(addresses[b:e], lengths[b:e]) for b, e in self._chunks]
         self._first = copier.next
-        moved = np.zeros(len(lengths), dtype=np.uint64)
+        self._started = 0
+        for _ in range(min(len(copier.buffers), len(self._chunks))):
+            self._copy()
+        moved = [0] * len(lengths)
         for number, (begin, end) in enumerate(self._chunks):
-            offset = copier.buffers[(self._first + number) % len(copier.buffers)]
+            offset = copier.buffers[self._buffer(number)]
             for i in range(begin, end):
                 moved[i] = offset
                 offset += _whole(lengths[i])
@@ -123,9 +124,6 @@ class Trip:
         for load in self.loads:
             load.records["address"] = moved[at : at + len(load.records)]
             at += len(load.records)
-        self._started = 0
-        for _ in range(min(len(copier.buffers), len(self._chunks))):
-            self._copy()
 
     def chunks(self, stream: int) -> Iterator[tuple[int, int]]:
         """Parts of the job whose payloads are there when the stream gets to them.

@@ -17,6 +17,7 @@ __device__ inline u32 blocks() { return gridDim.x; }
 __device__ inline void barrier() { __syncthreads(); }
 __device__ inline void fence() { __threadfence(); }
 __device__ inline void system_fence() { __threadfence_system(); }
+__device__ inline u32 leading_zeros(u32 bits) { return __clz((int)bits); }
 __device__ inline u32 high_product(u32 a, u32 b) { return __umulhi(a, b); }
 // Products and sums that are rounded one by one and keep subnormal numbers, whatever a compiler was
 // told, so that every implementation gets the same bits.

@@ -15,6 +15,8 @@ from kmesh.kernels.plan import STAGE_BYTES
 
 THREADS = 256
 
+_TABLE_BYTES = 8192
+_BARRIER_BYTES = 1024
 _MOST_STAGES = 12
 _TO_DEVICE = 1
 _NO_TIMING = 2
@@ -56,7 +58,7 @@ def _module(device: int, program: str, options: tuple[str, ...]) -> Any:
 
 def shared_bytes(stages: int) -> int:
     """Shared memory that a restore with so many stages takes."""
-    return 1024 + stages * STAGE_BYTES
+    return _TABLE_BYTES + _BARRIER_BYTES + stages * STAGE_BYTES
 
 
 @lru_cache(maxsize=16)

@@ -1,4 +1,4 @@
-// A job, as kmesh/kernels/plan.py writes it, and where its rows lie.
+// A job, as client/kmesh/_host_job.h writes it, and where its rows lie.
 #pragma once
 #include "device.cuh"
 

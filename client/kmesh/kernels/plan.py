@@ -1,35 +1,33 @@
 """What one launch does, written down for the kernels: see ``docs/kernels.md``.
 
-A job is one block of bytes that is uploaded as it is. Nothing here knows a GPU: the tests run
-jobs on the CPU.
+A job is one block of bytes that is uploaded as it is; ``_host_job.h`` writes it. Nothing here
+knows a GPU: the tests run jobs on the CPU.
 """
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from functools import lru_cache
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from kmesh import _host
 from kmesh.errors import UnsupportedError
-from kmesh.kernels.host import PagedLayout, SpanPart, Status
+from kmesh.kernels.host import PagedLayout, SpanPart
 from kmesh.kernels.rotary import ELEMENTS, Rotary, turns
-from kmesh.layout import TILE_BYTES
 
 Bytes = npt.NDArray[np.uint8]
 
 STAGE_BYTES = 16384
 #: Requests that one read of a payload can serve; more are served by reading it again.
 SHARED_BY = 32
-#: Rows of a payload, tokens of a request and page ids are below this.
-LIMIT = 2**31
 
-_NONE = 2**32 - 1
-_DIVISOR = np.dtype([("value", "<u4"), ("factor", "<u4"), ("shift", "<u4")])
+_NO_TURNS = 2**32 - 1
+_WANTED = struct.Struct("<QQqII")
+_GROUP = struct.Struct("<II")
+_OPTIONS = struct.Struct("<4I")
 _FIELDS = (
     "address", "sums_address", "root", "length", "tokens", "token_begin", "token_end", "position",
     "src_heads", "src_head_begin", "dst_head_begin", "heads",
@@ -37,24 +35,6 @@ _FIELDS = (
 )  # fmt: skip
 #: A ``SpanPart`` as it is packed.
 RECORD = np.dtype([(name, "<u8") for name in _FIELDS])
-_PART = np.dtype(
-    [
-        ("record", RECORD), ("item_begin", "<u4"), ("first_item", "<u4"), ("tile_begin", "<u4"),
-        ("first_tile", "<u4"), ("end_tile", "<u4"), ("request_begin", "<u4"), ("requests", "<u4"),
-        ("dense", "<u4"), ("by_tokens", _DIVISOR), ("by_heads", _DIVISOR), ("spare", "<u4", 2),
-    ]
-)  # fmt: skip
-_REQUEST = np.dtype(
-    [("pages", "<u8"), ("shift", "<u4"), ("by_slot", "<u4"), ("turns", "<u4"), ("spare", "<u4")]
-)
-_OFFSETS = ("bases", "parts", "requests", "turns", "expected", "sums", "folded", "counters")
-_JOB = np.dtype(
-    [(name, "<u8") for name in ("block_stride", "head_stride", "token_stride", *_OFFSETS)]
-    + [(name, "<u4") for name in ("layers", "row_bytes", "item_rows", "item_bytes")]
-    + [(name, "<u4") for name in ("parts_count", "items_count", "tiles_count", "stages")]
-    + [("by_vectors", _DIVISOR), ("by_block", _DIVISOR)]  # type: ignore[list-item]
-    + [(name, "<u4") for name in ("rotary_dim", "interleaved", "element", "spare")]
-)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -74,6 +54,10 @@ class Request:
     by_slot: bool = False
     shift: int = 0
     delta: int = 0
+
+    def __post_init__(self) -> None:
+        if self.pages.dtype != np.int64 or not self.pages.flags.c_contiguous:
+            raise TypeError(f"pages are {self.pages.dtype}, not int64 one behind the other")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -126,10 +110,7 @@ def check(
         # A position before 0 becomes one behind all pages, and is refused as such.
         records["position"] += np.uint64(request.shift % 2**64)
     status = np.zeros(len(records), dtype=np.uint8)
-    pages = np.ascontiguousarray(request.pages, dtype=np.int64)
-    if len(pages) * layout.block_tokens >= LIMIT or layout.num_blocks >= LIMIT:
-        raise UnsupportedError(f"{LIMIT} tokens of a request, or pages, and more are not served")
-    _host.check(layout.packed, records.tobytes(), pages, status)
+    _host.check(layout.packed, records.tobytes(), request.pages, status)
     return status
 
 
@@ -141,20 +122,21 @@ class Job:
         memory: the job; its first ``upload_bytes`` bytes are to be uploaded.
         vector: bytes of the vectors that it is for, 16 or 4.
         turns: whether any key is turned.
-        items, parts, tiles: counts.
-        payload_bytes: that are read (or, of a store, written).
+        loads, parts, items, tiles: counts.
+        payload_bytes: of the payloads that are read (or, of a store, written).
     """
 
     memory: Bytes
     upload_bytes: int
     vector: int
     turns: bool
-    items: int
+    loads: int
     parts: int
+    items: int
     tiles: int
     payload_bytes: int
-    _checked: list[tuple[int, int, npt.NDArray[np.uint8]]] = field(default_factory=list)
-    _tile_begin: npt.NDArray[np.int64] = field(default_factory=lambda: np.zeros(0, np.int64))
+    _groups: list[tuple[int, int, int]] = field(default_factory=list)
+    _checked: bytes = b""
 
     def statuses(self, results: npt.NDArray[np.uint32]) -> list[list[bytes]]:
         """For each load, for each of its requests: a ``Status`` for each part.
@@ -162,17 +144,36 @@ class Job:
         Args:
             results: of the kernel, one for each part of the job.
         """
-        found: list[list[bytes]] = []
-        for load, begin, status in self._checked:
-            if load == len(found):
-                found.append([])
-            moved = results[begin : begin + len(status)]
-            found[load].append(np.where(status != 0, status, moved).astype(np.uint8).tobytes())
+        moved = results.astype(np.uint8).tobytes()
+        found: list[list[bytes]] = [[] for _ in range(self.loads)]
+        begin = at = 0
+        for load, parts, requests in self._groups:
+            here = moved[begin : begin + parts]
+            begin += parts
+            for _ in range(requests):
+                checked = self._checked[at : at + parts]
+                at += parts
+                if any(checked):
+                    checked = bytes(c or m for c, m in zip(checked, here, strict=True))
+                else:
+                    checked = here
+                found[load].append(checked)
         return found
 
     def sums(self, results: npt.NDArray[np.uint64]) -> list[npt.NDArray[np.uint64]]:
-        """Of a store: each part's sums of its tiles, those without a moved byte left out."""
-        return np.split(results, self._tile_begin[1:])
+        """Of a store: each part's sums of its tiles, from the first to the last that was moved."""
+        found, parts_at = [], int(self.memory[_PARTS_AT : _PARTS_AT + 8].view(np.uint64)[0])
+        for i in range(self.parts):
+            at = parts_at + i * _PART_BYTES + RECORD.itemsize
+            words = self.memory[at : at + 20].view(np.uint32)
+            begin, count = int(words[2]), int(words[4] - words[3])
+            found.append(results[begin : begin + count])
+        return found
+
+
+#: In a job: where the offset of its parts is, and how large one is.
+_PARTS_AT = 32
+_PART_BYTES = 192
 
 
 def write(
@@ -190,205 +191,66 @@ def write(
         loads: with payload addresses that the device can read.
         rotary: how keys are turned, where a request asks for it.
         stages: of shared memory, ``STAGE_BYTES`` each.
-        allocate: gives the memory for a job of that many bytes, aligned to 16.
+        allocate: gives memory of at least that many bytes, aligned to 16.
 
     Raises:
         UnsupportedError: sizes or alignments that the kernels do not serve; says which.
         ValueError: keys are to be turned, and nothing says how.
     """
-    row = layout.row_bytes
-    if not 4 <= row <= STAGE_BYTES or row % 4:
-        raise UnsupportedError(f"rows of {row} bytes are not served: 4 to {STAGE_BYTES}, by fours")
     groups = [
         (number, load.records, load.requests[begin : begin + SHARED_BY])
         for number, load in enumerate(loads)
         for begin in range(0, len(load.requests), SHARED_BY)
     ]
-    records = (
-        np.concatenate([r for _, r, _ in groups]) if groups else np.zeros(0, dtype=RECORD)
+    angles: dict[int, int] = {}
+    wanted = []
+    for _, _, requests in groups:
+        for one in requests:
+            at = _NO_TURNS
+            if one.delta:
+                if rotary is None:
+                    raise ValueError("keys are to be turned, but nothing says how")
+                at = angles.setdefault(one.delta, len(angles) * (rotary.dim // 2))
+            pages = one.pages
+            wanted.append(
+                _WANTED.pack(_host.address(pages), len(pages), one.shift, one.by_slot, at)
+            )
+    table, options = b"", _OPTIONS.pack(stages, 0, 0, 0)
+    if rotary and angles:
+        if rotary.dim * (4 if rotary.dtype == "float32" else 2) > layout.row_bytes:
+            raise UnsupportedError(
+                f"{rotary.dim} rotated elements do not fit rows of {layout.row_bytes} bytes"
+            )
+        table = b"".join([turns(rotary, delta) for delta in angles])
+        options = _OPTIONS.pack(stages, rotary.dim, rotary.interleaved, ELEMENTS[rotary.dtype])
+    status = bytearray(sum(len(records) * len(requests) for _, records, requests in groups))
+    given = (
+        layout.packed,
+        groups[0][1] if len(groups) == 1 else b"".join([r.tobytes() for _, r, _ in groups]),
+        b"".join([_GROUP.pack(len(records), len(requests)) for _, records, requests in groups]),
+        b"".join(wanted),
+        table,
+        options,
     )
-    requests = [request for _, _, some in groups for request in some]
-    count = len(records)
-    mask = np.zeros(count, dtype=np.uint32)
-    request_begin = np.zeros(count, dtype=np.uint32)
-    checked = []
-    begin = first = 0
-    for number, some, wanting in groups:
-        here = slice(begin, begin + len(some))
-        request_begin[here] = first
-        for bit, request in enumerate(wanting):
-            status = check(layout, some, request)
-            mask[here] |= (status == Status.DONE).astype(np.uint32) << np.uint32(bit)
-            checked.append((number, begin, status))
-        begin, first = begin + len(some), first + len(wanting)
-    spans = _extents(records, row)
-    mask[~spans.moves] = 0
-    moved = mask != 0
-    vector = _vector(layout, records[moved]["address"])
-    items = np.where(moved, spans.items, 0)
-    tiles = np.where(moved, spans.tiles, 0)
-
-    tables, table_at, angles, angle_at = _tables(requests, rotary)
-    sizes = {
-        "bases": 16 * len(layout.k_base),
-        "parts": count * _PART.itemsize,
-        "requests": len(requests) * _REQUEST.itemsize,
-        "turns": len(angles),
-        "tables": tables.nbytes,
-        "sums": 8 * int(tiles.sum()),
-        "folded": 8 * count,
-        "counters": 16,
-        "expected": 8 * int(tiles.sum()),
-    }
-    at, end = {}, _JOB.itemsize
-    for name, size in sizes.items():
-        at[name] = end
-        end += -(-size // 16) * 16
-    memory = allocate(end)[:end]
-    memory[at["sums"] : at["expected"]] = 0
-
-    head = memory[: _JOB.itemsize].view(_JOB)[0]
-    for name in _OFFSETS:
-        head[name] = at[name]
-    for name in ("block_stride", "head_stride", "token_stride", "row_bytes"):
-        head[name] = getattr(layout, name)
-    head["layers"] = len(layout.k_base)
-    head["item_rows"] = STAGE_BYTES // row
-    head["item_bytes"] = STAGE_BYTES // row * row
-    head["parts_count"], head["items_count"] = count, items.sum()
-    head["tiles_count"], head["stages"] = tiles.sum(), stages
-    head["by_vectors"], head["by_block"] = divisor(row // vector), divisor(layout.block_tokens)
-    turning = any(request.delta for request in requests)
-    head["rotary_dim"] = rotary.dim if rotary else 0
-    head["interleaved"] = bool(rotary and rotary.interleaved)
-    head["element"] = ELEMENTS[rotary.dtype] if rotary else 0
-    if turning and rotary and rotary.dim * (4 if rotary.dtype == "float32" else 2) > row:
-        raise UnsupportedError(f"{rotary.dim} rotated elements do not fit rows of {row} bytes")
-    _put(memory, at["bases"], np.array(layout.k_base + layout.v_base, dtype=np.uint64))
-    _put(memory, at["turns"], np.frombuffer(angles, dtype=np.uint8))
-    _put(memory, at["tables"], tables)
-
-    wanting_ = memory[at["requests"] :][: sizes["requests"]].view(_REQUEST)
-    for i, request in enumerate(requests):
-        wanting_[i] = (
-            at["tables"] + 4 * table_at[i],
-            request.shift % 2**32,
-            request.by_slot,
-            angle_at[i],
-            0,
-        )
-    parts = memory[at["parts"] :][: sizes["parts"]].view(_PART)
-    parts["record"] = records
-    parts["item_begin"] = np.cumsum(items) - items
-    parts["tile_begin"] = tile_begin = np.cumsum(tiles) - tiles
-    parts["first_item"], parts["first_tile"] = spans.first_item, spans.first_tile
-    parts["end_tile"] = np.where(moved, spans.first_tile + spans.tiles, spans.first_tile)
-    parts["request_begin"], parts["requests"] = request_begin, mask
-    parts["dense"] = spans.dense
-    parts["by_tokens"] = _divisors(records["tokens"])
-    parts["by_heads"] = _divisors(records["src_heads"])
+    memory = allocate(1 << 18)
+    try:
+        size, *sizes = _host.job(*given, memory, status)
+        if size > len(memory):
+            memory = allocate(size)
+            size, *sizes = _host.job(*given, memory, status)
+    except ValueError as wrong:
+        raise UnsupportedError(str(wrong)) from None
+    upload, vector, parts, items, tiles, payload_bytes = sizes
     return Job(
         memory=memory,
-        upload_bytes=at["expected"],
+        upload_bytes=upload,
         vector=vector,
-        turns=turning,
-        items=int(items.sum()),
-        parts=count,
-        tiles=int(tiles.sum()),
-        payload_bytes=int((spans.tiles[moved] * TILE_BYTES).sum()),
-        _checked=checked,
-        _tile_begin=tile_begin.astype(np.int64),
+        turns=bool(angles),
+        loads=len(loads),
+        parts=parts,
+        items=items,
+        tiles=tiles,
+        payload_bytes=payload_bytes,
+        _groups=[(number, len(records), len(requests)) for number, records, requests in groups],
+        _checked=bytes(status),
     )
-
-
-@dataclass(slots=True)
-class _Extents:
-    """Which items and tiles of its payload each part touches, if it moves anything."""
-
-    moves: npt.NDArray[np.bool_]
-    first_item: npt.NDArray[np.int64]
-    items: npt.NDArray[np.int64]
-    first_tile: npt.NDArray[np.int64]
-    tiles: npt.NDArray[np.int64]
-    dense: npt.NDArray[np.bool_]
-
-
-def _extents(records: npt.NDArray[np.void], row: int) -> _Extents:
-    # What contradicts itself wraps here and is masked out by its status.
-    r: Any = {name: records[name].astype(np.int64) for name in _FIELDS[3:]}
-    item = STAGE_BYTES // row * row
-    moves = (r["token_begin"] < r["token_end"]) & (r["heads"] > 0) & (r["layers"] > 0)
-    moves &= (r["length"] > 0) & (r["length"] // row < LIMIT)
-    first = (r["src_layer_begin"] * 2 * r["src_heads"] + r["src_head_begin"]) * r["tokens"]
-    first += r["token_begin"]
-    planes = (r["src_layer_begin"] + r["layers"]) * 2 - 1
-    heads = planes * r["src_heads"] + r["src_head_begin"] + r["heads"] - 1
-    last = heads * r["tokens"] + r["token_end"] - 1
-    first_tile = first * row // TILE_BYTES
-    end_tile = -(-(last + 1) * row // TILE_BYTES)
-    first_item = first_tile * TILE_BYTES // item
-    end_item = -(-np.minimum(end_tile * TILE_BYTES, r["length"]) // item)
-    whole = (r["token_begin"] == 0) & (r["token_end"] == r["tokens"])
-    return _Extents(
-        moves,
-        first_item,
-        end_item - first_item,
-        first_tile,
-        end_tile - first_tile,
-        whole & (r["heads"] == r["src_heads"]),
-    )
-
-
-def _vector(layout: PagedLayout, addresses: npt.NDArray[np.uint64]) -> int:
-    """The widest vectors that all addresses and strides allow."""
-    of_layout = (layout.block_stride, layout.head_stride, layout.token_stride, layout.row_bytes)
-    bits = 0
-    for number in (*of_layout, *layout.k_base, *layout.v_base):
-        bits |= number
-    bits |= int(np.bitwise_or.reduce(addresses, initial=0))
-    if bits % 4:
-        raise UnsupportedError("payloads, pages and their strides must be multiples of 4 bytes")
-    return 4 if bits % 16 else 16
-
-
-def _tables(
-    requests: Sequence[Request], rotary: Rotary | None
-) -> tuple[npt.NDArray[np.uint32], list[int], bytes, list[int]]:
-    """Page ids of all requests, where each one's begin; angles, where each one's begin."""
-    table_at, angle_at, end = [], [], 0
-    angles: dict[int, int] = {}
-    for request in requests:
-        table_at.append(end)
-        end += len(request.pages)
-        if request.delta == 0:
-            angle_at.append(_NONE)
-            continue
-        if rotary is None:
-            raise ValueError("keys are to be turned, but nothing says how")
-        angle_at.append(angles.setdefault(request.delta, len(angles) * (rotary.dim // 2)))
-    tables = (
-        np.concatenate([r.pages for r in requests]).astype(np.uint32)
-        if requests
-        else np.zeros(0, dtype=np.uint32)
-    )
-    packed = b"".join(turns(rotary, delta) for delta in angles) if rotary else b""
-    return tables, table_at, packed, angle_at
-
-
-@lru_cache(maxsize=4096)
-def divisor(value: int) -> tuple[int, int, int]:
-    """(value, factor, shift) with n // value = n · factor >> (32 + shift) for n < 2³¹."""
-    if value <= 1:
-        return value, 0, 0
-    bits = (value - 1).bit_length()
-    return value, -(-(1 << (31 + bits)) // value), bits - 1
-
-
-def _divisors(values: npt.NDArray[np.uint64]) -> npt.NDArray[np.void]:
-    # Sizes that the kernels serve are below LIMIT; the others are masked out.
-    numbers = np.minimum(values, LIMIT - 1).tolist()
-    return np.array([divisor(n) for n in numbers], dtype=_DIVISOR)
-
-
-def _put(memory: Bytes, offset: int, values: npt.NDArray[Any]) -> None:
-    memory[offset : offset + values.nbytes] = values.view(np.uint8)

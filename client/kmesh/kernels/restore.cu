@@ -60,31 +60,61 @@ __device__ V turned(const Job *job, const u8 *row, u32 within, const float2 *tur
     return out;
 }
 
+// Addresses of the pages of an item's rows, for some requests at a time: made once for a row
+// instead of once for each of its vectors. 0 stands for none; the lowest bit for a key to be turned.
+static const u32 ENTRIES = 1024;
+
+template <bool TURN>
+__device__ inline void address(const Job *job, const Item &item, u32 rows, u32 first, u32 count_,
+                               u64 *table) {
+    for (u32 i = thread(); i < rows * count_; i += threads()) {
+        u32 r = i / rows, row = i - r * rows;
+        Place place = place_of(job, item.part, item.row + row);
+        u64 entry = 0;
+        if (place.wanted && item.part->requests >> (first + r) & 1) {
+            const Request *request = request_of(job, item.part->request_begin + first + r);
+            entry = (u64)page_of(job, item.part, request, place);
+            if (TURN && place.key && request->turns != NONE) entry |= 1;
+        }
+        table[i] = entry;
+    }
+}
+
 template <typename V, bool TURN>
-__device__ inline void scatter(const Job *job, const Item &item, const u8 *stage, Sums *sums) {
-    const Part *part = item.part;
+__device__ inline void put(const Job *job, const Item &item, const u8 *stage, u32 row, u32 within,
+                           u32 request, u64 entry, const V &v) {
+    V *to = (V *)((entry & ~(u64)1) + within);
+    if (TURN && entry & 1) {
+        const float2 *turns = (const float2 *)((const u8 *)job + job->turns);
+        turns += request_of(job, item.part->request_begin + request)->turns;
+        store_once(to, turned<V>(job, stage + (u64)row * job->row_bytes, within, turns));
+    } else if (entry) {
+        store_once(to, v);
+    }
+}
+
+// Pages of requests from `first` on; the sums go along with the first ones.
+template <typename V, bool TURN>
+__device__ inline void scatter(const Job *job, const Item &item, const u8 *stage, u32 rows,
+                               u32 first, u32 count_, const u64 *table, Sums *sums) {
     const u32 vectors = item.bytes / sizeof(V), in_row = job->by_vectors.value;
 #pragma unroll 4
     for (u32 i = thread(); i < vectors; i += threads()) {
         V v = load((const V *)stage + i);
 #ifndef KM_NO_SUMS
-        sums->take(v, i * (sizeof(V) / 4));
+        if (first == 0) sums->take(v, i * (sizeof(V) / 4));
 #endif
         u32 row = job->by_vectors.divide(i), within = (i - row * in_row) * sizeof(V);
-        Place place = place_of(job, part, item.row + row);
-        if (!place.wanted) continue;
-        for (u32 r = 0, left = part->requests; left; r++, left >>= 1) {
-            if (!(left & 1)) continue;
-            const Request *request = request_of(job, part->request_begin + r);
-            V *to = (V *)(page_of(job, part, request, place) + within);
-            if (TURN && place.key && request->turns != NONE) {
-                const float2 *turns = (const float2 *)((const u8 *)job + job->turns);
-                const u8 *whole = stage + (u64)row * job->row_bytes;
-                store_once(to, turned<V>(job, whole, within, turns + request->turns));
-            } else {
-                store_once(to, v);
-            }
+        const u64 *entries = table + row;
+        u32 r = 0;
+        for (; r + 4 <= count_; r += 4, entries += 4 * rows) {
+            u64 entry[4] = {entries[0], entries[rows], entries[2 * rows], entries[3 * rows]};
+#pragma unroll
+            for (u32 k = 0; k < 4; k++)
+                put<V, TURN>(job, item, stage, row, within, first + r + k, entry[k], v);
         }
+        for (; r < count_; r++, entries += rows)
+            put<V, TURN>(job, item, stage, row, within, first + r, *entries, v);
     }
 }
 
@@ -138,7 +168,8 @@ __device__ inline u32 begin_of(const Job *job, u32 part) {
 
 template <typename V, bool TURN>
 __device__ inline void restore(const Job *job, u32 *results, Range range, u8 *shared) {
-    Ring<V> ring(shared, job->stages, 16384);
+    u64 *table = (u64 *)shared;
+    Ring<V> ring(shared + ENTRIES * sizeof(u64), job->stages, 16384);
     const u32 begin = begin_of(job, range.begin), count_ = begin_of(job, range.end);
     const u32 step = blocks();
     // Filled and read in the same order; an item of which nothing is wanted takes no part.
@@ -155,9 +186,17 @@ __device__ inline void restore(const Job *job, u32 *results, Range range, u8 *sh
     for (u32 at = begin + block(); at < count_; at += step) {
         Item item = item_at(job, at);
         if (!item.wanted[0] && !item.wanted[1]) continue;
-        ring.wait(stage, parity);
+        const u32 rows = item.bytes / job->row_bytes, at_once = ENTRIES / rows;
+        const u32 requests = 32 - leading_zeros(item.part->requests);
         Sums sums(item);
-        scatter<V, TURN>(job, item, ring.stage(stage), &sums);
+        for (u32 first = 0; first < requests; first += at_once) {
+            u32 some = requests - first < at_once ? requests - first : at_once;
+            if (first) barrier();
+            address<TURN>(job, item, rows, first, some, table);
+            barrier();
+            if (!first) ring.wait(stage, parity);
+            scatter<V, TURN>(job, item, ring.stage(stage), rows, first, some, table, &sums);
+        }
 #ifndef KM_NO_SUMS
         sums.give(job, item);
 #endif
@@ -173,7 +212,7 @@ __device__ inline void restore(const Job *job, u32 *results, Range range, u8 *sh
     }
     fence();
     barrier();
-    u32 *last = (u32 *)shared, *counter = (u32 *)((u8 *)job + job->counters);
+    u32 *last = (u32 *)table, *counter = (u32 *)((u8 *)job + job->counters);
     if (thread() == 0) *last = count(counter) + 1 == blocks();
     barrier();
     if (!*last) return;
