@@ -242,8 +242,8 @@ static PyObject *host_job(PyObject *module, PyObject *args) {
     PyObject *result = NULL;
     if (wrong) refuse(wrong);
     else
-        result = Py_BuildValue("(KKKKKKK)", sizes.size, sizes.upload, sizes.vector, sizes.parts,
-                               sizes.items, sizes.tiles, sizes.bytes);
+        result = Py_BuildValue("(KKKKKKKK)", sizes.size, sizes.upload, sizes.vector, sizes.parts,
+                               sizes.items, sizes.tiles, sizes.bytes, sizes.shared);
     PyBuffer_Release(&b.layout);
     PyBuffer_Release(&b.parts);
     PyBuffer_Release(&b.groups);

@@ -5,7 +5,9 @@
 #include "_host_paged.h"
 
 // What is below is what client/kmesh/kernels/paged.cuh reads, member by member.
-enum { KM_STAGE = 16384, KM_TABLE_ROWS = 1024, KM_SHARED_BY = 32 };
+enum { KM_STAGE = 16384, KM_ENTRIES = 1024, KM_SHARED_BY = 32, KM_MOST_STAGES = 12 };
+// Of shared memory: before all stages, and in each beside its bytes and its addresses.
+enum { KM_HEAD = 512, KM_UNIT = 128 };
 #define KM_NO_TURNS UINT32_MAX
 #define KM_JOB_LIMIT (UINT64_C(1) << 31)
 
@@ -32,7 +34,7 @@ typedef struct {
     uint32_t layers, row_bytes, item_rows, item_bytes;
     uint32_t parts_count, items_count, tiles_count, stages;
     km_divisor by_vectors, by_block;
-    uint32_t rotary_dim, interleaved, element, spare;
+    uint32_t rotary_dim, interleaved, element, entries;
 } km_job;
 
 // As kmesh.kernels.plan packs it.
@@ -47,11 +49,12 @@ typedef struct {
 } km_group;
 
 typedef struct {
-    uint32_t stages, rotary_dim, interleaved, element;
+    uint32_t shared, stages;  // bytes of shared memory and stages in it, at most
+    uint32_t rotary_dim, interleaved, element;
 } km_job_options;
 
 typedef struct {
-    uint64_t size, upload, vector, parts, items, tiles, bytes;
+    uint64_t size, upload, vector, parts, items, tiles, bytes, shared;
 } km_job_sizes;
 
 typedef struct {
@@ -127,10 +130,11 @@ static const char *km_job_write(const km_job_input *in, unsigned char *memory, s
     if (l->num_blocks >= KM_JOB_LIMIT || l->block_tokens >= KM_JOB_LIMIT ||
         l->num_blocks * l->block_tokens >= KM_JOB_LIMIT)
         return "2^31 pages, or slots in them, and more are not served";
-    size_t parts = 0, requests = 0, ids = 0;
+    size_t parts = 0, requests = 0, ids = 0, most = 1;
     for (size_t g = 0; g < in->group_count; g++) {
         if (in->groups[g].requests > KM_SHARED_BY) return "too many requests for one read";
         parts += in->groups[g].parts, requests += in->groups[g].requests;
+        if (in->groups[g].requests > most) most = in->groups[g].requests;
     }
     for (size_t r = 0; r < requests; r++) {
         const km_wanted *w = &in->wanted[r];
@@ -139,8 +143,18 @@ static const char *km_job_write(const km_job_input *in, unsigned char *memory, s
         ids += w->count;
     }
     uint64_t item_rows = KM_STAGE / l->row_bytes;
-    if (item_rows > KM_TABLE_ROWS) item_rows = KM_TABLE_ROWS;
+    if (item_rows > KM_ENTRIES) item_rows = KM_ENTRIES;
     uint64_t item = item_rows * l->row_bytes;
+
+    // Addresses for as many requests at a time as a stage has room for, at least one.
+    uint64_t entries = most * item_rows;
+    if (entries > KM_ENTRIES) entries = KM_ENTRIES / item_rows * item_rows;
+    entries += entries & 1;
+    uint64_t stage = KM_STAGE + KM_UNIT + entries * 8;
+    uint64_t stages = in->options.shared > KM_HEAD ? (in->options.shared - KM_HEAD) / stage : 0;
+    if (stages > in->options.stages) stages = in->options.stages;
+    if (stages > KM_MOST_STAGES) stages = KM_MOST_STAGES;
+    if (!stages) return "the shared memory has no room for a stage";
 
     km_job job = {.block_stride = l->block_stride,
                   .head_stride = l->head_stride,
@@ -150,7 +164,8 @@ static const char *km_job_write(const km_job_input *in, unsigned char *memory, s
                   .item_rows = (uint32_t)item_rows,
                   .item_bytes = (uint32_t)item,
                   .parts_count = (uint32_t)parts,
-                  .stages = in->options.stages,
+                  .stages = (uint32_t)stages,
+                  .entries = (uint32_t)entries,
                   .by_block = km_divide_by(l->block_tokens),
                   .rotary_dim = in->options.rotary_dim,
                   .interleaved = in->options.interleaved,
@@ -207,7 +222,8 @@ static const char *km_job_write(const km_job_input *in, unsigned char *memory, s
                             .parts = parts,
                             .items = items,
                             .tiles = tiles,
-                            .bytes = bytes};
+                            .bytes = bytes,
+                            .shared = KM_HEAD + stages * stage};
     job.expected = sizes->upload;
     sizes->size = job.expected + km_room(8 * tiles);
     if (sizes->size > room) return NULL;

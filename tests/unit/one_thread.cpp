@@ -1,7 +1,7 @@
 // The kernels' own code, compiled for the CPU.
 #include "one_thread.hpp"
 
-static u8 shared_memory[8192 + 1024 + 64 * 16384] __attribute__((aligned(1024)));
+static u8 shared_memory[1 << 19] __attribute__((aligned(1024)));
 
 #define RUN(call)                                                            \
     for (all_blocks = n, this_block = 0; this_block < n; this_block++) call;

@@ -22,6 +22,11 @@ static u32 threads() { return 1; }
 static u32 block() { return this_block; }
 static u32 blocks() { return all_blocks; }
 static void barrier() {}
+static void warp_barrier() {}
+static const bool ALONE = true;
+static u32 consumers() { return 1; }
+static u32 consumer() { return 0; }
+static bool produces() { return true; }
 static void fence() {}
 static void system_fence() {}
 static u32 leading_zeros(u32 bits) { return (u32)__builtin_clz(bits); }
@@ -55,29 +60,47 @@ template <typename V> static void store_once(V *to, V v) { memcpy(to, &v, sizeof
 static u64 load_shared_word(const u64 *from) { return *from; }
 static void tell_host(u32 *to, u32 value) { *to = value; }
 
-// As long as a stage is not waited for, it holds rubbish; its phases are those of the device's.
+struct Cursor {
+    u32 stage = 0, parities = 0;
+    u32 parity() const { return parities >> stage & 1; }
+    void turn() { parities ^= 1u << stage; }
+    void next(u32 count) { stage = stage + 1 == count ? 0 : stage + 1; }
+};
+
+// As long as a stage is not waited for, it holds rubbish. Whoever would wait for ever aborts.
 template <typename V>
 struct Ring {
-    u8 *stages;
-    u32 count, stage_bytes;
-    struct { const u8 *from; u32 bytes, phase; } pending[64];
+    static const u32 HEAD = 512, UNIT = 128, DATA = 16384;
+    struct State { const u8 *from; u32 bytes, full, empty; };
+    u8 *memory;
+    u32 count, entries, stage_bytes;
+    State *states;
 
-    Ring(u8 *memory, u32 count_, u32 stage_bytes_)
-        : stages(memory + 1024), count(count_), stage_bytes(stage_bytes_) {
-        for (auto &one : pending) one = {nullptr, 0, 0};
+    Ring(u8 *memory_, u32 count_, u32 entries_)
+        : memory(memory_), count(count_), entries(entries_),
+          stage_bytes(DATA + UNIT + entries_ * 8), states((State *)memory_) {
+        if (count * sizeof(State) > HEAD) abort();
+        memset(memory, 0, HEAD);
     }
-    u8 *stage(u32 index) const { return stages + (size_t)index * stage_bytes; }
-    void fill(u32 index, const u8 *from, u32 bytes) {
-        if (pending[index].from || bytes > stage_bytes) abort();
-        memset(stage(index), 0xA5, stage_bytes);
-        pending[index].from = from;
-        pending[index].bytes = bytes;
+    u8 *stage(const Cursor &at) const { return memory + HEAD + (size_t)at.stage * stage_bytes; }
+    void *unit(const Cursor &at) const { return stage(at) + DATA; }
+    u64 *table(const Cursor &at) const { return (u64 *)(stage(at) + DATA + UNIT); }
+    State &state(const Cursor &at) const { return states[at.stage]; }
+    void wait_empty(const Cursor &at) const {
+        if (state(at).empty != at.parity()) abort();
+        memset(unit(at), 0xA5, UNIT + entries * 8);
     }
-    void wait(u32 index, u32 parity) {
-        auto &one = pending[index];
-        if (!one.from || one.phase != parity) abort();
-        memcpy(stage(index), one.from, one.bytes);
+    void fill(const Cursor &at, const u8 *from, u32 bytes) const {
+        if (state(at).from || bytes > DATA) abort();
+        memset(stage(at), 0xA5, DATA);
+        state(at).from = from, state(at).bytes = bytes;
+    }
+    void ready(const Cursor &at) const { state(at).full ^= 1; }
+    void wait_full(const Cursor &at) const {
+        State &one = state(at);
+        if (one.full == at.parity()) abort();
+        if (one.from) memcpy(stage(at), one.from, one.bytes);
         one.from = nullptr;
-        one.phase ^= 1;
     }
+    void release(const Cursor &at) const { state(at).empty ^= 1; }
 };

@@ -15,17 +15,26 @@ from kmesh.kernels.plan import Load
 _TO_DEVICE = 1
 _NO_TIMING = 2
 _NON_BLOCKING = 1
+_LAST_BYTES = 4 << 20
 
 
-def chunks_of(lengths: Sequence[int], room: int) -> list[tuple[int, int]]:
-    """Half-open ranges of parts that fit ``room`` together; a larger part is alone in its own."""
+def chunks_of(lengths: Sequence[int], room: int, smallest: int) -> list[tuple[int, int]]:
+    """Half-open ranges of parts that fit ``room`` together; a larger part is alone in its own.
+
+    Towards the end they get smaller, down to ``smallest`` bytes: what has come last is scattered
+    when the bus has nothing left to bring.
+    """
     found: list[tuple[int, int]] = []
+    left = sum(lengths)
     begin = filled = 0
+    target = min(room, max(left // 2, smallest))
     for i, length in enumerate(lengths):
         taken = _whole(length)
-        if i > begin and filled + taken > room:
+        if i > begin and filled + taken > target:
             found.append((begin, i))
+            left -= filled
             begin, filled = i, 0
+            target = min(room, max(left // 2, smallest))
         filled += taken
     if len(lengths) > begin:
         found.append((begin, len(lengths)))
@@ -108,7 +117,7 @@ class Trip:
         self.loads = [Load(load.records.copy(), load.requests) for load in loads]
         lengths = [n for load in loads for n in load.records["length"].tolist()]
         addresses = [a for load in loads for a in load.records["address"].tolist()]
-        self._chunks = chunks_of(lengths, copier.room)
+        self._chunks = chunks_of(lengths, copier.room, _LAST_BYTES)
         self._copies = [runs_of(addresses[b:e], lengths[b:e]) for b, e in self._chunks]
         self._first = copier.next
         self._started = 0

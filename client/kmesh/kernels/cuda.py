@@ -19,7 +19,7 @@ from kmesh import _host
 from kmesh.kernels import plan
 from kmesh.kernels.chooser import Rates, Route, choose
 from kmesh.kernels.copying import Copier
-from kmesh.kernels.device import Device, Slot, shared_bytes
+from kmesh.kernels.device import Device, Slot
 from kmesh.kernels.host import PagedLayout
 from kmesh.kernels.plan import Load, Request
 from kmesh.kernels.rotary import Rotary
@@ -47,44 +47,56 @@ class Memory(enum.Enum):
 
 
 @dataclass(frozen=True, slots=True)
+class Grid:
+    """Of one launch: blocks, and the most stages and shared memory of each."""
+
+    blocks: int
+    stages: int
+    shared: int
+
+
+@dataclass(frozen=True, slots=True)
 class Settings:
     """How much of the GPU a restore or a store may use.
 
     Attributes:
         max_ctas: thread blocks of one launch, at most; None: as many as are of use.
-        host_ctas, host_stages: blocks where payloads are in host memory, and how many stages of
-            16 KiB each has in flight. The bus is slow: a few blocks fill it.
-        gpu_ctas, gpu_stages: the same a multiprocessor, where payloads are in the GPU's memory.
+        host_ctas, host_stages: blocks where payloads are in host memory and one request wants
+            them, and how many stages of 16 KiB each of them has in flight. A few blocks fill the
+            bus; more of them only wait for it.
+        gpu_ctas, gpu_stages: the same for each multiprocessor, for payloads in the GPU's memory
+            or for several requests, whose pages are more to write than the bus brings.
         chunk_bytes, chunks: of the copy engine's buffers.
     """
 
     max_ctas: int | None = None
-    host_ctas: int = 32
-    host_stages: int = 8
+    host_ctas: int = 16
+    host_stages: int = 4
     gpu_ctas: int = 3
     gpu_stages: int = 4
-    chunk_bytes: int = 8 << 20
+    chunk_bytes: int = 32 << 20
     chunks: int = 3
 
     def __post_init__(self) -> None:
-        for name in ("host_ctas", "gpu_ctas", "chunk_bytes"):
+        for name in ("host_ctas", "host_stages", "gpu_ctas", "gpu_stages", "chunk_bytes"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} is {getattr(self, name)}, not at least 1")
         if self.max_ctas is not None and self.max_ctas < 1:
             raise ValueError(f"max_ctas is {self.max_ctas}, not at least 1")
         if self.chunks < 2:
             raise ValueError(f"chunks is {self.chunks}: one is copied while one is scattered")
-        for name in ("host_stages", "gpu_stages"):
-            if not 1 <= getattr(self, name) <= 12:
-                raise ValueError(f"{name} is {getattr(self, name)}, not 1 to 12")
 
-    def grid(self, device: Device, memory: Memory) -> tuple[int, int]:
-        """(blocks, stages) of a launch."""
+    def grid(self, device: Device, memory: Memory, requests: int = 1) -> Grid:
+        """Blocks of a launch for so many requests."""
+        each = self.gpu_ctas
+        blocks, stages = each * device.multiprocessors, self.gpu_stages
         if memory is Memory.HOST:
-            blocks, stages = self.host_ctas, self.host_stages
-        else:
-            blocks, stages = self.gpu_ctas * device.multiprocessors, self.gpu_stages
-        return min(blocks, self.max_ctas or blocks), min(stages, device.stages)
+            stages = self.host_stages
+            if requests == 1:
+                blocks, each = self.host_ctas, 1
+            elif requests <= 4:
+                blocks, each = device.multiprocessors, 1
+        return Grid(min(blocks, self.max_ctas or blocks), stages, device.shared(each))
 
 
 class Pending:
@@ -164,24 +176,24 @@ class Restorer:
         Raises:
             UnsupportedError, ValueError: as ``plan.write``; nothing was started.
         """
-        settings = self._settings
-        blocks, stages = settings.grid(self._device, memory)
+        requests = max((len(load.requests) for load in loads), default=0)
+        grid = self._settings.grid(self._device, memory, requests)
         if memory is Memory.GPU:
             route = Route.KERNEL
-        elif any(len(load.requests) > plan.SHARED_BY for load in loads):
+        elif requests > plan.SHARED_BY:
             # Its parts are read more than once: that would be copied twice.
             route = Route.KERNEL
         elif route is None:
-            route = self._choose(loads, blocks)
+            route = self._choose(loads, requests, grid)
         if route is Route.COPY:
             return self._by_copies(loads, stream)
         with self._device:
             slot = self._device.slot()
             try:
-                job = self._write(slot, loads, stages)
+                job = self._write(slot, loads, grid)
                 slot.upload(job.upload_bytes, stream)
                 slot.expect(job.parts)
-                self._launch(job, slot, blocks, stages, (0, job.parts), stream)
+                self._launch(job, slot, grid, (0, job.parts), stream)
             finally:
                 slot.record(stream)
             return Pending(self._device, slot, job, route)
@@ -193,14 +205,15 @@ class Restorer:
             if self._copier:
                 self._copier.close()
 
-    def _choose(self, loads: Sequence[Load], blocks: int) -> Route:
+    def _choose(self, loads: Sequence[Load], requests: int, grid: Grid) -> Route:
         size = sum(int(load.records["length"].sum()) for load in loads)
-        most = max((len(load.requests) for load in loads), default=0)
-        return choose(size, most, blocks, self._rates) if size and most else Route.KERNEL
+        if not size or not requests:
+            return Route.KERNEL
+        return choose(size, requests, grid.blocks, self._rates)
 
     def _by_copies(self, loads: Sequence[Load], stream: int) -> Pending:
         settings = self._settings
-        blocks, stages = settings.grid(self._device, Memory.GPU)
+        grid = settings.grid(self._device, Memory.GPU)
         with self._device:
             if self._copier is None:
                 self._copier = Copier(self._device, settings.chunk_bytes, settings.chunks)
@@ -208,34 +221,32 @@ class Restorer:
             trip = self._copier.start(loads)
             slot = self._device.slot()
             try:
-                job = self._write(slot, trip.loads, stages)
+                job = self._write(slot, trip.loads, grid)
                 slot.upload(job.upload_bytes, stream)
                 slot.expect(job.parts)
                 for begin, end in trip.chunks(stream):
-                    self._launch(job, slot, blocks, stages, (begin, end), stream)
+                    self._launch(job, slot, grid, (begin, end), stream)
             finally:
                 slot.record(stream)
                 trip.end(stream)
             return Pending(self._device, slot, job, Route.COPY)
 
-    def _write(self, slot: Slot, loads: Sequence[Load], stages: int) -> plan.Job:
+    def _write(self, slot: Slot, loads: Sequence[Load], grid: Grid) -> plan.Job:
         return plan.write(
-            self._layout, loads, rotary=self._rotary, stages=stages, allocate=slot.reserve
+            self._layout,
+            loads,
+            rotary=self._rotary,
+            stages=grid.stages,
+            shared=grid.shared,
+            allocate=slot.reserve,
         )
 
     def _launch(
-        self,
-        job: plan.Job,
-        slot: Slot,
-        blocks: int,
-        stages: int,
-        parts: tuple[int, int],
-        stream: int,
+        self, job: plan.Job, slot: Slot, grid: Grid, parts: tuple[int, int], stream: int
     ) -> None:
         name = f"kmesh_restore_{'turn_' if job.turns else ''}{job.vector}"
-        blocks = max(min(blocks, job.items), 1)
-        shared = shared_bytes(stages)
-        self._device.launch("restore", name, blocks, shared, slot, parts, stream)
+        blocks = max(min(grid.blocks, job.items), 1)
+        self._device.launch("restore", name, blocks, job.shared_bytes, slot, parts, stream)
 
 
 class PendingStore:
@@ -290,7 +301,7 @@ class Storer:
             records: parts, as an array of ``plan.RECORD``; root and sums_address mean nothing.
             memory: where the payloads are.
         """
-        blocks, _ = self._settings.grid(self._device, memory)
+        blocks = self._settings.grid(self._device, memory, requests=8).blocks
         with self._device:
             slot = self._device.slot()
             try:

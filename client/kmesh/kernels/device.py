@@ -11,13 +11,11 @@ import numpy.typing as npt
 
 from kmesh.errors import UnsupportedError
 from kmesh.kernels import sources
-from kmesh.kernels.plan import STAGE_BYTES
 
-THREADS = 256
+#: Of a block, by program; the last warp of a restore brings what the others move.
+THREADS = {"restore": 288, "store": 256}
 
-_TABLE_BYTES = 8192
-_BARRIER_BYTES = 1024
-_MOST_STAGES = 12
+_RESERVED = 1024  # of a multiprocessor's shared memory, for each block
 _TO_DEVICE = 1
 _NO_TIMING = 2
 _NOT_READY = 600
@@ -45,7 +43,7 @@ def _function(device: int, program: str, name: str, options: tuple[str, ...]) ->
     module = _module(device, program, options)
     function = module.get_function(name)
     if program == "restore":
-        function.max_dynamic_shared_size_bytes = shared_bytes(_stages(device))
+        function.max_dynamic_shared_size_bytes = _most_shared(device)
     return function
 
 
@@ -56,15 +54,9 @@ def _module(device: int, program: str, options: tuple[str, ...]) -> Any:
     )
 
 
-def shared_bytes(stages: int) -> int:
-    """Shared memory that a restore with so many stages takes."""
-    return _TABLE_BYTES + _BARRIER_BYTES + stages * STAGE_BYTES
-
-
 @lru_cache(maxsize=16)
-def _stages(device: int) -> int:
-    most = cupy().cuda.Device(device).attributes["MaxSharedMemoryPerBlockOptin"]
-    return min(_MOST_STAGES, (int(most) - shared_bytes(0)) // STAGE_BYTES)
+def _most_shared(device: int) -> int:
+    return int(cupy().cuda.Device(device).attributes["MaxSharedMemoryPerBlockOptin"])
 
 
 class Slot:
@@ -152,8 +144,9 @@ class Device:
         self._busy: set[Slot] = set()
         with self:
             attributes = module.cuda.Device(ordinal).attributes
-            self.stages = _stages(ordinal)
+            self._most_shared = _most_shared(ordinal)
         self.multiprocessors = int(attributes["MultiProcessorCount"])
+        self._shared = int(attributes["MaxSharedMemoryPerMultiprocessor"])
 
     def __enter__(self) -> Self:
         self._before = self.runtime.getDevice()
@@ -164,6 +157,10 @@ class Device:
     def __exit__(self, *_: object) -> None:
         if self._before != self.ordinal:
             self.runtime.setDevice(self._before)
+
+    def shared(self, blocks: int) -> int:
+        """Bytes of shared memory for each of so many blocks on one multiprocessor."""
+        return min(self._shared // blocks - _RESERVED, self._most_shared)
 
     def slot(self) -> Slot:
         """Memory for one job, until ``release``."""
@@ -197,7 +194,7 @@ class Device:
             values.append((ctypes.c_uint32 * 2)(*parts))
         pointers = (ctypes.c_void_p * len(values))(*map(ctypes.addressof, values))
         self._driver.launchKernel(
-            function.kernel.ptr, blocks, 1, 1, THREADS, 1, 1, shared, stream,
+            function.kernel.ptr, blocks, 1, 1, THREADS[program], 1, 1, shared, stream,
             ctypes.addressof(pointers), 0,
         )  # fmt: skip
 

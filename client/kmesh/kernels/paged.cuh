@@ -45,7 +45,7 @@ struct Job {
     u32 parts_count, items_count, tiles_count, stages;
     Divisor by_vectors, by_block;
     u32 rotary_dim, interleaved, element;
-    u32 spare;
+    u32 entries;  // addresses of pages for which a stage has room
 };
 
 __device__ inline const Part *parts_of(const Job *job) {

@@ -27,7 +27,7 @@ SHARED_BY = 32
 _NO_TURNS = 2**32 - 1
 _WANTED = struct.Struct("<QQqII")
 _GROUP = struct.Struct("<II")
-_OPTIONS = struct.Struct("<4I")
+_OPTIONS = struct.Struct("<5I")
 _FIELDS = (
     "address", "sums_address", "root", "length", "tokens", "token_begin", "token_end", "position",
     "src_heads", "src_head_begin", "dst_head_begin", "heads",
@@ -124,6 +124,7 @@ class Job:
         turns: whether any key is turned.
         loads, parts, items, tiles: counts.
         payload_bytes: of the payloads that are read (or, of a store, written).
+        shared_bytes: of shared memory that a restore's block takes.
     """
 
     memory: Bytes
@@ -135,6 +136,7 @@ class Job:
     items: int
     tiles: int
     payload_bytes: int
+    shared_bytes: int
     _groups: list[tuple[int, int, int]] = field(default_factory=list)
     _checked: bytes = b""
 
@@ -182,6 +184,7 @@ def write(
     *,
     rotary: Rotary | None = None,
     stages: int = 4,
+    shared: int = 1 << 17,
     allocate: Callable[[int], Bytes] = lambda size: np.empty(size, dtype=np.uint8),
 ) -> Job:
     """Writes a job.
@@ -190,7 +193,8 @@ def write(
         layout: with addresses that the device can write.
         loads: with payload addresses that the device can read.
         rotary: how keys are turned, where a request asks for it.
-        stages: of shared memory, ``STAGE_BYTES`` each.
+        stages: at most, of ``STAGE_BYTES`` and some addresses each.
+        shared: bytes of shared memory that a block may have.
         allocate: gives memory of at least that many bytes, aligned to 16.
 
     Raises:
@@ -215,14 +219,15 @@ def write(
             wanted.append(
                 _WANTED.pack(_host.address(pages), len(pages), one.shift, one.by_slot, at)
             )
-    table, options = b"", _OPTIONS.pack(stages, 0, 0, 0)
+    table, options = b"", _OPTIONS.pack(shared, stages, 0, 0, 0)
     if rotary and angles:
         if rotary.dim * (4 if rotary.dtype == "float32" else 2) > layout.row_bytes:
             raise UnsupportedError(
                 f"{rotary.dim} rotated elements do not fit rows of {layout.row_bytes} bytes"
             )
         table = b"".join([turns(rotary, delta) for delta in angles])
-        options = _OPTIONS.pack(stages, rotary.dim, rotary.interleaved, ELEMENTS[rotary.dtype])
+        element = ELEMENTS[rotary.dtype]
+        options = _OPTIONS.pack(shared, stages, rotary.dim, rotary.interleaved, element)
     status = bytearray(sum(len(records) * len(requests) for _, records, requests in groups))
     given = (
         layout.packed,
@@ -240,7 +245,7 @@ def write(
             size, *sizes = _host.job(*given, memory, status)
     except ValueError as wrong:
         raise UnsupportedError(str(wrong)) from None
-    upload, vector, parts, items, tiles, payload_bytes = sizes
+    upload, vector, parts, items, tiles, payload_bytes, shared = sizes
     return Job(
         memory=memory,
         upload_bytes=upload,
@@ -251,6 +256,7 @@ def write(
         items=items,
         tiles=tiles,
         payload_bytes=payload_bytes,
+        shared_bytes=shared,
         _groups=[(number, len(records), len(requests)) for number, records, requests in groups],
         _checked=bytes(status),
     )

@@ -60,19 +60,24 @@ __device__ V turned(const Job *job, const u8 *row, u32 within, const float2 *tur
     return out;
 }
 
-// Addresses of the pages of an item's rows, for some requests at a time: made once for a row
-// instead of once for each of its vectors. 0 stands for none; the lowest bit for a key to be turned.
-static const u32 ENTRIES = 1024;
+// What is done at once: an item, for some of its requests. It lies in shared memory: this, then for
+// each of those requests the address of each row's page (0: none; the lowest bit: a key to be
+// turned), made once for a row instead of once for each of its vectors; then the item's bytes.
+struct __align__(16) Unit {
+    Item item;
+    u32 rows, first, requests;
+    bool last;  // of its item
+};
 
 template <bool TURN>
-__device__ inline void address(const Job *job, const Item &item, u32 rows, u32 first, u32 count_,
-                               u64 *table) {
-    for (u32 i = thread(); i < rows * count_; i += threads()) {
-        u32 r = i / rows, row = i - r * rows;
+__device__ inline void address(const Job *job, const Unit &unit, u64 *table) {
+    const Item &item = unit.item;
+    for (u32 i = lane(); i < unit.rows * unit.requests; i += lanes()) {
+        u32 r = i / unit.rows, row = i - r * unit.rows;
         Place place = place_of(job, item.part, item.row + row);
         u64 entry = 0;
-        if (place.wanted && item.part->requests >> (first + r) & 1) {
-            const Request *request = request_of(job, item.part->request_begin + first + r);
+        if (place.wanted && item.part->requests >> (unit.first + r) & 1) {
+            const Request *request = request_of(job, item.part->request_begin + unit.first + r);
             entry = (u64)page_of(job, item.part, request, place);
             if (TURN && place.key && request->turns != NONE) entry |= 1;
         }
@@ -80,51 +85,128 @@ __device__ inline void address(const Job *job, const Item &item, u32 rows, u32 f
     }
 }
 
+// One warp brings units to the stages; it runs ahead as far as there are stages.
 template <typename V, bool TURN>
-__device__ inline void put(const Job *job, const Item &item, const u8 *stage, u32 row, u32 within,
-                           u32 request, u64 entry, const V &v) {
-    V *to = (V *)((entry & ~(u64)1) + within);
-    if (TURN && entry & 1) {
-        const float2 *turns = (const float2 *)((const u8 *)job + job->turns);
-        turns += request_of(job, item.part->request_begin + request)->turns;
-        store_once(to, turned<V>(job, stage + (u64)row * job->row_bytes, within, turns));
-    } else if (entry) {
-        store_once(to, v);
-    }
-}
+struct Producer {
+    const Job *job;
+    const Ring<V> *ring;
+    u32 at, end, first;
+    Cursor cursor;
+    bool ended;
 
-// Pages of requests from `first` on; the sums go along with the first ones.
-template <typename V, bool TURN>
-__device__ inline void scatter(const Job *job, const Item &item, const u8 *stage, u32 rows,
-                               u32 first, u32 count_, const u64 *table, Sums *sums) {
-    const u32 vectors = item.bytes / sizeof(V), in_row = job->by_vectors.value;
-#pragma unroll 4
-    for (u32 i = thread(); i < vectors; i += threads()) {
-        V v = load((const V *)stage + i);
-#ifndef KM_NO_SUMS
-        if (first == 0) sums->take(v, i * (sizeof(V) / 4));
-#endif
-        u32 row = job->by_vectors.divide(i), within = (i - row * in_row) * sizeof(V);
-        const u64 *entries = table + row;
-        u32 r = 0;
-        for (; r + 4 <= count_; r += 4, entries += 4 * rows) {
-            u64 entry[4] = {entries[0], entries[rows], entries[2 * rows], entries[3 * rows]};
-#pragma unroll
-            for (u32 k = 0; k < 4; k++)
-                put<V, TURN>(job, item, stage, row, within, first + r + k, entry[k], v);
+    __device__ Producer(const Job *job_, const Ring<V> *ring_, u32 begin, u32 end_)
+        : job(job_), ring(ring_), at(begin + block()), end(end_), first(0), ended(false) {}
+
+    __device__ void step() {
+        Unit unit;
+        for (; at < end; at += blocks()) {
+            unit.item = item_at(job, at);
+            if (unit.item.wanted[0] || unit.item.wanted[1]) break;
         }
-        for (; r < count_; r++, entries += rows)
-            put<V, TURN>(job, item, stage, row, within, first + r, *entries, v);
+        if (at >= end) {
+            ring->wait_empty(cursor);
+            Unit *to = (Unit *)ring->unit(cursor);
+            if (lane() == 0) to->item.bytes = 0;
+            warp_barrier();
+            ring->ready(cursor);
+            ended = true;
+            return;
+        }
+        u32 wanting = 32 - leading_zeros(unit.item.part->requests);
+        unit.rows = unit.item.bytes / job->row_bytes;
+        unit.first = first;
+        u32 room = ring->entries / unit.rows;
+        unit.requests = wanting - first < room ? wanting - first : room;
+        unit.last = first + unit.requests == wanting;
+        ring->wait_empty(cursor);
+        if (first == 0)
+            ring->fill(cursor, (const u8 *)unit.item.part->address + unit.item.begin,
+                       unit.item.bytes);
+        if (lane() == 0) *(Unit *)ring->unit(cursor) = unit;
+        address<TURN>(job, unit, ring->table(cursor));
+        warp_barrier();
+        ring->ready(cursor);
+        // The next requests of an item find its bytes where they are.
+        cursor.turn();
+        if (unit.last) first = 0, at += blocks(), cursor.next(ring->count);
+        else first += unit.requests;
     }
-}
+};
+
+// The other warps sum what has come, and put it where it belongs.
+template <typename V, bool TURN>
+struct Consumer {
+    const Job *job;
+    const Ring<V> *ring;
+    Cursor cursor;
+    bool ended;
+
+    __device__ Consumer(const Job *job_, const Ring<V> *ring_)
+        : job(job_), ring(ring_), ended(false) {}
+
+    __device__ void step() {
+        ring->wait_full(cursor);
+        const Unit *unit = (const Unit *)ring->unit(cursor);
+        if (unit->item.bytes == 0) {
+            ended = true;
+            return;
+        }
+        const Item item = unit->item;
+        const bool last = unit->last, sum = unit->first == 0;
+        Sums sums(item);
+        scatter(*unit, item, ring->table(cursor), ring->stage(cursor), sum, sums);
+#ifndef KM_NO_SUMS
+        if (sum) sums.give(job, item);
+#endif
+        ring->release(cursor);
+        cursor.turn();
+        if (last) cursor.next(ring->count);
+    }
+
+    __device__ void scatter(const Unit &unit, const Item &item, const u64 *table, const u8 *stage,
+                            bool sum, Sums &sums) const {
+        const u32 vectors = item.bytes / sizeof(V), in_row = job->by_vectors.value;
+        const u32 rows = unit.rows, requests = unit.requests;
+#pragma unroll 4
+        for (u32 i = consumer(); i < vectors; i += consumers()) {
+            V v = load((const V *)stage + i);
+#ifndef KM_NO_SUMS
+            if (sum) sums.take(v, i * (sizeof(V) / 4));
+#endif
+            u32 row = job->by_vectors.divide(i), within = (i - row * in_row) * sizeof(V);
+            const u64 *entries = table + row;
+            u32 r = 0;
+            for (; r + 4 <= requests; r += 4, entries += 4 * rows) {
+                u64 entry[4] = {entries[0], entries[rows], entries[2 * rows], entries[3 * rows]};
+#pragma unroll
+                for (u32 k = 0; k < 4; k++)
+                    put(item, stage, row, within, unit.first + r + k, entry[k], v);
+            }
+            for (; r < requests; r++, entries += rows)
+                put(item, stage, row, within, unit.first + r, *entries, v);
+        }
+    }
+
+    __device__ void put(const Item &item, const u8 *stage, u32 row, u32 within, u32 request,
+                        u64 entry, const V &v) const {
+        V *to = (V *)((entry & ~(u64)1) + within);
+        if (TURN && entry & 1) {
+            const float2 *turns = (const float2 *)((const u8 *)job + job->turns);
+            turns += request_of(job, item.part->request_begin + request)->turns;
+            store_once(to, turned<V>(job, stage + (u64)row * job->row_bytes, within, turns));
+        } else if (entry) {
+            store_once(to, v);
+        }
+    }
+};
 
 // The sums that the parts should have, read once, while the first payload bytes are on their way.
 __device__ inline void fetch_sums(const Job *job, Range range) {
     const Part *parts = parts_of(job);
     u64 *expected = (u64 *)((u8 *)job + job->expected);
     u64 *folded = (u64 *)((u8 *)job + job->folded);
-    u32 warps = threads() / lanes();
-    for (u32 p = range.begin + thread() / lanes() * blocks() + block(); p < range.end;
+    u32 warps = consumers() / lanes();
+    for (u32 p = range.begin + consumer() / lanes() * blocks() + block(); p < range.end;
          p += warps * blocks()) {
         const Part *part = parts + p;
         if (!part->requests) continue;
@@ -168,51 +250,23 @@ __device__ inline u32 begin_of(const Job *job, u32 part) {
 
 template <typename V, bool TURN>
 __device__ inline void restore(const Job *job, u32 *results, Range range, u8 *shared) {
-    u64 *table = (u64 *)shared;
-    Ring<V> ring(shared + ENTRIES * sizeof(u64), job->stages, 16384);
-    const u32 begin = begin_of(job, range.begin), count_ = begin_of(job, range.end);
-    const u32 step = blocks();
-    // Filled and read in the same order; an item of which nothing is wanted takes no part.
-    u32 ahead = begin + block(), filled = 0;
-    for (; ahead < count_ && filled < ring.count; ahead += step) {
-        Item item = item_at(job, ahead);
-        if (!item.wanted[0] && !item.wanted[1]) continue;
-        ring.fill(filled++, (const u8 *)item.part->address + item.begin, item.bytes);
-    }
+    Ring<V> ring(shared, job->stages, job->entries);
+    Producer<V, TURN> producer(job, &ring, begin_of(job, range.begin), begin_of(job, range.end));
+    Consumer<V, TURN> consumer(job, &ring);
+    if (ALONE) {
+        fetch_sums(job, range);
+        while (!consumer.ended) producer.step(), consumer.step();
+    } else if (produces()) {
+        while (!producer.ended) producer.step();
+    } else {
 #ifndef KM_NO_SUMS
-    fetch_sums(job, range);
+        fetch_sums(job, range);
 #endif
-    u32 stage = 0, parity = 0;
-    for (u32 at = begin + block(); at < count_; at += step) {
-        Item item = item_at(job, at);
-        if (!item.wanted[0] && !item.wanted[1]) continue;
-        const u32 rows = item.bytes / job->row_bytes, at_once = ENTRIES / rows;
-        const u32 requests = 32 - leading_zeros(item.part->requests);
-        Sums sums(item);
-        for (u32 first = 0; first < requests; first += at_once) {
-            u32 some = requests - first < at_once ? requests - first : at_once;
-            if (first) barrier();
-            address<TURN>(job, item, rows, first, some, table);
-            barrier();
-            if (!first) ring.wait(stage, parity);
-            scatter<V, TURN>(job, item, ring.stage(stage), rows, first, some, table, &sums);
-        }
-#ifndef KM_NO_SUMS
-        sums.give(job, item);
-#endif
-        barrier();
-        for (; ahead < count_; ahead += step) {
-            Item next = item_at(job, ahead);
-            if (!next.wanted[0] && !next.wanted[1]) continue;
-            ring.fill(stage, (const u8 *)next.part->address + next.begin, next.bytes);
-            ahead += step;
-            break;
-        }
-        if (++stage == ring.count) stage = 0, parity ^= 1;
+        while (!consumer.ended) consumer.step();
     }
     fence();
     barrier();
-    u32 *last = (u32 *)table, *counter = (u32 *)((u8 *)job + job->counters);
+    u32 *last = (u32 *)shared, *counter = (u32 *)((u8 *)job + job->counters);
     if (thread() == 0) *last = count(counter) + 1 == blocks();
     barrier();
     if (!*last) return;
@@ -229,7 +283,7 @@ __device__ inline void restore(const Job *job, u32 *results, Range range, u8 *sh
 
 #ifndef KM_ENTRY
 #define KM_ENTRY(name, vector, turn, resident)                             \
-    extern "C" __global__ void __launch_bounds__(256, resident)            \
+    extern "C" __global__ void __launch_bounds__(288, resident)            \
         name(const Job *job, u32 *results, Range range) {                  \
         extern __shared__ __align__(1024) u8 shared[];                     \
         restore<vector, turn>(job, results, range, shared);                \
