@@ -1,4 +1,4 @@
-"""What the benchmarks work with: spans in registered host memory or on the GPU, and engines' pages."""
+"""What the benchmarks work with: spans, in registered host memory or on the GPU, and pages."""
 
 from __future__ import annotations
 
@@ -169,15 +169,13 @@ class Slab:
 
 
 class Pages:
-    """Pages of an engine as vLLM has them: [block, token, head, K and V] a layer, blocks shuffled."""
+    """Pages as vLLM has them: [block, token, head, K and V] for each layer, blocks shuffled."""
 
     def __init__(self, shape: Shape, requests: int, order: str = "NHD") -> None:
         self._shape = s = shape
         blocks = s.tokens // s.block_tokens
         self.count = requests * blocks + 1
-        inner = (
-            (s.block_tokens, s.heads) if order == "NHD" else (s.heads, s.block_tokens)
-        )
+        inner = (s.block_tokens, s.heads) if order == "NHD" else (s.heads, s.block_tokens)
         self._order = order
         self.memory = cupy.full(
             (s.layers, self.count, *inner, 2, s.head_dim), 0xEEEE, dtype=cupy.uint16

@@ -20,7 +20,7 @@ typedef struct {
     uint32_t item_begin, first_item, tile_begin, first_tile, end_tile, request_begin, requests;
     uint32_t dense;
     km_divisor by_tokens, by_heads;
-    uint32_t spare[2];
+    uint32_t bad, spare;
 } km_job_part;
 
 typedef struct {
@@ -33,8 +33,8 @@ typedef struct {
     uint64_t bases, parts, requests, turns, expected, sums, folded, counters;
     uint32_t layers, row_bytes, item_rows, item_bytes;
     uint32_t parts_count, items_count, tiles_count, stages;
-    km_divisor by_vectors, by_block;
-    uint32_t rotary_dim, interleaved, element, entries;
+    km_divisor by_vectors, by_block, by_items;
+    uint32_t rotary_dim, interleaved, element, entries, spare;
 } km_job;
 
 // As kmesh.kernels.plan packs it.
@@ -206,6 +206,7 @@ static const char *km_job_write(const km_job_input *in, unsigned char *memory, s
                 km_part_extent(in, item, &out);
                 out.by_tokens = km_divide_by(s->tokens);
                 out.by_heads = km_divide_by(s->src_heads);
+                if (!items) job.by_items = km_divide_by(km_part_items(&out, item));
                 items += km_part_items(&out, item);
                 tiles += out.end_tile - out.first_tile;
                 bytes += s->length;

@@ -65,9 +65,7 @@ def test_restores_are_the_reference(
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
 @pytest.mark.parametrize("interleaved", [False, True])
 @FEW
-@given(
-    case=cases(deltas=True, rows=[32, 80, 128, 160, 256]), part=st.sampled_from([1.0, 0.5, 0.3])
-)
+@given(case=cases(deltas=True, rows=[32, 80, 128, 160, 256]), part=st.sampled_from([1.0, 0.5, 0.3]))
 def test_turned_keys_are_the_reference_bit_by_bit(
     cupy: Any, stream: int, dtype: str, interleaved: bool, case: Case, part: float
 ) -> None:
@@ -138,14 +136,16 @@ def test_restores_under_way_do_not_disturb_each_other(cupy: Any, stream: int) ->
     loads = [
         Load.of([span.part()], [Request(np.arange(4) + 4 * i)]) for i, span in enumerate(spans)
     ]
-    for memory, route in ((Memory.GPU, None), (Memory.HOST, Route.KERNEL), (Memory.HOST, Route.COPY)):
+    for memory, route in (
+        (Memory.GPU, None),
+        (Memory.HOST, Route.KERNEL),
+        (Memory.HOST, Route.COPY),
+    ):
         gpu, payloads = GpuEngine(cupy, engine), Payloads(cupy, memory)
         moved = payloads.loads(loads, spans)
         cupy.cuda.runtime.deviceSynchronize()
         restorer = Restorer(gpu.layout, settings=Settings(chunk_bytes=1 << 20))
-        pending = [
-            restorer.restore([one], stream, memory=memory, route=route) for one in moved
-        ]
+        pending = [restorer.restore([one], stream, memory=memory, route=route) for one in moved]
         assert [one.wait() for one in pending] == [[[b"\0"]]] * 40
         assert all(one.done() for one in pending)
         restorer.close()

@@ -57,6 +57,7 @@ static u32 lanes() { return 1; }
 template <typename V> static V load(const V *from) { V v; memcpy(&v, from, sizeof v); return v; }
 template <typename V> static V load_once(const V *from) { return load(from); }
 template <typename V> static void store_once(V *to, V v) { memcpy(to, &v, sizeof v); }
+static u64 load_fresh(const u64 *from) { return *from; }
 static u64 load_shared_word(const u64 *from) { return *from; }
 static void tell_host(u32 *to, u32 value) { *to = value; }
 

@@ -71,9 +71,7 @@ def test_the_reference_moves_what_the_host_moves(case: Case) -> None:
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
 @pytest.mark.parametrize("interleaved", [False, True])
 @settings(max_examples=25, deadline=None)
-@given(
-    case=cases(deltas=True, rows=[32, 80, 128, 160, 256]), part=st.sampled_from([1.0, 0.5, 0.3])
-)
+@given(case=cases(deltas=True, rows=[32, 80, 128, 160, 256]), part=st.sampled_from([1.0, 0.5, 0.3]))
 def test_keys_are_turned_as_the_reference_turns_them(
     kernels: ctypes.CDLL, dtype: str, interleaved: bool, case: Case, part: float
 ) -> None:
@@ -111,15 +109,17 @@ def test_stores_give_what_was_restored_with_its_sums(
                 sums["kernel"], sums["reference"], load.records, strict=True
             ):
                 # Those of tiles of which nothing was moved are left out, at both ends.
-                moved = np.flatnonzero(np.isin(all_, mine)) if len(mine) else []
-                assert len(mine) <= len(all_)
                 whole = record["heads"] == record["src_heads"]
                 whole &= record["layers"] == record["src_layers"]
                 whole &= record["token_begin"] == 0 and record["token_end"] == record["tokens"]
                 if whole:
                     assert mine.tolist() == all_.tolist()
                 else:
-                    assert set(mine.tolist()) <= set(all_.tolist()) and len(moved)
+                    assert len(mine)
+                    assert any(
+                        all_[i : i + len(mine)].tolist() == mine.tolist()
+                        for i in range(len(all_) - len(mine) + 1)
+                    )
 
 
 SIZES = {"order": "HND", "layers": 3, "heads": 4, "slots": 16, "row": 256, "gap": 0}
@@ -268,7 +268,7 @@ def test_nothing_to_do(kernels: ctypes.CDLL) -> None:
     ],
 )
 def test_layouts_that_are_not_served_say_so(change: dict[str, int], said: str) -> None:
-    engine, span, load = two_requests()
+    engine, _, load = two_requests()
     with pytest.raises(UnsupportedError, match=said):
         plan.write(replace(engine.layout, **change), [load])
 

@@ -7,6 +7,7 @@ restores in the order in which they were started.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from kmesh.kernels.device import Device
@@ -18,44 +19,42 @@ _NON_BLOCKING = 1
 _LAST_BYTES = 4 << 20
 
 
-def chunks_of(lengths: Sequence[int], room: int, smallest: int) -> list[tuple[int, int]]:
-    """Half-open ranges of parts that fit ``room`` together; a larger part is alone in its own.
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """Parts that are copied together: half-open, with the copies (offset, address, bytes)."""
+
+    begin: int
+    end: int
+    copies: list[tuple[int, int, int]]
+    offsets: list[int]
+
+
+def chunks_of(
+    addresses: Sequence[int], lengths: Sequence[int], room: int, smallest: int
+) -> Iterator[Chunk]:
+    """Payloads in chunks that fit ``room``; none may be larger.
 
     Towards the end they get smaller, down to ``smallest`` bytes: what has come last is scattered
-    when the bus has nothing left to bring.
+    when the bus has nothing left to bring. Neighbours in memory are one copy.
     """
-    found: list[tuple[int, int]] = []
-    left = sum(lengths)
-    begin = filled = 0
-    target = min(room, max(left // 2, smallest))
-    for i, length in enumerate(lengths):
-        taken = _whole(length)
-        if i > begin and filled + taken > target:
-            found.append((begin, i))
-            left -= filled
-            begin, filled = i, 0
-            target = min(room, max(left // 2, smallest))
-        filled += taken
-    if len(lengths) > begin:
-        found.append((begin, len(lengths)))
-    return found
-
-
-def runs_of(addresses: Sequence[int], lengths: Sequence[int]) -> list[tuple[int, int, int]]:
-    """(offset, address, bytes) of copies that bring payloads to a buffer one behind the other.
-
-    Neighbours in memory that stay neighbours are one copy.
-    """
-    found: list[tuple[int, int, int]] = []
-    offset = 0
-    for address, length in zip(addresses, lengths, strict=True):
-        if found and found[-1][1] + offset - found[-1][0] == address:
-            begin, first, _ = found[-1]
-            found[-1] = (begin, first, offset + length - begin)
-        else:
-            found.append((offset, address, length))
-        offset += _whole(length)
-    return found
+    left, begin = sum(lengths), 0
+    while begin < len(lengths):
+        target = min(room, max(left // 2, smallest))
+        copies: list[tuple[int, int, int]] = []
+        offsets: list[int] = []
+        offset, end = 0, begin
+        while end < len(lengths) and (end == begin or offset + lengths[end] <= target):
+            address, length = addresses[end], lengths[end]
+            if copies and copies[-1][1] + offset - copies[-1][0] == address:
+                copies[-1] = (*copies[-1][:2], offset + length - copies[-1][0])
+            else:
+                copies.append((offset, address, length))
+            offsets.append(offset)
+            offset += _whole(length)
+            left -= length
+            end += 1
+        yield Chunk(begin, end, copies, offsets)
+        begin = end
 
 
 def _whole(length: int) -> int:
@@ -66,7 +65,7 @@ class Copier:
     """The buffers, and the stream that fills them.
 
     Args:
-        chunk_bytes: of a buffer; it grows to the largest payload.
+        chunk_bytes: of a buffer.
         chunks: buffers.
     """
 
@@ -81,17 +80,7 @@ class Copier:
 
     def start(self, loads: Sequence[Load]) -> Trip:
         """Starts to copy the payloads of loads, as far as there are buffers."""
-        largest = max((int(load.records["length"].max(initial=0)) for load in loads), default=0)
-        if largest > self.room:
-            self._grow(_whole(largest))
         return Trip(self, self._runtime, loads)
-
-    def _grow(self, room: int) -> None:
-        self._runtime.deviceSynchronize()
-        for buffer in self.buffers:
-            self._runtime.free(buffer)
-        self.buffers = [self._runtime.malloc(room) for _ in self.buffers]
-        self.room = room
 
     def close(self) -> None:
         """Waits and frees."""
@@ -105,7 +94,7 @@ class Copier:
 
 
 class Trip:
-    """The payloads of one restore on their way. Loads must need one read each.
+    """The payloads of one restore on their way. Loads must need one read each, and fit a buffer.
 
     Attributes:
         loads: the same loads, with the addresses that the payloads have in the buffers.
@@ -114,21 +103,20 @@ class Trip:
     def __init__(self, copier: Copier, runtime: Any, loads: Sequence[Load]) -> None:
         self._copier = copier
         self._runtime = runtime
-        self.loads = [Load(load.records.copy(), load.requests) for load in loads]
         lengths = [n for load in loads for n in load.records["length"].tolist()]
         addresses = [a for load in loads for a in load.records["address"].tolist()]
-        self._chunks = chunks_of(lengths, copier.room, _LAST_BYTES)
-        self._copies = [runs_of(addresses[b:e], lengths[b:e]) for b, e in self._chunks]
+        self._chunks: list[Chunk] = []
         self._first = copier.next
         self._started = 0
-        for _ in range(min(len(copier.buffers), len(self._chunks))):
-            self._copy()
-        moved = [0] * len(lengths)
-        for number, (begin, end) in enumerate(self._chunks):
-            offset = copier.buffers[self._buffer(number)]
-            for i in range(begin, end):
-                moved[i] = offset
-                offset += _whole(lengths[i])
+        moved: list[int] = []
+        for chunk in chunks_of(addresses, lengths, copier.room, _LAST_BYTES):
+            self._chunks.append(chunk)
+            # The bus is at work while the rest is thought about.
+            if len(self._chunks) <= len(copier.buffers):
+                self._copy()
+            buffer = copier.buffers[self._buffer(len(self._chunks) - 1)]
+            moved += [buffer + offset for offset in chunk.offsets]
+        self.loads = [Load(load.records.copy(), load.requests) for load in loads]
         at = 0
         for load in self.loads:
             load.records["address"] = moved[at : at + len(load.records)]
@@ -145,7 +133,7 @@ class Trip:
                 self._copy()
             buffer = self._buffer(number)
             runtime.streamWaitEvent(stream, copier.copied[buffer])
-            yield chunk
+            yield chunk.begin, chunk.end
             runtime.eventRecord(copier.scattered[buffer], stream)
             if self._started < len(self._chunks):
                 self._copy()
@@ -167,7 +155,7 @@ class Trip:
         number = self._started
         buffer = self._buffer(number)
         runtime.streamWaitEvent(copier.stream, copier.scattered[buffer])
-        for offset, address, size in self._copies[number]:
+        for offset, address, size in self._chunks[number].copies:
             runtime.memcpyAsync(
                 copier.buffers[buffer] + offset, address, size, _TO_DEVICE, copier.stream
             )

@@ -28,14 +28,14 @@ __all__ = ["H200", "Load", "Memory", "Pending", "Request", "Restorer", "Settings
 
 #: Seen on an H200 (PCIe 5.0 x16); what another machine does is measured, not guessed.
 H200 = Rates(
-    kernel=51.0e9,
-    kernel_block=12.0e9,
-    copy=55.4e9,
-    write=3.0e12,
-    write_block=30.0e9,
-    kernel_start=30e-6,
-    copy_start=60e-6,
-    copy_chunk=8 << 20,
+    kernel=50.9e9,
+    kernel_block=4.9e9,
+    copy=55.1e9,
+    write=3.1e12,
+    write_block=18.0e9,
+    kernel_start=45e-6,
+    copy_start=110e-6,
+    copy_chunk=4 << 20,
 )
 
 
@@ -71,9 +71,9 @@ class Settings:
 
     max_ctas: int | None = None
     host_ctas: int = 16
-    host_stages: int = 4
-    gpu_ctas: int = 3
-    gpu_stages: int = 4
+    host_stages: int = 3
+    gpu_ctas: int = 4
+    gpu_stages: int = 2
     chunk_bytes: int = 32 << 20
     chunks: int = 3
 
@@ -171,7 +171,8 @@ class Restorer:
             loads: ``plan.merged`` puts those together that can share a read.
             stream: handle of a CUDA stream of the device.
             memory: where all the payloads are.
-            route: of payloads in host memory; by default the faster one.
+            route: of payloads in host memory; by default the faster one. Copies need all of each
+                payload to be readable, and neighbours in memory to be of one registration.
 
         Raises:
             UnsupportedError, ValueError: as ``plan.write``; nothing was started.
@@ -180,8 +181,8 @@ class Restorer:
         grid = self._settings.grid(self._device, memory, requests)
         if memory is Memory.GPU:
             route = Route.KERNEL
-        elif requests > plan.SHARED_BY:
-            # Its parts are read more than once: that would be copied twice.
+        elif requests > plan.SHARED_BY or self._largest(loads) > self._settings.chunk_bytes:
+            # What is read more than once would be copied twice; what fits no buffer can't be.
             route = Route.KERNEL
         elif route is None:
             route = self._choose(loads, requests, grid)
@@ -205,6 +206,9 @@ class Restorer:
             if self._copier:
                 self._copier.close()
 
+    def _largest(self, loads: Sequence[Load]) -> int:
+        return max((int(load.records["length"].max(initial=0)) for load in loads), default=0)
+
     def _choose(self, loads: Sequence[Load], requests: int, grid: Grid) -> Route:
         size = sum(int(load.records["length"].sum()) for load in loads)
         if not size or not requests:
@@ -219,15 +223,17 @@ class Restorer:
                 self._copier = Copier(self._device, settings.chunk_bytes, settings.chunks)
             # What is first on the bus is on its way before the job is written.
             trip = self._copier.start(loads)
-            slot = self._device.slot()
             try:
-                job = self._write(slot, trip.loads, grid)
-                slot.upload(job.upload_bytes, stream)
-                slot.expect(job.parts)
-                for begin, end in trip.chunks(stream):
-                    self._launch(job, slot, grid, (begin, end), stream)
+                slot = self._device.slot()
+                try:
+                    job = self._write(slot, trip.loads, grid)
+                    slot.upload(job.upload_bytes, stream)
+                    slot.expect(job.parts)
+                    for parts in trip.chunks(stream):
+                        self._launch(job, slot, grid, parts, stream)
+                finally:
+                    slot.record(stream)
             finally:
-                slot.record(stream)
                 trip.end(stream)
             return Pending(self._device, slot, job, Route.COPY)
 

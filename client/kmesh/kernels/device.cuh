@@ -63,11 +63,12 @@ __device__ inline void add(u64 *sum, u64 value) { atomicAdd(sum, value); }
 // The value before.
 __device__ inline u32 count(u32 *counter) { return atomicAdd(counter, 1u); }
 
-// Sum over the warp, in its first lane, which `leads`.
+// Sum over the warp. Three sums of numbers so small that 32 of them fit 32 bits.
 __device__ inline u64 warp_sum(u64 value) {
-#pragma unroll
-    for (int step = 16; step; step >>= 1) value += __shfl_down_sync(0xFFFFFFFFu, value, step);
-    return value;
+    u32 low = __reduce_add_sync(0xFFFFFFFFu, (u32)value & 0x3FFFFFu);
+    u32 middle = __reduce_add_sync(0xFFFFFFFFu, (u32)(value >> 22) & 0x1FFFFFu);
+    u32 high = __reduce_add_sync(0xFFFFFFFFu, (u32)(value >> 43));
+    return low + ((u64)middle << 22) + ((u64)high << 43);
 }
 __device__ inline u32 lane() { return threadIdx.x % 32; }
 __device__ inline u32 lanes() { return 32; }
@@ -84,17 +85,13 @@ __device__ inline Vec16 load_once(const Vec16 *from) {
     return Vec16{{v.x, v.y, v.z, v.w}};
 }
 __device__ inline Vec4 load_once(const Vec4 *from) { return Vec4{{__ldcs((const u32 *)from)}}; }
+// Of what other blocks have written in this launch.
+__device__ inline u64 load_fresh(const u64 *from) { return __ldcg(from); }
 __device__ inline u64 load_shared_word(const u64 *from) { return *(const volatile u64 *)from; }
 
-#ifdef KM_STORE_DEFAULT
-__device__ inline void store_once(Vec16 *to, Vec16 v) {
-    *(uint4 *)to = make_uint4(v.word[0], v.word[1], v.word[2], v.word[3]);
-}
-#else
 __device__ inline void store_once(Vec16 *to, Vec16 v) {
     __stcs((uint4 *)to, make_uint4(v.word[0], v.word[1], v.word[2], v.word[3]));
 }
-#endif
 __device__ inline void store_once(Vec4 *to, Vec4 v) { __stcs((u32 *)to, v.word[0]); }
 __device__ inline void tell_host(u32 *to, u32 value) { *(volatile u32 *)to = value; }
 

@@ -100,7 +100,8 @@ class Slot:
 
     def results(self, count: int, dtype: Any) -> npt.NDArray[Any]:
         """What the kernel told."""
-        return self._told.view(dtype)[:count]
+        told: npt.NDArray[Any] = self._told.view(dtype)
+        return told[:count]
 
     def record(self, stream: int) -> None:
         """What was started on the stream up to now is what ``done`` and ``wait`` are about."""

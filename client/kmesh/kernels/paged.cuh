@@ -25,7 +25,8 @@ struct Part {
     u32 requests;       // a bit for each that wants this part
     u32 dense;          // every tile between the first and the last is wanted
     Divisor by_tokens, by_heads;
-    u32 spare[2];
+    u32 bad;            // written by the kernel
+    u32 spare;
 };
 
 // One destination: the page of each token, by block or by slot.
@@ -43,9 +44,10 @@ struct Job {
     u64 bases, parts, requests, turns, expected, sums, folded, counters;
     u32 layers, row_bytes, item_rows, item_bytes;
     u32 parts_count, items_count, tiles_count, stages;
-    Divisor by_vectors, by_block;
+    Divisor by_vectors, by_block, by_items;
     u32 rotary_dim, interleaved, element;
     u32 entries;  // addresses of pages for which a stage has room
+    u32 spare;
 };
 
 __device__ inline const Part *parts_of(const Job *job) {
@@ -139,7 +141,11 @@ struct Item {
 
 __device__ inline Item item_at(const Job *job, u32 index) {
     const Part *parts = parts_of(job);
-    u32 low = 0, high = job->parts_count;
+    // Parts are mostly alike, so the first guess is mostly right.
+    u32 low = 0, high = job->parts_count, guess = job->by_items.divide(index);
+    if (guess < high && parts[guess].item_begin <= index &&
+        (guess + 1 == high || parts[guess + 1].item_begin > index))
+        low = guess, high = guess + 1;
     while (high - low > 1) {
         u32 middle = (low + high) / 2;
         if (parts[middle].item_begin <= index) low = middle;
@@ -162,19 +168,21 @@ __device__ inline Item item_at(const Job *job, u32 index) {
 // The sums of the one or two tiles of an item, of the words that this thread saw.
 struct Sums {
     u32 first_word, split;  // of the tile; the word of the item with which the next tile begins
+    bool straddles;
     u64 sum[2];
 
     __device__ explicit Sums(const Item &item) {
         u32 inside = (u32)(item.begin % TILE);
         first_word = inside / 4;
         split = (TILE - inside) / 4;
+        straddles = inside + item.bytes > TILE;
         sum[0] = sum[1] = 0;
     }
 
     template <typename V>
     __device__ void take(const V &v, u32 word) {
         const u32 words = sizeof(V) / 4;
-        bool next = word >= split;
+        bool next = straddles && word >= split;
         u32 index = next ? word - split : word + first_word;
         i64 taken = 0;
 #pragma unroll

@@ -110,7 +110,7 @@ def check(
         # A position before 0 becomes one behind all pages, and is refused as such.
         records["position"] += np.uint64(request.shift % 2**64)
     status = np.zeros(len(records), dtype=np.uint8)
-    _host.check(layout.packed, records.tobytes(), request.pages, status)
+    _host.check(layout.packed, records.tobytes(), request.pages.data, status.data)
     return status
 
 
@@ -217,7 +217,7 @@ def write(
                 at = angles.setdefault(one.delta, len(angles) * (rotary.dim // 2))
             pages = one.pages
             wanted.append(
-                _WANTED.pack(_host.address(pages), len(pages), one.shift, one.by_slot, at)
+                _WANTED.pack(_host.address(pages.data), len(pages), one.shift, one.by_slot, at)
             )
     table, options = b"", _OPTIONS.pack(shared, stages, 0, 0, 0)
     if rotary and angles:
@@ -231,7 +231,7 @@ def write(
     status = bytearray(sum(len(records) * len(requests) for _, records, requests in groups))
     given = (
         layout.packed,
-        groups[0][1] if len(groups) == 1 else b"".join([r.tobytes() for _, r, _ in groups]),
+        b"".join([r.tobytes() for _, r, _ in groups]),
         b"".join([_GROUP.pack(len(records), len(requests)) for _, records, requests in groups]),
         b"".join(wanted),
         table,
@@ -239,10 +239,10 @@ def write(
     )
     memory = allocate(1 << 18)
     try:
-        size, *sizes = _host.job(*given, memory, status)
+        size, *sizes = _host.job(*given, memory.data, status)
         if size > len(memory):
             memory = allocate(size)
-            size, *sizes = _host.job(*given, memory, status)
+            size, *sizes = _host.job(*given, memory.data, status)
     except ValueError as wrong:
         raise UnsupportedError(str(wrong)) from None
     upload, vector, parts, items, tiles, payload_bytes, shared = sizes

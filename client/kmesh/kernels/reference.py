@@ -56,7 +56,8 @@ def tile_sums(payload: npt.NDArray[np.uint8]) -> npt.NDArray[np.uint64]:
     padded[: len(payload)] = payload
     words = padded.view("<i4").reshape(-1, TILE_BYTES // 4).astype(np.int64)
     weights = 2 * np.arange(TILE_BYTES // 4, dtype=np.int64) + 1
-    return (words * weights).sum(axis=1).view(np.uint64)
+    sums: npt.NDArray[np.int64] = (words * weights).sum(axis=1)
+    return sums.view(np.uint64)
 
 
 def fold(sums: Sequence[int]) -> int:
@@ -210,4 +211,4 @@ def _payload(record: np.void) -> npt.NDArray[np.uint8]:
 
 
 def _at(address: int, size: int) -> npt.NDArray[np.uint8]:
-    return np.frombuffer((ctypes.c_uint8 * size).from_address(address), dtype=np.uint8)
+    return np.ctypeslib.as_array((ctypes.c_uint8 * size).from_address(address))

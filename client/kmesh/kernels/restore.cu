@@ -71,17 +71,21 @@ struct __align__(16) Unit {
 
 template <bool TURN>
 __device__ inline void address(const Job *job, const Unit &unit, u64 *table) {
-    const Item &item = unit.item;
-    for (u32 i = lane(); i < unit.rows * unit.requests; i += lanes()) {
-        u32 r = i / unit.rows, row = i - r * unit.rows;
-        Place place = place_of(job, item.part, item.row + row);
-        u64 entry = 0;
-        if (place.wanted && item.part->requests >> (unit.first + r) & 1) {
-            const Request *request = request_of(job, item.part->request_begin + unit.first + r);
-            entry = (u64)page_of(job, item.part, request, place);
-            if (TURN && place.key && request->turns != NONE) entry |= 1;
+    const Part *part = unit.item.part;
+    const u32 wanting = part->requests >> unit.first;
+    const Request *requests = request_of(job, part->request_begin + unit.first);
+#pragma unroll 2
+    for (u32 row = lane(); row < unit.rows; row += lanes()) {
+        Place place = place_of(job, part, unit.item.row + row);
+#pragma unroll 4
+        for (u32 r = 0; r < unit.requests; r++) {
+            u64 entry = 0;
+            if (place.wanted && wanting >> r & 1) {
+                entry = (u64)page_of(job, part, requests + r, place);
+                if (TURN && place.key && requests[r].turns != NONE) entry |= 1;
+            }
+            table[r * unit.rows + row] = entry;
         }
-        table[i] = entry;
     }
 }
 
@@ -224,23 +228,47 @@ __device__ inline void fetch_sums(const Job *job, Range range) {
     }
 }
 
-// By the last block: compares what was moved with what should have been, a warp to a part.
+// A tile whose sum is not what it should be: its part is bad, if anything of it is wanted.
+__device__ inline void suspect(const Job *job, u32 tile) {
+    Part *parts = (Part *)parts_of(job);
+    u32 low = 0, high = job->parts_count;
+    while (high - low > 1) {
+        u32 middle = (low + high) / 2;
+        if (parts[middle].tile_begin <= tile) low = middle;
+        else high = middle;
+    }
+    Part *part = parts + low;
+    if (tile_wanted(job, part, tile - part->tile_begin + part->first_tile)) part->bad = 1;
+}
+
+__device__ inline u32 tiles_before(const Job *job, u32 part) {
+    return part < job->parts_count ? parts_of(job)[part].tile_begin : job->tiles_count;
+}
+
+// By the last block: compares what was moved with what should have been.
 __device__ inline void judge(const Job *job, u32 *results, Range range) {
     const Part *parts = parts_of(job);
-    const volatile u64 *expected = (const volatile u64 *)((const u8 *)job + job->expected);
-    const volatile u64 *sums = (const volatile u64 *)((const u8 *)job + job->sums);
-    const volatile u64 *folded = (const volatile u64 *)((const u8 *)job + job->folded);
-    for (u32 p = range.begin + thread() / lanes(); p < range.end; p += threads() / lanes()) {
-        const Part *part = parts + p;
-        u32 bad = 0;
-        for (u32 t = part->first_tile + lane(); t < part->end_tile; t += lanes()) {
-            u32 at = part->tile_begin + t - part->first_tile;
-            if (expected[at] != sums[at] && tile_wanted(job, part, t)) bad = 1;
+    const u64 *expected = (const u64 *)((const u8 *)job + job->expected);
+    const u64 *sums = (const u64 *)((const u8 *)job + job->sums);
+    const u64 *folded = (const u64 *)((const u8 *)job + job->folded);
+    const u32 end = tiles_before(job, range.end), at_once = 8;
+    for (u32 t = tiles_before(job, range.begin) + thread(); t < end; t += at_once * threads()) {
+        u64 differ[at_once];
+#pragma unroll
+        for (u32 k = 0; k < at_once; k++) {
+            u32 at = t + k * threads();
+            differ[k] = at < end ? load_fresh(expected + at) ^ load_fresh(sums + at) : 0;
         }
-        bad = (u32)warp_sum(bad);
-        if (lane() != 0) continue;
-        if (part->requests && folded[p] != part->root) tell_host(results + p, BAD_ROOT);
-        else tell_host(results + p, bad ? BAD_TILE : DONE);
+#pragma unroll
+        for (u32 k = 0; k < at_once; k++)
+            if (differ[k]) suspect(job, t + k * threads());
+    }
+    barrier();
+    for (u32 p = range.begin + thread(); p < range.end; p += threads()) {
+        const Part *part = parts + p;
+        u32 result = *(const volatile u32 *)&part->bad ? BAD_TILE : DONE;
+        if (part->requests && load_fresh(folded + p) != part->root) result = BAD_ROOT;
+        tell_host(results + p, result);
     }
 }
 
