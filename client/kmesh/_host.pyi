@@ -63,7 +63,8 @@ def job(
     groups: (parts, requests) as u32 each; spans and wanted are those of all groups in order.
     wanted: (address of int64 page ids, their number, shift: i64, by slot: u32, turns: u32) for each
     request. turns: cosines and sines as float32. options: most shared memory, most stages,
-    rotary dim, interleaved, element as u32. status: as ``check`` for each group's requests, one after the other, written.
+    rotary dim, interleaved, element as u32. status: as ``check`` for each group's requests, one
+    after the other, written.
 
     Returns:
         (size, bytes to upload, bytes of a vector, parts, items, tiles, payload bytes, bytes of

@@ -181,11 +181,10 @@ class Restorer:
         grid = self._settings.grid(self._device, memory, requests)
         if memory is Memory.GPU:
             route = Route.KERNEL
-        elif requests > plan.SHARED_BY or self._largest(loads) > self._settings.chunk_bytes:
-            # What is read more than once would be copied twice; what fits no buffer can't be.
-            route = Route.KERNEL
         elif route is None:
             route = self._choose(loads, requests, grid)
+        if route is Route.COPY and not self._fits(loads, requests):
+            route = Route.KERNEL
         if route is Route.COPY:
             return self._by_copies(loads, stream)
         with self._device:
@@ -206,8 +205,10 @@ class Restorer:
             if self._copier:
                 self._copier.close()
 
-    def _largest(self, loads: Sequence[Load]) -> int:
-        return max((int(load.records["length"].max(initial=0)) for load in loads), default=0)
+    def _fits(self, loads: Sequence[Load], requests: int) -> bool:
+        # What is read more than once would be copied twice; what fits no buffer can't be.
+        largest = max((int(load.records["length"].max(initial=0)) for load in loads), default=0)
+        return requests <= plan.SHARED_BY and largest <= self._settings.chunk_bytes
 
     def _choose(self, loads: Sequence[Load], requests: int, grid: Grid) -> Route:
         size = sum(int(load.records["length"].sum()) for load in loads)

@@ -18,7 +18,7 @@ __device__ inline void barrier() { __syncthreads(); }
 __device__ inline void warp_barrier() { __syncwarp(); }
 
 // The first warps consume what the last one produces.
-static const bool ALONE = false;
+enum { ALONE = 0 };
 __device__ inline u32 consumers() { return blockDim.x - 32; }
 __device__ inline u32 consumer() { return threadIdx.x; }
 __device__ inline bool produces() { return threadIdx.x >= blockDim.x - 32; }

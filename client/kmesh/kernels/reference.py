@@ -1,4 +1,4 @@
-"""What the kernels mean, in numpy, for memory that the CPU can address. Slow, and meant to be plain."""
+"""What the kernels mean, in numpy, for memory that the CPU can address. Slow and plain."""
 
 from __future__ import annotations
 
