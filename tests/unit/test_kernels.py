@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from kernel_cases import Case, cases, rotary
 from paged_reference import Engine, Stored
 
+from kmesh import _host
 from kmesh.errors import UnsupportedError
 from kmesh.kernels import host, plan, reference
 from kmesh.kernels.host import Status
@@ -280,3 +281,34 @@ def test_turning_keys_needs_a_rotation() -> None:
         plan.write(engine.layout, turned)
     with pytest.raises(UnsupportedError, match="do not fit"):
         plan.write(engine.layout, turned, rotary=rotary("bfloat16", 512))
+
+
+def test_buffers_of_a_job_that_do_not_fit_are_refused() -> None:
+    engine, _, load = two_requests()
+    wanted = b"".join(
+        plan._WANTED.pack(r.pages.ctypes.data, len(r.pages), 0, 0, 2**32 - 1) for r in load.requests
+    )
+    memory = one_thread.aligned(1 << 16)
+    options = plan._OPTIONS.pack(1 << 17, 4, 0, 0, 0)
+    good = [
+        engine.layout.packed, load.records.tobytes(), plan._GROUP.pack(1, 2), wanted, b"", options,
+        memory.data, bytearray(2),
+    ]  # fmt: skip
+    size, *_ = _host.job(*good)
+    assert 0 < size <= len(memory)
+    # Too little memory: said, and nothing written behind it.
+    short = memory[: size - 16]
+    before = memory[size - 16 :].tobytes()
+    assert _host.job(*good[:6], short.data, bytearray(2))[0] == size
+    assert memory[size - 16 :].tobytes() == before
+    wrong = [
+        (0, engine.layout.packed[:-8]), (0, b""), (1, load.records.tobytes()[:-1]),
+        (2, plan._GROUP.pack(2, 2)), (2, plan._GROUP.pack(1, 33)), (2, b"1234567"),
+        (3, wanted[:-1]), (5, options[:-4]), (6, memory[1:].data), (7, bytearray(1)),
+        (5, plan._OPTIONS.pack(1000, 4, 0, 0, 0)),
+    ]  # fmt: skip
+    for place, other in wrong:
+        given = [*good]
+        given[place] = other
+        with pytest.raises(ValueError, match=r"."):
+            _host.job(*given)
