@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 from benchmarks.results import Row
 from kmesh.layout import TILE_BYTES, Shard
+from kmesh_spand.control.native import NativeBatch
 from kmesh_spand.core import events as ev
 from kmesh_spand.core.config import CoreConfig
 from kmesh_spand.core.core import Core
@@ -35,7 +36,7 @@ def filled(spans: int, apply: Callable[[Sequence[Effect]], None] = lambda batch:
     Args:
         apply: told the effects of every event.
     """
-    core = Core(CoreConfig(max_spans=spans))
+    core = Core(CoreConfig(max_spans=spans), batch=NativeBatch())
     core.handle(ev.SlabAdded(0, spans * TILE_BYTES), 0)
     core.handle(ev.Populated(0, spans * TILE_BYTES), 0)
     core.handle(ev.SessionOpened(1, 0, "engine", 2), 0)

@@ -21,6 +21,7 @@ from blake3 import blake3
 from benchmarks.results import Row
 from benchmarks.spand import ROOT
 from kmesh.layout import TILE_BYTES, Shard
+from kmesh_spand.control.native import NativeBatch
 from kmesh_spand.core import events as ev
 from kmesh_spand.core.config import CoreConfig
 from kmesh_spand.core.core import Core
@@ -59,7 +60,7 @@ class Replay:
     """A core that holds ``room`` spans, and one session that reads and stores."""
 
     def __init__(self, room: int) -> None:
-        self._core = Core(CoreConfig(max_spans=room))
+        self._core = Core(CoreConfig(max_spans=room), batch=NativeBatch())
         self._core.handle(ev.SlabAdded(0, room * TILE_BYTES), 0)
         self._core.handle(ev.Populated(0, room * TILE_BYTES), 0)
         self._core.handle(ev.SessionOpened(1, 0, "engine", 1), 0)

@@ -20,6 +20,7 @@ from kmesh_spand.control.staging import StagingPool
 from kmesh_spand.control.storeworker import StoreWorker
 from kmesh_spand.core import effects
 from kmesh_spand.core.record import RECORD_BYTES
+from kmesh_spand.core.tenants import OWNER_BYTES
 from kmesh_spand.memory import make_memfd
 
 
@@ -47,7 +48,8 @@ def run(quick: bool) -> Iterator[Row]:
     writer = IndexWriter(index, 1)
     applier = Applier(
         catalog.view(),
-        writer,
+        memoryview(bytearray(OWNER_BYTES)),
+        {0: writer},
         cast(StoreWorker, NoWorker()),
         cast(StagingPool, None),
         lambda reply: None,

@@ -1,4 +1,4 @@
-"""``kmesh-spand``: reads the settings in a child of its own, then supervises."""
+"""``kmesh-spand``: reads the settings in one child, prepares control in another, supervises."""
 
 from __future__ import annotations
 
@@ -7,12 +7,13 @@ import sys
 
 import msgspec
 
-from kmesh import __version__
+from kmesh_spand.launch import Prepared
 from kmesh_spand.settings import Settings
 
 
 def _read_settings(argv: list[str], out: int) -> int:
     """Runs in the child: prints or sends the settings; returns the exit status."""
+    from kmesh import __version__
     from kmesh.errors import ConfigError
     from kmesh_spand import flags
 
@@ -31,8 +32,8 @@ def _read_settings(argv: list[str], out: int) -> int:
     return 0
 
 
-def _fork_and_read(argv: list[str]) -> Settings | int:
-    """The settings, or the status to exit with when there is nothing to run."""
+def _fork_reader(argv: list[str]) -> tuple[int, int]:
+    """Starts the child: its pid, and the fd at which its settings arrive."""
     receive, send = os.pipe()
     pid = os.fork()
     if pid == 0:
@@ -49,6 +50,11 @@ def _fork_and_read(argv: list[str]) -> Settings | int:
             sys.stderr.flush()
             os._exit(status)
     os.close(send)
+    return pid, receive
+
+
+def _settings(pid: int, receive: int) -> Settings | int:
+    """The settings, or the status to exit with when there is nothing to run."""
     with open(receive, "rb") as pipe:
         data = pipe.read()
     status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
@@ -59,12 +65,17 @@ def _fork_and_read(argv: list[str]) -> Settings | int:
 
 def main(argv: list[str] | None = None) -> int:
     """Entry point. Returns the exit status: 0, 1 (could not run) or 2 (a setting is wrong)."""
-    settings = _fork_and_read(sys.argv[1:] if argv is None else argv)
-    if isinstance(settings, int):
-        return settings
+    reader = _fork_reader(sys.argv[1:] if argv is None else argv)
+    prepared = Prepared()
+    # While both of them load their code.
+    from kmesh import __version__
     from kmesh_spand.supervisor import Supervisor
 
-    return Supervisor(settings, __version__).run()
+    settings = _settings(*reader)
+    if isinstance(settings, int):
+        prepared.end()
+        return settings
+    return Supervisor(settings, __version__, prepared).run()
 
 
 if __name__ == "__main__":

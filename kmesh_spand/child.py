@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import os
+import resource
 import signal
 import sys
 from collections.abc import Callable, Collection
@@ -52,6 +53,14 @@ def _run(name: str, parent: int, keep: Collection[int], main: Callable[[], int])
             sys.stdout.flush()
             sys.stderr.flush()
         os._exit(status)
+
+
+def raise_file_limit() -> int:
+    """Lets this process have as many fds as it may; returns how many."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft < hard:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    return hard
 
 
 def close_except(keep: Collection[int]) -> None:

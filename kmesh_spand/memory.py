@@ -20,6 +20,7 @@ SIZE_SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW
 F_SEAL_FUTURE_WRITE = 0x10
 _MADV_POPULATE_WRITE = 23
 _CHUNK_BYTES = 32 << 20
+_NICE = 10
 _THP = Path("/sys/kernel/mm/transparent_hugepage/shmem_enabled")
 
 _PMD_MAPPED = ("ShmemPmdMapped:", "FilePmdMapped:")
@@ -175,6 +176,8 @@ class Populator:
             raise self._failed
 
     def _work(self) -> None:
+        # The processor is for whoever serves or computes meanwhile.
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICE)
         while True:
             with self._lock:
                 if self._failed is not None or self._next == len(self._chunks):

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from kmesh.index import capacity_for, index_size, poison
 from kmesh.layout import PAGE_BYTES
-from kmesh.mapping import Mapping
+from kmesh.mapping import Mapping as Region
 from kmesh_spand.core.record import RECORD_BYTES
 from kmesh_spand.core.tenants import OWNER_BYTES
 from kmesh_spand.memory import make_memfd, seal_for_good
@@ -20,6 +21,22 @@ class Memory:
 
     fd: int
     size: int
+
+
+@dataclass(frozen=True, slots=True)
+class Shared:
+    """What one life of control works on; ``indexes`` are by group of uids."""
+
+    slabs: Sequence[Memory]
+    catalog: Memory
+    indexes: Mapping[int, Memory]
+    epoch: int
+
+    @property
+    def fds(self) -> list[int]:
+        """Every fd: slabs, catalog, indexes."""
+        memories = (*self.slabs, self.catalog, *self.indexes.values())
+        return [memory.fd for memory in memories]
 
 
 def owners_offset(settings: Settings) -> int:
@@ -70,9 +87,9 @@ class Storage:
             for number, size in enumerate(sizes)
         ]
         # Mapped before the seal: processes forked from this one inherit what no other can have.
-        self.writable: list[Mapping] | None = None
+        self.writable: list[Region] | None = None
         if settings.hardened:
-            self.writable = [Mapping(slab.fd, slab.size, writable=True) for slab in self.slabs]
+            self.writable = [Region(slab.fd, slab.size, writable=True) for slab in self.slabs]
             for slab in self.slabs:
                 seal_for_good(slab.fd)
         self.catalog = _make("catalog", catalog_bytes(settings))
@@ -83,7 +100,7 @@ class Storage:
     def poison(self) -> None:
         """Tells every reader of the index that it is over."""
         for index in self.indexes.values():
-            with Mapping(index.fd, index.size, writable=True) as mapping:
+            with Region(index.fd, index.size, writable=True) as mapping:
                 poison(mapping)
 
     def drop_writable(self) -> None:
@@ -107,11 +124,10 @@ class Storage:
     def close(self) -> None:
         """Gives all memory back; readers see that the index is over."""
         self.poison()
-        for fd in self.fds:
+        for fd in self.shared.fds:
             os.close(fd)
 
     @property
-    def fds(self) -> list[int]:
-        """Every fd that is held."""
-        indexes = (index.fd for index in self.indexes.values())
-        return [*(slab.fd for slab in self.slabs), self.catalog.fd, *indexes]
+    def shared(self) -> Shared:
+        """What a control process is given; the fds stay this object's."""
+        return Shared(self.slabs, self.catalog, self.indexes, self.epoch)

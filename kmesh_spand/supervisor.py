@@ -9,7 +9,6 @@ import contextlib
 import fcntl
 import logging
 import os
-import resource
 import select
 import signal
 import socket
@@ -17,6 +16,7 @@ import time
 
 from kmesh.errors import ConfigError
 from kmesh_spand import child, ipc, logs, memory
+from kmesh_spand.launch import Prepared
 from kmesh_spand.notify import notify
 from kmesh_spand.settings import (
     GRPC_SOCKET,
@@ -57,10 +57,15 @@ class Backoff:
 
 
 class Supervisor:
-    """One daemon on one socket directory."""
+    """One daemon on one socket directory.
 
-    def __init__(self, settings: Settings, version: str) -> None:
+    Args:
+        prepared: the first control process, which this object launches or ends.
+    """
+
+    def __init__(self, settings: Settings, version: str, prepared: Prepared) -> None:
         self._settings = settings
+        self._prepared: Prepared | None = prepared
         self._version = version
         self._control_pid = 0
         self._worker_pid = 0
@@ -86,9 +91,11 @@ class Supervisor:
             self._open()
         except ConfigError as failed:
             logger.error("%s", failed)
+            self._end_prepared()
             return 2
         except OSError as failed:
             logger.error("could not start: %s", failed)
+            self._end_prepared()
             return 1
         try:
             self._loop()
@@ -103,9 +110,7 @@ class Supervisor:
 
     def _open(self) -> None:
         settings = self._settings
-        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-        if soft < hard:
-            resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+        hard = child.raise_file_limit()
         needed = len(settings.slab_sizes()) + len(settings.tenancy().groups) - 1 + _SPARE_FDS
         if needed > hard:
             raise ConfigError(
@@ -158,7 +163,13 @@ class Supervisor:
         listener.listen(128)
         return listener
 
+    def _end_prepared(self) -> None:
+        if self._prepared is not None:
+            self._prepared.end()
+            self._prepared = None
+
     def _close(self) -> None:
+        self._end_prepared()
         for pid in (self._control_pid, self._worker_pid):
             if pid:
                 os.kill(pid, signal.SIGKILL)
@@ -262,19 +273,24 @@ class Supervisor:
             self._storage.new_epoch()
         self._control_restarts += 1
         ours, theirs = ipc.pair()
-        settings, storage = self._settings, self._storage
-        listener, restarts = self._listener, self._control_restarts
-
-        def main() -> int:
-            logs.configure("control", level=settings.log_level, form=settings.log_format)
-            storage.drop_writable()
-            from kmesh_spand.control import process
-
-            return process.run(settings, storage, listener, theirs, restarts)
-
-        keep = [*storage.fds, listener.fileno(), theirs.fileno()]
-        self._control_pid = child.fork("control", keep, main)
-        theirs.close()
+        try:
+            if self._prepared is None:
+                self._prepared = Prepared(self._storage.drop_writable)
+            self._prepared.launch(
+                self._settings,
+                self._version,
+                self._control_restarts,
+                self._storage.shared,
+                self._listener,
+                theirs,
+            )
+        except OSError:
+            ours.close()
+            self._end_prepared()
+            raise
+        finally:
+            theirs.close()
+        self._control_pid, self._prepared = self._prepared.pid, None
         ours.setblocking(False)
         self._to_control = ours
         self._control_backoff.started(now)

@@ -5,28 +5,13 @@
 
 #include <stdlib.h>
 
+#include "_host_args.h"
+#include "_host_batch.h"
 #include "_host_index.h"
 #include "_host_job.h"
 #include "_host_paged.h"
 #include "_host_region.h"
 #include "_host_sums.h"
-
-// "O&" converter: unlike "K", it refuses what is negative or too large.
-static int to_u64(PyObject *object, void *out) {
-    unsigned long long value = PyLong_AsUnsignedLongLong(object);
-    if (value == (unsigned long long)-1 && PyErr_Occurred()) return 0;
-    *(uint64_t *)out = value;
-    return 1;
-}
-
-static void *pointer(uint64_t address) {
-    return (void *)(uintptr_t)address;
-}
-
-static PyObject *refuse(const char *message) {
-    PyErr_SetString(PyExc_ValueError, message);
-    return NULL;
-}
 
 static PyObject *host_address(PyObject *module, PyObject *args) {
     (void)module;
@@ -263,6 +248,8 @@ static int index_open(km_index *index, uint64_t address, uint64_t size) {
     return 0;
 }
 
+enum { HOST_SHORT_PROBE = 2048 };
+
 static PyObject *host_index_probe(PyObject *module, PyObject *args) {
     (void)module;
     uint64_t address, size, epoch;
@@ -281,13 +268,14 @@ static PyObject *host_index_probe(PyObject *module, PyObject *args) {
     else if (room && (uintptr_t)slots.buf % 4) refuse("slots: not aligned");
     else {
         size_t hits = 0;
-        Py_BEGIN_ALLOW_THREADS
+        // A short look takes less time than getting the GIL back from another thread may.
+        PyThreadState *others = key_count * mix_count > HOST_SHORT_PROBE ? PyEval_SaveThread() : NULL;
         if (km_index_open(&index, pointer(address), size) && index.epoch == epoch)
             hits = km_index_probe(&index, keys.buf, key_count, mixes.buf, mix_count, slots.buf,
                                   prefix);
         else
             memset(slots.buf, 0, room);
-        Py_END_ALLOW_THREADS
+        if (others) PyEval_RestoreThread(others);
         result = PyLong_FromSize_t(hits);
     }
     PyBuffer_Release(&keys);
@@ -363,6 +351,13 @@ static PyMethodDef host_methods[] = {
     {"index_probe", host_index_probe, METH_VARARGS, NULL},
     {"index_insert", host_index_insert, METH_VARARGS, NULL},
     {"index_remove", host_index_remove, METH_VARARGS, NULL},
+    {"rows_find", host_rows_find, METH_VARARGS, NULL},
+    {"rows_gather", host_rows_gather, METH_VARARGS, NULL},
+    {"rows_pin", host_rows_pin, METH_VARARGS, NULL},
+    {"rows_unpin", host_rows_unpin, METH_VARARGS, NULL},
+    {"rows_link", host_rows_link, METH_VARARGS, NULL},
+    {"rows_unlink", host_rows_unlink, METH_VARARGS, NULL},
+    {"pack_field", host_pack_field, METH_VARARGS, NULL},
     {"load", host_load, METH_VARARGS, NULL},
     {"store", host_store, METH_VARARGS, NULL},
     {NULL, NULL, 0, NULL},

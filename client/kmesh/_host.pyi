@@ -97,6 +97,49 @@ def index_insert(index: int, size: int, tag: int, slot: int, /) -> bool:
 def index_remove(index: int, size: int, tag: int, slot: int, /) -> bool:
     """Writer only. False when no entry points from ``tag`` to ``slot``."""
 
+def rows_find(
+    index: Buffer,
+    words: tuple[Buffer, Buffer, Buffer, Buffer],
+    scopes: Buffer,
+    keys: Buffer,
+    fold: int,
+    scope: int,
+    limit: int,
+    rows: Buffer,
+    /,
+) -> int:
+    """Looks up keys (32 bytes each) in a table's hash; see ``kmesh_spand.core.batch``.
+
+    Writes the row of each, or 0, as u32 to ``rows`` and returns how many were found.
+
+    Raises:
+        ValueError: items of a wrong size or number, or the index names a row without columns.
+    """
+
+def rows_gather(column: Buffer, rows: Buffer, out: Buffer, factor: int, /) -> None:
+    """Writes ``column[row] * factor`` for each row, cut to the item size of ``out``."""
+
+def rows_pin(pins: Buffer, rows: Buffer, fresh: Buffer, /) -> int:
+    """Adds one to each row's u32; returns how many of ``fresh`` are now rows that had 0."""
+
+def rows_unpin(pins: Buffer, rows: Buffer, used: Buffer, tick: int, idle: Buffer, /) -> int:
+    """Takes one from each row's u32, the last row first; rows that reach 0 get ``tick``.
+
+    Returns how many of ``idle`` are now such rows.
+    """
+
+def rows_link(after: Buffer, before: Buffer, head: int, rows: Buffer, /) -> None:
+    """Appends rows to a doubly linked list (u32 columns)."""
+
+def rows_unlink(after: Buffer, before: Buffer, rows: Buffer, /) -> None:
+    """Takes rows out of their list."""
+
+def pack_field(number: int, column: Buffer, fixed: bool, /) -> bytes:
+    """A column of u8 to u64 as a packed field of a protobuf message, with its head.
+
+    ``fixed``: the field is fixed32 or fixed64, as the column's items are; else it has varints.
+    """
+
 def load(address: int, bits: int, /) -> int:
     """Atomic load-acquire of an aligned u32 or u64 (``bits`` 32 or 64)."""
 

@@ -14,8 +14,8 @@ from collections.abc import Callable
 
 from google.protobuf.message import DecodeError, Message
 
-from kmesh import errors
-from kmesh.v1 import common_pb2, session_socket_pb2
+from kmesh import _host, errors
+from kmesh.v1 import common_pb2, session_socket_pb2, spans_pb2
 from kmesh_spand.control import limits
 from kmesh_spand.control.handler import Handler
 from kmesh_spand.control.registry import Member, Peer
@@ -26,20 +26,18 @@ logger = logging.getLogger(__name__)
 _BUFFER = memoryview(bytearray(limits.MAX_MESSAGE_BYTES + 1))
 #: Packets, and seconds, that one connection is served before the others get their turn.
 _TURN = 16
+# An enum's operators take longer than the rest of a look at a packet.
+_CUT_CONTROL, _CUT_DATA = int(socket.MSG_CTRUNC), int(socket.MSG_TRUNC)
 _TURN_SECONDS = 0.005
 
-_ANSWER_NAMES = {
-    "Welcome": "welcome",
-    "IndexHandle": "index",
-    "SlabHandle": "slab",
-    "StagingHandle": "staging",
-    "Pong": "pong",
-    "AcquireResponse": "acquire",
-    "ReleaseResponse": "release",
-    "ReserveResponse": "reserve",
-    "CommitResponse": "commit",
-    "AbortResponse": "abort",
-    "ReportCorruptResponse": "report_corrupt",
+#: Sent at the end of a turn, behind answers that somebody waits for: each wakes the client.
+_UNHURRIED = (spans_pb2.ReleaseResponse, spans_pb2.AbortResponse)
+
+#: Number in Response of each answer.
+_ANSWERS = {
+    field.message_type.full_name: field.number
+    for field in session_socket_pb2.Response.DESCRIPTOR.oneofs_by_name["body"].fields
+    if field.message_type is not None
 }
 
 
@@ -71,6 +69,8 @@ class Connection:
         self._refusal = refusal
         self._member: Member | None = None
         self._queue: deque[tuple[bytes, int]] = deque()
+        # Answers of this turn that nobody waits for; None between turns.
+        self._unhurried: list[bytes] | None = None
         self._paused = False
         self._open = True
         self._timer: asyncio.TimerHandle | None = loop.call_later(
@@ -112,16 +112,24 @@ class Connection:
     # Reading.
 
     def _readable(self) -> None:
+        self._unhurried = []
         try:
-            until = time.monotonic() + _TURN_SECONDS
-            for _ in range(_TURN):
-                if not self._open or self._paused or not self._read_one():
-                    return
-                if time.monotonic() > until:
-                    return
+            self._turn()
         except Exception:
             logger.exception("a connection failed", extra={"uid": self.peer.uid})
             self.close("a bug in the daemon")
+        finally:
+            unhurried, self._unhurried = self._unhurried, None
+            for packet in unhurried:
+                self._send(packet, -1)
+
+    def _turn(self) -> None:
+        until = time.monotonic() + _TURN_SECONDS
+        for _ in range(_TURN):
+            if not self._open or self._paused or not self._read_one():
+                return
+            if time.monotonic() > until:
+                return
 
     def _read_one(self) -> bool:
         """Returns whether there may be more."""
@@ -133,9 +141,9 @@ class Connection:
         except OSError as failed:
             self.close(f"read: {failed.strerror}")
             return False
-        if flags & socket.MSG_CTRUNC:
+        if flags & _CUT_CONTROL:
             return self._fatal(errors.InvalidArgument("file descriptors are not accepted"))
-        if flags & socket.MSG_TRUNC or size > limits.MAX_MESSAGE_BYTES:
+        if flags & _CUT_DATA or size > limits.MAX_MESSAGE_BYTES:
             return self._fatal(
                 errors.TooLarge(f"a packet has at most {limits.MAX_MESSAGE_BYTES} bytes")
             )
@@ -217,11 +225,15 @@ class Connection:
         response = session_socket_pb2.Response(id=number, epoch=self._handler.epoch)
         if failed is not None:
             response.status.CopyFrom(status_of(failed))
-        elif body is not None:
-            name = _ANSWER_NAMES[type(body).__name__]
-            getattr(response, name).CopyFrom(body)
-            getattr(response, name).SetInParent()
-        self._send(response.SerializeToString(), fd)
+        packet = response.SerializeToString()
+        if failed is None and body is not None:
+            # Put behind it, as a field of bytes is written: setting it would copy all of it.
+            answer = _ANSWERS[body.DESCRIPTOR.full_name]
+            packet += _host.pack_field(answer, body.SerializeToString(), True)
+        if self._unhurried is not None and isinstance(body, _UNHURRIED):
+            self._unhurried.append(packet)
+        else:
+            self._send(packet, fd)
 
     def _send(self, packet: bytes, fd: int) -> None:
         if not self._open:
@@ -247,11 +259,12 @@ class Connection:
 
     def _send_now(self, packet: bytes, fd: int) -> bool:
         """Returns False if the client has to read first."""
-        ancillary = []
-        if fd >= 0:
-            ancillary = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [fd]))]
         try:
-            self._sock.sendmsg([packet], ancillary, socket.MSG_NOSIGNAL)
+            if fd < 0:
+                self._sock.send(packet, socket.MSG_NOSIGNAL)
+            else:
+                rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [fd]))]
+                self._sock.sendmsg([packet], rights, socket.MSG_NOSIGNAL)
         except BlockingIOError:
             return False
         except OSError as failed:

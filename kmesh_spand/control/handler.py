@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from google.protobuf.message import Message
 
-from kmesh import __version__, errors, layout
+from kmesh import errors, layout
 from kmesh.v1 import common_pb2, sessions_pb2
 from kmesh_spand import logs
 from kmesh_spand.control import limits, translate
@@ -39,12 +39,13 @@ def _refused(code: int) -> str:
 #: Codes that only clients give: for what moved under them, or is gone.
 _CLIENTS_OWN = (common_pb2.CODE_STALE, common_pb2.CODE_UNAVAILABLE)
 
+_REQUESTS = {name: f"requests_{name}" for name in translate.NAMES.values()}
 _COUNTERS = (
     "connections_refused",
     "protocol_errors",
     "sessions_opened",
     "sessions_closed",
-    *(f"requests_{name}" for name in translate.NAMES.values()),
+    *_REQUESTS.values(),
     # The daemon itself never answers these two.
     *(_refused(c) for c in common_pb2.Code.values() if c not in (0, *_CLIENTS_OWN)),
 )
@@ -76,6 +77,7 @@ class Handler:
 
     Attributes:
         epoch: of this control process.
+        version: of the daemon.
         counters: what happened to requests and connections, by name.
         journal: what those who watch are told.
         draining: no new session and no new reservation.
@@ -85,6 +87,7 @@ class Handler:
         self,
         loop: asyncio.AbstractEventLoop,
         settings: Settings,
+        version: str,
         core: Core,
         staging: StagingPool,
         exported: Exported,
@@ -94,6 +97,7 @@ class Handler:
         self.observer = observer
         self.epoch = epoch
         self.settings = settings
+        self.version = version
         self.core = core
         self.registry = Registry()
         self.staging = staging
@@ -148,7 +152,7 @@ class Handler:
         return sessions_pb2.Welcome(
             session_id=member.id,
             token=member.token,
-            daemon_version=__version__,
+            daemon_version=self.version,
             max_message_bytes=limits.MAX_MESSAGE_BYTES,
             max_batch=limits.MAX_BATCH,
             span_tokens=self.settings.span_tokens,
@@ -196,7 +200,7 @@ class Handler:
         self._pending[number] = pending
         numbers = self._of_session.setdefault(session, set())
         numbers.add(number)
-        self.counters[f"requests_{name}"] += 1
+        self.counters[_REQUESTS[name]] += 1
         try:
             if len(numbers) > limits.MAX_PENDING:
                 raise errors.Exhausted(f"{limits.MAX_PENDING} requests are pending")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import logging
 import os
 import socket
@@ -11,7 +12,6 @@ from typing import TYPE_CHECKING
 
 import uvloop
 
-from kmesh import __version__
 from kmesh.errors import ConfigError
 from kmesh.index import IndexWriter
 from kmesh.layout import slab_capacity
@@ -22,6 +22,7 @@ from kmesh_spand.control.handler import Exported, Handler
 from kmesh_spand.control.limits import MAX_BATCH
 from kmesh_spand.control.link import Link
 from kmesh_spand.control.listener import Listener
+from kmesh_spand.control.native import NativeBatch
 from kmesh_spand.control.observer import Observer
 from kmesh_spand.control.operator import Operator
 from kmesh_spand.control.readiness import Readiness
@@ -36,7 +37,7 @@ from kmesh_spand.core.record import RECORD_BYTES, Record, decode
 from kmesh_spand.core.tenants import OWNER_BYTES, decode_owner
 from kmesh_spand.memory import reopen_read_only
 from kmesh_spand.settings import GRPC_SOCKET, METRICS_SOCKET, Settings
-from kmesh_spand.storage import Storage, owners_offset
+from kmesh_spand.storage import Shared, owners_offset
 
 if TYPE_CHECKING:
     from kmesh_spand.control.metrics import Page
@@ -55,7 +56,8 @@ class Control:
         self,
         loop: asyncio.AbstractEventLoop,
         settings: Settings,
-        storage: Storage,
+        version: str,
+        storage: Shared,
         listener: socket.socket,
         supervisor: socket.socket,
         restarts: int,
@@ -72,7 +74,7 @@ class Control:
             writers[group].set_slab_count(len(storage.slabs))
         self._owners = self._catalog.view(owners_offset(settings))
         exported = _export(storage)
-        observer = Observer(settings.slow_call_ms, _tracer(settings))
+        observer = Observer(settings.slow_call_ms, _tracer(settings, version))
         self._worker = StoreWorker(
             loop,
             [SlabState(slab.size, slab_capacity(slab.size)) for slab in storage.slabs],
@@ -93,8 +95,11 @@ class Control:
                 remembered_keys=settings.remembered_keys,
             ),
             tenancy=settings.tenancy(),
+            batch=NativeBatch(),
         )
-        self._handler = Handler(loop, settings, core, staging, exported, storage.epoch, observer)
+        self._handler = Handler(
+            loop, settings, version, core, staging, exported, storage.epoch, observer
+        )
         self._handler.applier = Applier(
             self._catalog.view(0, owners_offset(settings)),
             self._owners,
@@ -134,6 +139,7 @@ class Control:
             rpc = make_rpc(self._handler, self._report, self._operator, path)
             web.page = make_page(self._report)
             await rpc.start()
+            gc.freeze()
             self._readiness.serving = True
             self._supervisor.send(ipc.Ready())
             await self._turn(rpc)
@@ -221,12 +227,12 @@ def _load() -> tuple[type[RpcServer], type[Page]]:
     return RpcServer, Page
 
 
-def _tracer(settings: Settings) -> Tracer | None:
+def _tracer(settings: Settings, version: str) -> Tracer | None:
     if settings.trace == "off":
         return None
     from kmesh_spand.tracing import Tracer
 
-    return Tracer(settings.trace, __version__)
+    return Tracer(settings.trace, version)
 
 
 def _records(catalog: memoryview, count: int) -> tuple[list[tuple[int, Record]], int]:
@@ -247,7 +253,7 @@ def _records(catalog: memoryview, count: int) -> tuple[list[tuple[int, Record]],
     return found, damaged
 
 
-def _export(storage: Storage) -> Exported:
+def _export(storage: Shared) -> Exported:
     """Swaps this process's writable fds for read-only ones: it never writes a slab."""
     indexes = {
         group: (reopen_read_only(index.fd), index.size) for group, index in storage.indexes.items()
@@ -260,7 +266,8 @@ def _export(storage: Storage) -> Exported:
 
 def run(
     settings: Settings,
-    storage: Storage,
+    version: str,
+    storage: Shared,
     listener: socket.socket,
     supervisor: socket.socket,
     restarts: int,
@@ -269,7 +276,7 @@ def run(
 
     async def main() -> None:
         loop = asyncio.get_running_loop()
-        await Control(loop, settings, storage, listener, supervisor, restarts).run()
+        await Control(loop, settings, version, storage, listener, supervisor, restarts).run()
 
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         try:

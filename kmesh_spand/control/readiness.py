@@ -17,7 +17,7 @@ logger = logging.getLogger(__name__)
 #: Every reason for which the daemon can be not ready; see ``docs/metrics.md``.
 REASONS = ("starting", "draining", "loop", "worker", "evictor", "pool", "memory", "files")
 #: Everything that is worth a warning while it serves.
-WARNINGS = ("memory", "hugepages")
+WARNINGS = ("memory", "growth", "hugepages")
 
 #: The control loop turns several times a second.
 _LIVE_SECONDS = 5.0
@@ -110,6 +110,8 @@ class Readiness:
         failed = self._failed()
         if failed and not self._of_memory():
             found["memory"] = "; ".join(failed)
+        if self._worker.paused:
+            found["growth"] = f"slabs do not grow: {self._worker.paused}"
         small = [slab for slab in self._worker.slabs if slab.small_pages]
         if small:
             found["hugepages"] = f"{len(small)} of {len(self._worker.slabs)} slabs have small pages"

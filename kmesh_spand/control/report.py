@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 
-from kmesh import __version__, errors
+from kmesh import errors
 from kmesh.handles import HandleKind
 from kmesh.keys import KEY_BYTES
 from kmesh.layout import Shard
@@ -82,7 +82,7 @@ class Report:
         ]
         shown = {tenant.name for tenant in tenants}
         status = admin_pb2.StatusResponse(
-            version=__version__,
+            version=self._handler.version,
             epoch=handler.epoch,
             uptime_ms=handler.now_ms() - self._started_ms,
             draining=handler.draining or core.draining,

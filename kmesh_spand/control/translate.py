@@ -5,9 +5,11 @@ The core checks batches; only what an event cannot even express is refused here.
 
 from __future__ import annotations
 
+import functools
+
 from google.protobuf.message import Message
 
-from kmesh import errors
+from kmesh import _host, errors
 from kmesh.layout import Shard
 from kmesh.v1 import common_pb2, sessions_pb2, spans_pb2
 from kmesh_spand.control.limits import MAX_BATCH
@@ -28,10 +30,15 @@ NAMES: dict[type[Message], str] = {
 }
 
 
+@functools.lru_cache(1024)
+def _code(layer_begin: int, layer_end: int, head_begin: int, head_end: int) -> int:
+    return Shard(layer_begin, layer_end, head_begin, head_end).code()
+
+
 def shard_code(shard: common_pb2.Shard, field: str) -> int:
     """The code of a shard. InvalidArgument names ``field`` if it is none."""
     try:
-        return Shard(shard.layer_begin, shard.layer_end, shard.head_begin, shard.head_end).code()
+        return _code(shard.layer_begin, shard.layer_end, shard.head_begin, shard.head_end)
     except ValueError as failed:
         raise errors.InvalidArgument(str(failed), field=field) from None
 
@@ -84,6 +91,24 @@ def to_event(session: int, request: int, body: Message, staging_size: int) -> ev
             raise TypeError(f"{type(body).__name__} is no span request")
 
 
+_FIELDS = spans_pb2.AcquireResponse.DESCRIPTOR.fields_by_name
+_VARINTS = tuple(
+    (name, _FIELDS[name].number) for name in ("slab", "offset", "length", "tokens", "generation")
+)
+_REASON, _ROOT = _FIELDS["reason"].number, _FIELDS["root"].number
+
+
+def _leased(result: effects.AcquireResult) -> spans_pb2.AcquireResponse:
+    """An answer of thousands of numbers, which protobuf would take one by one."""
+    pack = _host.pack_field
+    parts = [pack(_REASON, bytes(result.reason), False)]
+    parts += [pack(number, getattr(result, name), False) for name, number in _VARINTS]
+    parts.append(pack(_ROOT, result.root, True))
+    answer = spans_pb2.AcquireResponse.FromString(b"".join(parts))
+    answer.lease = result.lease
+    return answer
+
+
 def to_message(result: effects.Result, name: str) -> Message:
     """The answer's body.
 
@@ -98,16 +123,7 @@ def to_message(result: effects.Result, name: str) -> Message:
             field = f"{name}.{result.field}" if result.field else ""
             raise errors.from_code(result.code, result.message, field)
         case effects.AcquireResult():
-            return spans_pb2.AcquireResponse(
-                lease=result.lease,
-                reason=result.reason,
-                slab=result.slab,
-                offset=result.offset,
-                length=result.length,
-                tokens=result.tokens,
-                generation=result.generation,
-                root=result.root,
-            )
+            return _leased(result)
         case effects.ReleaseResult():
             return spans_pb2.ReleaseResponse(released=result.released, refused=result.refused)
         case effects.ReserveResult():

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 
 from kmesh.layout import STAGING_ALIGN, Shard
+from kmesh_spand.core.batch import KEY_BYTES
 from kmesh_spand.core.codes import Code
 from kmesh_spand.core.config import CoreConfig
 from kmesh_spand.core.effects import Refused
 from kmesh_spand.core.events import Acquire, Reserve
-from kmesh_spand.core.table import KEY_BYTES
 from kmesh_spand.core.tenants import SALT_BYTES
 
 _U32 = 0xFFFF_FFFF
@@ -93,6 +94,7 @@ def sub_key_count(tokens: int, config: CoreConfig) -> int:
     return tokens // config.sub_tokens - 1 if tokens < config.span_tokens else 0
 
 
+@functools.lru_cache(1024)
 def is_shard(code: int) -> bool:
     """Whether a number is the code of a ``layout.Shard``."""
     if not 0 <= code < 1 << 64:

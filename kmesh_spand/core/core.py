@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 from kmesh.layout import TILE_BYTES
 from kmesh_spand.core import events as ev
+from kmesh_spand.core.batch import Batch
 from kmesh_spand.core.check import check
 from kmesh_spand.core.codes import Code
 from kmesh_spand.core.config import CoreConfig
@@ -76,6 +77,7 @@ class Core:
         config: limits.
         policy: order of eviction, used by this core alone; LRU by default.
         tenancy: who shares with whom; each uid is by itself by default.
+        batch: operations over many rows; plain Python by default.
 
     Attributes:
         counters: see ``COUNTERS``; they only grow.
@@ -84,7 +86,11 @@ class Core:
     """
 
     def __init__(
-        self, config: CoreConfig, policy: Policy | None = None, tenancy: Tenancy | None = None
+        self,
+        config: CoreConfig,
+        policy: Policy | None = None,
+        tenancy: Tenancy | None = None,
+        batch: Batch | None = None,
     ) -> None:
         self.config = config
         self.tenancy = tenancy or Tenancy()
@@ -93,11 +99,12 @@ class Core:
         endings = Endings(config.remembered_keys)
         self._store = SpanStore(
             config.max_spans,
-            policy or LRU(config.max_spans),
+            policy or LRU(config.max_spans, batch),
             self.counters,
             endings,
             self.tenancy,
             jobs,
+            batch,
         )
         self.fates = Fates(self._store, endings)
         self.sweep = Sweep(self._store)
@@ -123,10 +130,7 @@ class Core:
         if request is None:
             self._note(event)
         else:
-            assert isinstance(
-                event,
-                ev.Acquire | ev.Release | ev.ReportCorrupt | ev.Reserve | ev.Commit | ev.Abort,
-            )
+            assert isinstance(event, ev.Request)
             session = self._book.sessions.get(event.session)
             result: Result | None
             if session is None:

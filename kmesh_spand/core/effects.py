@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -12,12 +13,12 @@ class AcquireResult:
 
     lease: int
     reason: Sequence[int]
-    slab: Sequence[int]
-    offset: Sequence[int]
-    length: Sequence[int]
-    tokens: Sequence[int]
-    generation: Sequence[int]
-    root: Sequence[int]
+    slab: array[int]
+    offset: array[int]
+    length: array[int]
+    tokens: array[int]
+    generation: array[int]
+    root: array[int]
 
 
 @dataclass(frozen=True, slots=True)

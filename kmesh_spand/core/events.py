@@ -184,15 +184,13 @@ class Resume:
     """Reservations are welcome again."""
 
 
+#: What a session asks for, and is answered.
+Request = Acquire | Release | Reserve | Commit | Abort | ReportCorrupt
+
 Event = (
-    SessionOpened
+    Request
+    | SessionOpened
     | SessionClosed
-    | Acquire
-    | Release
-    | Reserve
-    | Commit
-    | Abort
-    | ReportCorrupt
     | CopyDone
     | CopyFailed
     | VerifyDone

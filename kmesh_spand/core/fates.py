@@ -8,11 +8,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from kmesh_spand.core.batch import KEY_BYTES
 from kmesh_spand.core.codes import Cause, Verdict
 from kmesh_spand.core.endings import Endings
 from kmesh_spand.core.states import State
 from kmesh_spand.core.store import TICK_SHIFT, SpanStore
-from kmesh_spand.core.table import KEY_BYTES
 from kmesh_spand.core.tags import scope, shard_of
 
 _VERDICTS = {
@@ -62,7 +62,7 @@ class Fates:
 
     def _served(self, keys: bytes, where: int) -> int:
         store, states = self._store, self._store.table.state
-        for entry, row in enumerate(store.table.find_all(keys, where)):
+        for entry, row in enumerate(store.table.find_all(keys, where)[0]):
             if states[store.resolve(row)] != State.COMMITTED:
                 return entry
         return len(keys) // KEY_BYTES
@@ -87,7 +87,7 @@ class Fates:
         for tried, (_, where) in enumerate(table.scopes):
             if tried == MAX_SHARDS or len(found) == limit:
                 break
-            if any(table.find_all(keys, where)):
+            if table.find_all(keys, where)[1]:
                 found[shard_of(where)] = None
         for at in range(0, len(keys), KEY_BYTES):
             for ending in self._endings.of(keys[at : at + KEY_BYTES]):

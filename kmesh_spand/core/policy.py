@@ -6,6 +6,8 @@ from abc import ABC, abstractmethod
 from array import array
 from collections.abc import Iterator, Sequence
 
+from kmesh_spand.core.batch import Batch
+
 
 class Policy(ABC):
     """Orders the rows that may be evicted. The core decides, checks and evicts.
@@ -37,9 +39,11 @@ class LRU(Policy):
 
     Args:
         max_rows: highest row.
+        batch: operations over many rows.
     """
 
-    def __init__(self, max_rows: int) -> None:
+    def __init__(self, max_rows: int, batch: Batch | None = None) -> None:
+        self._batch = batch or Batch()
         self._next = array("I", [0]) * (max_rows + 1)
         self._before = array("I", [0]) * (max_rows + 1)
         self._head = 0
@@ -47,6 +51,7 @@ class LRU(Policy):
     def another(self) -> LRU:
         """A list in the same columns: a row is in one of them at a time."""
         made = LRU.__new__(LRU)
+        made._batch = self._batch
         made._next, made._before, made._head = self._next, self._before, len(self._next)
         for column in (made._next, made._before):
             column.append(made._head)
@@ -54,23 +59,11 @@ class LRU(Policy):
 
     def add(self, rows: Sequence[int]) -> None:
         """O(len(rows)); a row must not be in the list."""
-        after, before = self._next, self._before
-        head = self._head
-        last = before[head]
-        for row in rows:
-            after[last] = row
-            before[row] = last
-            last = row
-        after[last] = head
-        before[head] = last
+        self._batch.link(self._next, self._before, self._head, rows)
 
     def discard(self, rows: Sequence[int]) -> None:
         """O(len(rows)); a row must be in the list."""
-        after, before = self._next, self._before
-        for row in rows:
-            left, right = before[row], after[row]
-            after[left] = right
-            before[right] = left
+        self._batch.unlink(self._next, self._before, rows)
 
     def victims(self) -> Iterator[int]:
         """From the head of the list to its end."""

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Sequence
+from itertools import chain
 
 from kmesh.layout import TILE_BYTES
+from kmesh_spand.core.batch import KEY_BYTES, Rows
 from kmesh_spand.core.checks import check_acquire, too_many
 from kmesh_spand.core.codes import Code, Reason
 from kmesh_spand.core.config import CoreConfig
@@ -19,11 +22,10 @@ from kmesh_spand.core.events import Acquire, Release, ReportCorrupt
 from kmesh_spand.core.sessions import Lease, Session, SessionBook
 from kmesh_spand.core.states import State, Trigger
 from kmesh_spand.core.store import SpanStore
-from kmesh_spand.core.table import KEY_BYTES, gather
 from kmesh_spand.core.tags import scope
 from kmesh_spand.core.verify import Verifier
 
-_COMMITTED = int(State.COMMITTED)
+_COMMITTED, _FREE = int(State.COMMITTED), int(State.FREE)
 
 
 class Reading:
@@ -34,6 +36,7 @@ class Reading:
     ) -> None:
         self._config = config
         self._store = store
+        self._batch = store.table.batch
         self._book = book
         self._verifier = verifier
 
@@ -47,26 +50,21 @@ class Reading:
             or session.leased_spans >= config.max_leased_spans
         ):
             return Refused(Code.EXHAUSTED, "too many open leases", "keys")
-        counters, table = self._store.counters, self._store.table
+        counters, table, gather = self._store.counters, self._store.table, self._batch.gather
         tenant = self._store.tenants.find(session.group, event.salt)
         rows = self._find(event, tenant.number if tenant else 0)
-        columns = (
-            table.slab,
-            table.tile,
-            table.length,
-            table.tokens,
-            table.generation,
-            table.root,
-        )
-        states, *values = gather(rows, table.state, *columns)
+        states = self._batch.gather_bytes(rows, table.state)
         reasons: Sequence[int]
-        if states.count(_COMMITTED) == len(rows):
-            reasons, held, missing = [0] * len(rows), rows, 0
+        hits, absent = states.count(_COMMITTED), states.count(_FREE)
+        if hits == len(rows):
+            reasons, held = [0] * len(rows), rows
         else:
-            reasons = self._sort_out(rows, len(event.shards), event.prefix)
-            held = [row for row in rows if row]
-            missing = reasons.count(Reason.MISS)
-            values = gather(rows, *columns)
+            if hits + absent == len(rows):
+                reasons = self._miss(rows, len(event.shards), event.prefix)
+            else:
+                reasons = self._sort_out(rows, len(event.shards), event.prefix)
+            held = array("I", filter(None, rows))
+        missing = reasons.count(Reason.MISS)
         entries = len(event.keys) // KEY_BYTES * len(event.shards)
         pending = len(rows) - len(held) - missing
         missing += entries - len(rows)
@@ -81,36 +79,47 @@ class Reading:
         session.hits += len(held)
         session.pending += pending
         session.misses += missing
-        slab, tile, length, tokens, generation, root = values
+        # What was not looked for is a miss like any other: row 0 has zeros for it.
+        rows.frombytes(bytes(rows.itemsize * (entries - len(rows))))
+        length = gather(rows, table.length)
         lease = 0
         if held:
             self._store.pin(held)
             lease = self._book.lease(session, rows, len(held), sum(length)).id
-        rest = entries - len(tile)
-        zeros = (0,) * rest
         return AcquireResult(
             lease,
-            [*reasons, *[Reason.MISS] * rest] if rest else reasons,
-            slab + zeros,
-            [at * TILE_BYTES for at in tile] + [0] * rest,
-            length + zeros,
-            tokens + zeros,
-            generation + zeros,
-            root + zeros,
+            [*reasons, *[Reason.MISS] * (entries - len(reasons))],
+            gather(rows, table.slab),
+            gather(rows, table.tile, "Q", TILE_BYTES),
+            length,
+            gather(rows, table.tokens),
+            gather(rows, table.generation),
+            gather(rows, table.root),
         )
 
-    def _find(self, event: Acquire, tenant: int) -> list[int]:
+    def _find(self, event: Acquire, tenant: int) -> Rows:
         """Rows of all entries, key-major; for a prefix, up to the first key not found."""
         find = self._store.table.find_all
-        runs = [find(event.keys, scope(tenant, code)) for code in event.shards]
-        if event.prefix:
-            known = min(run.index(0) + 1 if 0 in run else len(run) for run in runs)
-            runs = [run[:known] for run in runs]
-        return (
-            runs[0] if len(runs) == 1 else [row for key in zip(*runs, strict=True) for row in key]
-        )
+        runs = []
+        known = len(event.keys) // KEY_BYTES
+        for code in event.shards:
+            run, found = find(event.keys, scope(tenant, code))
+            runs.append(run)
+            if event.prefix and found < len(run):
+                known = min(known, run.index(0) + 1)
+        if len(runs) == 1:
+            return runs[0][:known]
+        return array("I", chain.from_iterable(zip(*(run[:known] for run in runs), strict=True)))
 
-    def _sort_out(self, rows: list[int], shards: int, prefix: bool) -> list[int]:
+    def _miss(self, rows: Rows, shards: int, prefix: bool) -> list[Reason]:
+        """Reasons of rows that are committed or 0; what can't be leased becomes 0."""
+        if prefix:
+            whole = rows.index(0) // shards * shards
+            rows[whole:] = array("I", bytes(rows.itemsize * (len(rows) - whole)))
+            return [Reason.OK] * whole + [Reason.MISS] * (len(rows) - whole)
+        return [Reason.OK if row else Reason.MISS for row in rows]
+
+    def _sort_out(self, rows: Rows, shards: int, prefix: bool) -> list[int]:
         """Reasons of all rows; what can't be leased becomes 0 in ``rows``."""
         store, states = self._store, self._store.table.state
         reasons: list[int] = []
@@ -157,9 +166,9 @@ class Reading:
     def end_lease(self, lease: Lease) -> None:
         """End a lease, whoever asks."""
         self._book.end_lease(lease)
-        rows: Sequence[int] = lease.rows
+        rows = lease.rows
         if lease.spans != len(rows):
-            rows = [row for row in rows if row]
+            rows = array("I", filter(None, rows))
         self._store.unpin(rows)
 
     def report(self, session: Session, event: ReportCorrupt) -> Result:

@@ -95,11 +95,12 @@ class SessionBook:
         self._last += 1
         return self._last
 
-    def lease(self, session: Session, rows: list[int], spans: int, size: int) -> Lease:
+    def lease(self, session: Session, rows: array[int], spans: int, size: int) -> Lease:
         """A new lease; its rows must be pinned by the caller."""
-        while rows and not rows[-1]:
-            rows.pop()
-        lease = Lease(self._next(), session, array("I", rows), spans, size)
+        end = len(rows)
+        while end and not rows[end - 1]:
+            end -= 1
+        lease = Lease(self._next(), session, rows[:end], spans, size)
         self.leases[lease.id] = session.leases[lease.id] = lease
         session.leased_spans += spans
         session.leased_bytes += size

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 
 from kmesh.layout import TILE_BYTES, tiles
 from kmesh_spand.core.allocator import QUARANTINE
+from kmesh_spand.core.batch import Batch, Rows
 from kmesh_spand.core.codes import Cause
 from kmesh_spand.core.effects import (
     Effect,
@@ -20,7 +21,7 @@ from kmesh_spand.core.grounds import Grounds
 from kmesh_spand.core.policy import Policy
 from kmesh_spand.core.record import Record
 from kmesh_spand.core.states import EVICTABLE, KEYED, STORED, TRANSITIONS, State, Trigger
-from kmesh_spand.core.table import SpanTable, gather
+from kmesh_spand.core.table import SpanTable
 from kmesh_spand.core.tags import shard_of, tag
 from kmesh_spand.core.tenants import Tenancy, Tenant, TenantBook
 
@@ -64,9 +65,10 @@ class SpanStore(Grounds):
         endings: Endings,
         tenancy: Tenancy,
         job_ids: Iterator[int],
+        batch: Batch | None = None,
     ) -> None:
         super().__init__(TenantBook(tenancy, policy, max_spans, TILE_BYTES), counters, job_ids)
-        self.table = SpanTable(max_spans)
+        self.table = SpanTable(max_spans, batch)
         self.tick = 0
         self.evictable = 0
         self.pinned = 0
@@ -279,39 +281,26 @@ class SpanStore(Grounds):
 
     # Leases
 
-    def pin(self, rows: Sequence[int]) -> None:
+    def pin(self, rows: Rows) -> None:
         """One lease more on each row (all COMMITTED); a row may occur more than once."""
-        pins = self.table.pins
-        fresh: list[int] = []
-        for row in rows:
-            count = pins[row]
-            if not count:
-                fresh.append(row)
-            pins[row] = count + 1
+        table = self.table
+        fresh = table.batch.pin(table.pins, rows)
         if fresh:
             self.pinned += len(fresh)
-            self.leased_bytes += sum(gather(fresh, self.table.length)[0])
+            self.leased_bytes += sum(table.batch.gather(fresh, table.length))
             self._disallow(fresh)
 
-    def unpin(self, rows: Sequence[int]) -> None:
+    def unpin(self, rows: Rows) -> None:
         """One lease fewer on each row; a doomed span ends with its last one."""
-        table = self.table
-        pins, used, tick = table.pins, table.used, self.tick
-        idle: list[int] = []
+        table, batch = self.table, self.table.batch
         # Last first: the end of a chain is evicted before its beginning, without which it
         # could not be found.
-        for row in reversed(rows):
-            count = pins[row] - 1
-            pins[row] = count
-            if not count:
-                idle.append(row)
-                used[row] = tick
+        idle = batch.unpin(table.pins, rows, table.used, self.tick)
         if not idle:
             return
-        states, lengths = gather(idle, table.state, table.length)
         self.pinned -= len(idle)
-        self.leased_bytes -= sum(lengths)
-        if states.count(State.COMMITTED) == len(idle):
+        self.leased_bytes -= sum(batch.gather(idle, table.length))
+        if batch.gather_bytes(idle, table.state).count(State.COMMITTED) == len(idle):
             self._allow(idle)
             return
         self._allow([row for row in idle if table.state[row] == State.COMMITTED])

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
+from kmesh_spand.core.batch import KEY_BYTES
 from kmesh_spand.core.states import STORED, State
 from kmesh_spand.core.store import TICK_SHIFT, SpanStore
-from kmesh_spand.core.table import KEY_BYTES
 
 _BUSY = frozenset({State.RESERVED, State.COPYING, State.VERIFYING, State.SUSPECT})
 
@@ -75,7 +75,7 @@ class Sweep:
         store = self._store
         assert len(keys) % KEY_BYTES == 0
         for _, where in store.table.scopes:
-            yield from (store.resolve(row) for row in store.table.find_all(keys, where) if row)
+            yield from (store.resolve(row) for row in store.table.find_all(keys, where)[0] if row)
 
     def _judge(self, row: int, swept: Swept, min_age_ms: int, min_idle_ms: int, now: int) -> None:
         table, state = self._store.table, self._store.table.state[row]

@@ -10,13 +10,12 @@ from __future__ import annotations
 import struct
 from array import array
 from collections.abc import Iterator, Sequence
-from operator import itemgetter
 
+from kmesh_spand.core.batch import KEY_BYTES, Batch, Rows, Words
 from kmesh_spand.core.intern import Interner
 from kmesh_spand.core.states import State
 from kmesh_spand.core.tags import mix
 
-KEY_BYTES = 32
 #: An entry lies at most this many places after its own; a key that finds none is not stored.
 PROBE_LIMIT = 256
 _KEY = struct.Struct("<4Q")
@@ -27,6 +26,9 @@ _MAX_NAMESPACES = 0xFFFF_FFFE
 class SpanTable:
     """Columns of all slots, and the hash from (key, scope) to row.
 
+    Args:
+        batch: operations over many rows.
+
     Attributes (each indexed by row):
         words: the key as four u64, a column each.
         scope, space: numbers of ``scopes`` (see ``tags.scope``) and ``spaces``.
@@ -36,11 +38,17 @@ class SpanTable:
     An alias holds its span's row in ``tile`` and the span's next alias in ``start``.
     """
 
-    def __init__(self, max_spans: int) -> None:
+    def __init__(self, max_spans: int, batch: Batch | None = None) -> None:
+        self.batch = batch or Batch()
         self.max_rows = max_spans
         self.rows = 0
         rows = max_spans + 1
-        self.words = tuple(_zeros("Q", rows) for _ in range(4))
+        self.words: Words = (
+            _zeros("Q", rows),
+            _zeros("Q", rows),
+            _zeros("Q", rows),
+            _zeros("Q", rows),
+        )
         self.state = bytearray(rows)
         self.scope = _zeros("H", rows)
         self.tokens = _zeros("H", rows)
@@ -123,42 +131,14 @@ class SpanTable:
         number = self.scopes.find(scope)
         return self._probe(_KEY.unpack(key), number, mix(scope)) if number else 0
 
-    def find_all(self, keys: bytes, scope: int) -> list[int]:
-        """Rows of many keys (32 bytes each) in one scope; 0 where there is none."""
-        count = len(keys) // KEY_BYTES
+    def find_all(self, keys: bytes, scope: int) -> tuple[Rows, int]:
+        """Rows of many keys (32 bytes each) in one scope, 0 where there is none; how many are."""
         number = self.scopes.find(scope)
-        if not number or not count:
-            return [0] * count
-        words = struct.unpack(f"<{4 * count}Q", keys)
-        index, mask, column, fold = self._index, self._mask, self.words[0], mix(scope)
-        first = words[::4]
-        rows = [index[(word ^ fold) & mask] for word in first]
-        for entry, row in enumerate(rows):
-            word = first[entry]
-            if row and column[row] != word:
-                home = word ^ fold
-                for place in range(home + 1, home + PROBE_LIMIT):
-                    row = index[place & mask]
-                    if not row or column[row] == word:
-                        break
-                else:
-                    row = 0
-                rows[entry] = row
-        if self._are(rows, words, number):
-            return rows
-        return [self._probe(words[at : at + 4], number, fold) for at in range(0, 4 * count, 4)]
-
-    def _are(self, rows: Sequence[int], words: Sequence[int], number: int) -> bool:
-        """Whether all rows other than 0, found by the first word, have these keys and scope."""
-        wanted = [words[word::4] for word in (1, 2, 3)]
-        if 0 in rows:
-            hits = [entry for entry, row in enumerate(rows) if row]
-            if not hits:
-                return True
-            rows = [rows[entry] for entry in hits]
-            wanted = [*gather(hits, *wanted)]
-        *stored, scopes = gather(rows, *self.words[1:], self.scope)
-        return stored == wanted and scopes.count(number) == len(rows)
+        if not number:
+            return array("I", bytes(len(keys) // KEY_BYTES * 4)), 0
+        return self.batch.find(
+            self._index, self.words, self.scope, keys, mix(scope), number, PROBE_LIMIT
+        )
 
     def _probe(self, key: Sequence[int], number: int, fold: int) -> int:
         index, mask, column = self._index, self._mask, self.words[0]
@@ -221,11 +201,3 @@ class SpanTable:
 def _zeros(kind: str, count: int) -> array[int]:
     # Repeating allocates exactly; filling from bytes leaves room to grow.
     return array(kind, [0]) * count
-
-
-def gather(rows: Sequence[int], *columns: Sequence[int]) -> list[tuple[int, ...]]:
-    """The columns' values at ``rows``, in order."""
-    if len(rows) < 2:
-        return [tuple(column[row] for row in rows) for column in columns]
-    pick = itemgetter(*rows)
-    return [pick(column) for column in columns]

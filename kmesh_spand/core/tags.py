@@ -6,6 +6,8 @@ that reads both keep them equal.
 
 from __future__ import annotations
 
+import functools
+
 _MASK = (1 << 64) - 1
 
 
@@ -27,6 +29,7 @@ def shard_of(scope: int) -> int:
     return scope & _MASK
 
 
+@functools.lru_cache(4096)
 def mix(scope: int) -> int:
     """What the first word of a key is XORed with to find its place in the table."""
     return splitmix64(splitmix64(scope >> 64) ^ scope & _MASK)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from kmesh.layout import TILE_BYTES, tiles
+from kmesh_spand.core.batch import KEY_BYTES
 from kmesh_spand.core.checks import check_commit, check_reserve, invalid, sub_key_count, too_many
 from kmesh_spand.core.codes import Code, Reason
 from kmesh_spand.core.config import CoreConfig
@@ -23,7 +24,6 @@ from kmesh_spand.core.eviction import Evictor
 from kmesh_spand.core.sessions import PendingCommit, Reservation, Session, SessionBook
 from kmesh_spand.core.states import State, Trigger
 from kmesh_spand.core.store import SpanStore
-from kmesh_spand.core.table import KEY_BYTES
 from kmesh_spand.core.tags import scope
 from kmesh_spand.core.tenants import Tenant
 from kmesh_spand.core.verify import Verifier

@@ -55,7 +55,8 @@ def test_status_says_what_each_client_pins(spand: Daemon) -> None:
         again = ReserveBatch(SPACE.digest(), SHARD, keys, [64] * 3, [0] * 3, [1000] * 3)
         session.reserve(again)
         with session.acquire(keys + os.urandom(32), [SHARD], prefix=False):
-            clients = as_json("status", socket_dir=spand.socket_dir)["clients"]
+            answer = as_json("status", socket_dir=spand.socket_dir)
+            clients = answer["clients"]
             human = kmesh("status", socket_dir=spand.socket_dir).stdout
     assert len(clients) == 2
     (mine,) = (c for c in clients if c["client"] == "an [engine]")
@@ -64,6 +65,12 @@ def test_status_says_what_each_client_pins(spand: Daemon) -> None:
     assert mine["pid"] == os.getpid()
     assert re.search(r"an \[engine\] +tool .* 2\.9 KiB .* exists 3", human), human
     explained(mine)
+    (tenant,) = answer["tenants"]
+    assert (tenant["tenant"], tenant["spans"], tenant["quota"]) == (str(os.getuid()), 3, 0)
+    assert (tenant["counters"]["hits"], tenant["counters"]["misses"]) == (3, 1)
+    used = f"{tenant['used'] / 1024:.1f} KiB"
+    assert re.search(rf"^{os.getuid()} +3 +{used} +no limit +1 +3 +1 +0$", human, re.M), human
+    explained(tenant)
 
 
 # explain

@@ -111,10 +111,13 @@ def test_a_pause_is_told(start_spand: Start) -> None:
     daemon = start_spand(memory_headroom="64TiB", metrics_listen=f"127.0.0.1:{port}")
     status = daemon.wait_status(lambda status: status.paused)
     assert "memory_headroom" in status.paused
+    (warning,) = (w for w in status.warnings if w.name == "growth")
+    assert warning.text == f"slabs do not grow: {status.paused}"
     assert status.counters["population_pauses"] == 1
     with RawClient(daemon.socket_dir) as client:
         assert client.store(b"k" * 32, b"bytes") == common_pb2.REASON_NOT_READY
     with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=20) as page:
         lines = page.read().decode().splitlines()
     assert "kmesh_population_paused 1.0" in lines
+    assert 'kmesh_warning{reason="growth"} 1.0' in lines
     assert "kmesh_population_pauses_total 1.0" in lines

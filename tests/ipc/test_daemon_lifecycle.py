@@ -57,6 +57,20 @@ def test_supervisor_stays_small(spand: Daemon) -> None:
     assert pss < 150 << 10, f"{pss >> 10} MiB"
 
 
+def test_more_slabs_than_one_packet_carries(start_spand: Start) -> None:
+    """Control is given the fds of all of them, at its start and when it is started again."""
+    daemon = start_spand(host_memory="300MiB", slab_size="1MiB", errors=True)
+    for restarts in (0, 1):
+        with RawClient(daemon.socket_dir) as client:
+            assert client.welcome.slab_count == 300
+            daemon.wait_status(lambda s: s.slabs[299].populated == s.slabs[299].capacity)
+            assert daemon.status().control_restarts == restarts
+        if not restarts:
+            os.kill(daemon.child("control"), signal.SIGKILL)
+            daemon.wait_ready(2)
+    assert daemon.stop() == 0
+
+
 def test_second_daemon_is_refused(spand: Daemon) -> None:
     second = run(f"--socket-dir={spand.socket_dir}", "--host-memory=16MiB")
     assert second.returncode == 2

@@ -209,6 +209,29 @@ def test_requests_may_be_pipelined(spand: Daemon) -> None:
         assert sent == answered
 
 
+def test_answers_that_nobody_waits_for_come_last(spand: Daemon) -> None:
+    """Of requests that are read together: a client is woken by each answer."""
+    with RawClient(spand.socket_dir) as client:
+        lease = client.acquire([b"o" * 32]).lease
+        if not lease:
+            client.store(b"o" * 32, b"bytes")
+            lease = client.acquire([b"o" * 32]).lease
+        control = spand.child("control")
+        os.kill(control, signal.SIGSTOP)
+        try:
+            sent = [
+                client.send(release={"leases": [lease]}),
+                client.send(acquire={"keys": b"o" * 32, "shards": [SHARD]}),
+                client.send(ping={}),
+            ]
+        finally:
+            os.kill(control, signal.SIGCONT)
+        answers = [client.receive()[0] for _ in sent]
+    assert [answer.id for answer in answers] == [sent[1], sent[2], sent[0]]
+    assert answers[0].acquire.lease > lease
+    assert answers[2].release.released == 1
+
+
 def test_bad_requests_name_the_field(spand: Daemon) -> None:
     with RawClient(spand.socket_dir) as client:
         cases: list[tuple[dict[str, object], int, str]] = [

@@ -60,6 +60,20 @@ class EngineProcess:
             if metric.name.startswith(("vllm:kmesh", "vllm:external_prefix", "vllm:num_preempt"))
         }
 
+    def piecewise(self, extra: dict[str, Any]) -> bool:
+        """What an engine with full CUDA graphs asks the connector before it loads the model."""
+        from vllm.config import KVTransferConfig
+        from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+
+        transfer = KVTransferConfig(
+            kv_connector="KMeshConnector",
+            kv_connector_module_path="kmesh_vllm",
+            kv_role="kv_both",
+            kv_connector_extra_config=extra,
+        )
+        connector = KVConnectorFactory.get_connector_class(transfer)
+        return bool(connector.requires_piecewise_for_cudagraph(extra))
+
     # What follows needs the scheduler in this process (VLLM_ENABLE_V1_MULTIPROCESSING=0).
 
     def state(self) -> dict[str, int]:

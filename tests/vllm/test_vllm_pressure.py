@@ -14,7 +14,7 @@ from driver import Engine, settled, tokens, transfer
 def small(start: Callable[..., Engine], shared_spand: Daemon, control: Engine) -> Engine:
     """80 blocks of 32 tokens, 512 tokens a step."""
     engine = start(
-        transfer=transfer(shared_spand.socket_dir, load_timeout_ms=2000),
+        transfer=transfer(shared_spand.socket_dir, load_timeout_ms=5000),
         num_gpu_blocks_override=80,
         max_num_batched_tokens=512,
         max_num_seqs=8,
@@ -151,3 +151,20 @@ def test_a_load_that_hangs_before_it_copies_ends_in_time(
         assert results[str(i)]["tokens"] == control.one(prompt).tokens
     assert small.call("metrics")["vllm:kmesh_load_failed_late"] == 1
     held(small, shared_spand)
+
+
+# Last: what the engine stores afterwards, no other finds.
+def test_reset_of_the_connector_forgets_what_was_stored(
+    control: Engine, small: Engine, shared_spand: Daemon
+) -> None:
+    prompt = tokens(200, seed=61)
+    before = shared_spand.status().spans
+    small.one(prompt)
+    settled(shared_spand, before + 3)
+    assert small.call("reset", connector=True)
+    result = small.one(prompt)
+    assert result.restored == 0
+    assert result.same(control.one(prompt))
+    settled(shared_spand, before + 6)
+    assert small.call("reset")
+    assert small.one(prompt).restored == 192

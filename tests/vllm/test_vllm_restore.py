@@ -6,7 +6,7 @@ import time
 
 import pytest
 from daemon_process import Daemon
-from driver import Engine, flip, settled, tokens
+from driver import Engine, EngineError, flip, settled, tokens
 
 from kmesh.layout import Shard
 
@@ -121,17 +121,7 @@ def test_flipped_bits_are_never_served(
     assert state["free"] == state["blocks"] - 1
 
 
-def test_reset_of_the_connector_forgets_what_was_stored(
-    control: Engine, storing: Engine, shared_spand: Daemon
-) -> None:
-    prompt = tokens(200, seed=61)
-    before = shared_spand.status().spans
-    storing.one(prompt)
-    settled(shared_spand, before + 3)
-    assert storing.call("reset", connector=True)
-    result = storing.one(prompt)
-    assert result.restored == 0
-    assert result.same(control.one(prompt))
-    settled(shared_spand, before + 6)
-    assert storing.call("reset")
-    assert storing.one(prompt).restored == 192
+def test_settings_are_read_before_the_model(storing: Engine) -> None:
+    assert storing.call("piecewise", extra={"socket_dir": "/run/kmesh"}) is False
+    with pytest.raises(EngineError, match="no_such_setting is none of"):
+        storing.call("piecewise", extra={"socket_dir": "/run/kmesh", "no_such_setting": 1})

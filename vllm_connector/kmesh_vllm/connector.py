@@ -63,6 +63,17 @@ class KMeshConnector(KVConnectorBase_V1):  # type: ignore[misc]
         ConfigError: a setting is wrong; names it.
     """
 
+    @classmethod
+    def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:
+        """Never: nothing happens layer by layer.
+
+        Engines with full CUDA graphs ask before they load the model, so that a wrong setting or
+        version is found then.
+        """
+        compat.check_version(compat.vllm_version())
+        Settings.read(extra_config)
+        return False
+
     def __init__(
         self,
         vllm_config: VllmConfig,

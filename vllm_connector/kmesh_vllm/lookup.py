@@ -65,6 +65,8 @@ def longest_hit(
             if keys[i * KEY_BYTES : (i + 1) * KEY_BYTES] in avoid:
                 spans = i
                 break
+        if best and (spans + 1) * span_tokens <= best.tokens(span_tokens):
+            continue
         if spans not in tails:
             lengths = _tails(chain, spans, span_tokens, sub_tokens, block_tokens, limit)
             tails[spans] = lengths, [chain.key(spans, tokens) for tokens in lengths]

@@ -81,6 +81,8 @@ def status_json(
         "max_staging_bytes": status.max_staging_bytes,
         "control_restarts": status.control_restarts,
         "worker_restarts": status.worker_restarts,
+        "paused": status.paused,
+        "hardened": status.hardened,
         "slabs": [
             {
                 "slab": slab.slab,
@@ -93,6 +95,7 @@ def status_json(
             }
             for slab in status.slabs
         ],
+        "tenants": [tenant_json(tenant) for tenant in status.tenants],
         "clients": [session_json(client) for client in clients],
         "counters": dict(sorted(status.counters.items())),
     }
@@ -123,6 +126,7 @@ def print_status(
         ("staging", f"{size(status.staging_bytes)} of {size(status.max_staging_bytes)}"),
         ("restarts", f"control {status.control_restarts}, worker {status.worker_restarts}"),
     ]
+    rows += [("warning", warning.text) for warning in status.warnings]
     out.print(table("", ("", ""), rows))
     slabs = [
         (
@@ -136,6 +140,7 @@ def print_status(
         for slab in status.slabs
     ]
     out.print(table("\nslabs", (">slab", "kind", ">size", ">ready", ">used", "pages"), slabs))
+    out.print(tenants_table(status.tenants))
     out.print(sessions_table(clients))
     counters = [(name, f"{count:,}") for name, count in sorted(status.counters.items()) if count]
     if counters:
@@ -204,6 +209,37 @@ def print_namespaces(spaces: Sequence[admin_pb2.NamespaceInfo]) -> None:
         for space in spaces
     ]
     console().print(table("", ("namespace", ">spans", ">size", "fields"), rows))
+
+
+def tenant_json(tenant: admin_pb2.TenantInfo) -> Json:
+    return {
+        "tenant": tenant.name,
+        "quota": tenant.quota,
+        "used": tenant.used,
+        "spans": tenant.spans,
+        "span_bytes": tenant.span_bytes,
+        "slabs": tenant.slabs,
+        "counters": dict(sorted(tenant.counters.items())),
+    }
+
+
+def tenants_table(tenants: Sequence[admin_pb2.TenantInfo]) -> Table:
+    """What each tenant keeps, of how much."""
+    rows = [
+        (
+            tenant.name,
+            f"{tenant.spans:,}",
+            size(tenant.used),
+            size(tenant.quota) if tenant.quota else "no limit",
+            str(tenant.slabs),
+            f"{tenant.counters['hits']:,}",
+            f"{tenant.counters['misses']:,}",
+            f"{tenant.counters['evicted']:,}",
+        )
+        for tenant in tenants
+    ]
+    columns = ("tenant", ">spans", ">used", ">quota", ">slabs", ">hits", ">misses", ">evicted")
+    return table("\ntenants", columns, rows)
 
 
 def session_json(client: sessions_pb2.SessionInfo) -> Json:

@@ -25,6 +25,7 @@ from hypothesis.stateful import (
 from world import FLIPPED, NAMESPACE, OTHER_SHARD, SHARD, Held, Who, World, key
 
 from kmesh.layout import TILE_BYTES, tiles
+from kmesh_spand.control.native import NativeBatch
 from kmesh_spand.core import effects as fx
 from kmesh_spand.core import events as ev
 from kmesh_spand.core.codes import Cause, Code, Reason, Verdict
@@ -83,6 +84,7 @@ class CoreMachine(RuleBasedStateMachine):
         self.uids = [1000] if len(tenancy.groups) == 1 and not tenancy.shared else UIDS
         self.world = World(
             slabs,
+            batch=NativeBatch(),
             tenancy=tenancy,
             max_spans=max_spans,
             max_batch=8,

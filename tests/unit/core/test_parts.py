@@ -11,7 +11,9 @@ from hypothesis import given, settings
 from world import OTHER_SHARD, SHARD, key
 
 from kmesh.errors import ConfigError
+from kmesh_spand.control.native import NativeBatch
 from kmesh_spand.core.allocator import QUARANTINE, Slab
+from kmesh_spand.core.batch import Batch
 from kmesh_spand.core.check import _check_slab
 from kmesh_spand.core.codes import Cause, Code, Reason, Verdict
 from kmesh_spand.core.config import CoreConfig
@@ -19,7 +21,7 @@ from kmesh_spand.core.intern import Interner
 from kmesh_spand.core.policy import LRU
 from kmesh_spand.core.record import RECORD_BYTES, Record, decode
 from kmesh_spand.core.states import State
-from kmesh_spand.core.table import SpanTable, gather
+from kmesh_spand.core.table import SpanTable
 from kmesh_spand.core.tags import scope, splitmix64, tag
 
 u32 = st.integers(0, 2**32 - 1)
@@ -118,10 +120,11 @@ def test_config_names_what_is_wrong(limits: dict[str, int]) -> None:
 
 
 @settings(max_examples=60, deadline=None)
-@given(st.data())
-def test_table_against_a_dict(data: st.DataObject) -> None:
+@given(data=st.data())
+@pytest.mark.parametrize("batch", [Batch(), NativeBatch()], ids=["plain", "native"])
+def test_table_against_a_dict(batch: Batch, data: st.DataObject) -> None:
     """Few distinct low bits make long clusters, which removal has to keep whole."""
-    table = SpanTable(24)
+    table = SpanTable(24, batch)
     model: dict[tuple[bytes, int], int] = {}
     names = [bytes([low]) + bytes(7) + key(n)[8:] for n in range(5) for low in (0, 1, 63)]
     for _ in range(data.draw(st.integers(1, 80))):
@@ -143,7 +146,8 @@ def test_table_against_a_dict(data: st.DataObject) -> None:
         for code in (SHARD, OTHER_SHARD, scope(3, SHARD)):
             expected = [model.get((name, code), 0) for name in names]
             assert [table.find(name, code) for name in names] == expected
-            assert table.find_all(b"".join(names), code) == expected
+            rows, found = table.find_all(b"".join(names), code)
+            assert (rows.tolist(), found) == (expected, len(expected) - expected.count(0))
     for (name, _), row in model.items():
         assert table.key_of(row) == name
 
@@ -156,17 +160,10 @@ def test_a_crowded_neighbourhood_takes_no_more_keys() -> None:
         if place is None:
             assert n == 256
             assert table.find(name, SHARD) == 0
-            assert table.find_all(name, SHARD) == [0]
+            assert table.find_all(name, SHARD) == (array("I", [0]), 0)
             return
         table.insert(table.take_row(), name, SHARD, place)
     pytest.fail("no limit on probes")
-
-
-def test_gather_takes_any_number_of_rows() -> None:
-    column = array("I", [5, 6, 7])
-    assert gather([], column) == [()]
-    assert gather([2], column, column) == [(7,), (7,)]
-    assert gather([2, 0], column) == [(7, 5)]
 
 
 def test_interner_counts_holders() -> None:
@@ -262,9 +259,10 @@ def test_taken_ranges_stay_taken_when_memory_grows_over_them() -> None:
 # Policy
 
 
-def test_lru_against_a_list() -> None:
+@pytest.mark.parametrize("batch", [Batch(), NativeBatch()], ids=["plain", "native"])
+def test_lru_against_a_list(batch: Batch) -> None:
     rng = random.Random(3)
-    policy, model = LRU(50), list[int]()
+    policy, model = LRU(50, batch), list[int]()
     for _ in range(500):
         rows = rng.sample(range(1, 51), 5)
         gone = [row for row in rows if row in model]

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from kmesh.layout import TILE_BYTES, Shard, tiles
 from kmesh_spand.core import effects as fx
 from kmesh_spand.core import events as ev
+from kmesh_spand.core.batch import Batch
 from kmesh_spand.core.config import CoreConfig
 from kmesh_spand.core.core import Core
 from kmesh_spand.core.policy import Policy
@@ -69,10 +70,12 @@ class World:
         policy: Policy | None = None,
         populated: bool = True,
         tenancy: Tenancy | None = None,
+        batch: Batch | None = None,
         **limits: int,
     ) -> None:
         self.config = CoreConfig(**{"max_spans": 64, **limits})
         self.tenancy = tenancy or Tenancy()
+        self.batch = batch or Batch()
         self.owners: dict[int, bytes] = {}
         self.sizes = slabs
         self.now = 1_000_000
@@ -87,7 +90,7 @@ class World:
                 self.send(ev.Populated(slab, size * TILE_BYTES))
 
     def _reset(self, policy: Policy | None) -> None:
-        self.core = Core(self.config, policy, self.tenancy)
+        self.core = Core(self.config, policy, self.tenancy, self.batch)
         self.index: dict[tuple[int, int], int] = {}
         self.uids: dict[int, int] = {}
         self.wipes: dict[int, int] = {}

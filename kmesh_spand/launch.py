@@ -1,0 +1,139 @@
+"""Starting the control process before there is anything for it to control.
+
+Loading its code takes as long as reading the settings does, so both happen at the same time. It
+is given what it works with when that exists, by whoever forked it.
+"""
+
+from __future__ import annotations
+
+import gc
+import logging
+import os
+import signal
+import socket
+from collections.abc import Callable, Iterable, Sequence
+
+import msgspec
+
+from kmesh_spand import child, ipc, logs
+from kmesh_spand.settings import Settings
+from kmesh_spand.storage import Memory, Shared
+
+logger = logging.getLogger(__name__)
+
+#: Most fds that the kernel takes in one packet, with room to spare.
+_FDS = 200
+_MORE, _LAST = b"+", b"."
+
+
+class Launch(msgspec.Struct, frozen=True):
+    """What a control process begins with, beside its fds. Sizes in bytes; indexes by group."""
+
+    settings: Settings
+    version: str
+    restarts: int
+    epoch: int
+    catalog: int
+    indexes: dict[int, int]
+    slabs: tuple[int, ...]
+
+
+class Prepared:
+    """A control process that loads its code and then waits for ``launch`` or ``end``.
+
+    The caller must have a single thread.
+
+    Args:
+        forget: called in the new process first.
+    """
+
+    def __init__(self, forget: Callable[[], None] | None = None) -> None:
+        self._sock, theirs = ipc.pair()
+        self.pid = child.fork("control", [theirs.fileno()], lambda: _wait(theirs, forget))
+        theirs.close()
+
+    def launch(
+        self,
+        settings: Settings,
+        version: str,
+        restarts: int,
+        shared: Shared,
+        listener: socket.socket,
+        supervisor: socket.socket,
+    ) -> None:
+        """Lets it serve; all fds stay the caller's.
+
+        Raises:
+            OSError: it is gone.
+        """
+        launch = Launch(
+            settings,
+            version,
+            restarts,
+            shared.epoch,
+            shared.catalog.size,
+            {group: index.size for group, index in shared.indexes.items()},
+            tuple(slab.size for slab in shared.slabs),
+        )
+        told = os.memfd_create("kmesh-launch", os.MFD_CLOEXEC)
+        try:
+            os.write(told, msgspec.msgpack.encode(launch))
+            fds = [told, listener.fileno(), supervisor.fileno(), *shared.fds]
+            for at in range(0, len(fds), _FDS):
+                mark = _MORE if at + _FDS < len(fds) else _LAST
+                socket.send_fds(self._sock, [mark], fds[at : at + _FDS], socket.MSG_NOSIGNAL)
+        finally:
+            os.close(told)
+            self._sock.close()
+
+    def end(self) -> None:
+        """It is not needed."""
+        self._sock.close()
+        os.kill(self.pid, signal.SIGKILL)
+        os.waitpid(self.pid, 0)
+
+
+def _wait(sock: socket.socket, forget: Callable[[], None] | None) -> int:
+    """The control process's life; returns its exit status."""
+    if forget is not None:
+        forget()
+    child.raise_file_limit()
+    # Code is never garbage: looking through it delays the start, and later some calls.
+    gc.disable()
+    from kmesh_spand.control import process
+
+    gc.freeze()
+    gc.enable()
+    fds: list[int] = []
+    with sock:
+        mark = _MORE
+        while mark == _MORE:
+            mark, more, flags, _ = socket.recv_fds(sock, 1, _FDS, socket.MSG_CMSG_CLOEXEC)
+            fds += more
+            if flags & socket.MSG_CTRUNC:
+                raise OSError("no file descriptors are left for control")
+    if not mark:
+        return 0
+    told, listener, supervisor, *rest = fds
+    with open(told, "rb") as file:
+        file.seek(0)
+        launch = msgspec.msgpack.decode(file.read(), type=Launch)
+    settings = launch.settings
+    logs.configure("control", level=settings.log_level, form=settings.log_format)
+    return process.run(
+        settings,
+        launch.version,
+        _shared(launch, iter(rest)),
+        socket.socket(fileno=listener),
+        socket.socket(fileno=supervisor),
+        launch.restarts,
+    )
+
+
+def _shared(launch: Launch, fds: Iterable[int]) -> Shared:
+    """The memory, from fds in the order of ``Shared.fds``."""
+    left = iter(fds)
+    slabs: Sequence[Memory] = [Memory(next(left), size) for size in launch.slabs]
+    catalog = Memory(next(left), launch.catalog)
+    indexes = {group: Memory(next(left), size) for group, size in launch.indexes.items()}
+    return Shared(slabs, catalog, indexes, launch.epoch)
