@@ -164,3 +164,23 @@ def test_pages_behind_the_last_tile_stay_as_they_were(cupy: Any, stream: int) ->
     done, image = restored(cupy, stream, case, engine, (Memory.GPU, None, ()))
     assert done == [[b"\0"]] == reference.restore(engine.layout, case.loads)
     assert image == engine.image()
+
+
+@pytest.mark.parametrize("route", [Route.KERNEL, Route.COPY])
+def test_a_restore_that_is_refused_leaves_the_next_one_alone(
+    cupy: Any, stream: int, route: Route
+) -> None:
+    engine, span = Engine.make(**SIZES, blocks=8), Stored.make(1, 4, 4, 64, 256)
+    good = Load.of([span.part()], [Request(np.arange(4))])
+    gpu, payloads = GpuEngine(cupy, engine), Payloads(cupy, Memory.HOST)
+    (good,) = payloads.loads([good], [span])
+    turned = Load(good.records, [Request(np.arange(4), delta=1)])
+    cupy.cuda.runtime.deviceSynchronize()
+    restorer = Restorer(gpu.layout)
+    for _ in range(5):
+        with pytest.raises(ValueError, match="nothing says how"):
+            restorer.restore([turned], stream, memory=Memory.HOST, route=route)
+    pending = restorer.restore([good], stream, memory=Memory.HOST, route=route)
+    assert pending.wait() == [[b"\0"]]
+    assert pending.route is route
+    restorer.close()

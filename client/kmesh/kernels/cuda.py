@@ -188,14 +188,11 @@ class Restorer:
         if route is Route.COPY:
             return self._by_copies(loads, stream)
         with self._device:
-            slot = self._device.slot()
-            try:
+            with self._device.job(stream) as slot:
                 job = self._write(slot, loads, grid)
                 slot.upload(job.upload_bytes, stream)
                 slot.expect(job.parts)
                 self._launch(job, slot, grid, (0, job.parts), stream)
-            finally:
-                slot.record(stream)
             return Pending(self._device, slot, job, route)
 
     def close(self) -> None:
@@ -225,15 +222,12 @@ class Restorer:
             # What is first on the bus is on its way before the job is written.
             trip = self._copier.start(loads)
             try:
-                slot = self._device.slot()
-                try:
+                with self._device.job(stream) as slot:
                     job = self._write(slot, trip.loads, grid)
                     slot.upload(job.upload_bytes, stream)
                     slot.expect(job.parts)
                     for parts in trip.chunks(stream):
                         self._launch(job, slot, grid, parts, stream)
-                finally:
-                    slot.record(stream)
             finally:
                 trip.end(stream)
             return Pending(self._device, slot, job, Route.COPY)
@@ -310,16 +304,13 @@ class Storer:
         """
         blocks = self._settings.grid(self._device, memory, requests=8).blocks
         with self._device:
-            slot = self._device.slot()
-            try:
+            with self._device.job(stream) as slot:
                 job = plan.write(self._layout, [Load(records, [request])], allocate=slot.reserve)
                 slot.upload(job.upload_bytes, stream)
                 slot.expect(2 * job.tiles)
                 blocks = max(min(blocks, job.items), 1)
                 name = f"kmesh_store_{job.vector}"
                 self._device.launch("store", name, blocks, 0, slot, None, stream)
-            finally:
-                slot.record(stream)
             return PendingStore(self._device, slot, job)
 
     def close(self) -> None:

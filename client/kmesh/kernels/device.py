@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import lru_cache
 from typing import Any, Self
 
@@ -163,11 +165,22 @@ class Device:
         """Bytes of shared memory for each of so many blocks on one multiprocessor."""
         return min(self._shared // blocks - _RESERVED, self._most_shared)
 
-    def slot(self) -> Slot:
-        """Memory for one job, until ``release``."""
+    @contextmanager
+    def job(self, stream: int) -> Iterator[Slot]:
+        """Memory for one job that is started on a stream, until ``release``.
+
+        When starting it fails, it waits for what was started and takes the memory back.
+        """
         slot = self._free.pop() if self._free else Slot(self.runtime, self._allocate_pinned)
         self._busy.add(slot)
-        return slot
+        try:
+            yield slot
+            slot.record(stream)
+        except BaseException:
+            slot.record(stream)
+            slot.wait()
+            self.release(slot)
+            raise
 
     def release(self, slot: Slot) -> None:
         """Its job has ended, and its results were read."""
