@@ -102,7 +102,7 @@ test-vm: env native ## DMA-BUFs in a virtual machine (root on Debian; downloads 
 
 .PHONY: test-gpu
 test-gpu: env native ## what needs an NVIDIA GPU (PYTEST_ARGS=...)
-	@$(PY) -m pytest -m gpu tests/gpu $(PYTEST_ARGS)
+	@$(PY) -m pytest -m gpu $(PYTEST_ARGS)
 
 .PHONY: model
 model: env ## prepare the demo's model in .cache/models
@@ -119,6 +119,14 @@ bench: env native ## measure everything, write .bench/bench.json (BENCH=name for
 .PHONY: bench-check
 bench-check: env ## compare the last run with benchmarks/targets.toml (BENCH_RESULT=file for another)
 	@$(PY) -m benchmarks check $(BENCH_RESULT)
+
+.PHONY: bench-gpu
+bench-gpu: env native ## measure the GPU's kernels, write .bench/bench-gpu.json (needs a GPU and CuPy)
+	@$(PY) -m benchmarks.gpu run $(BENCH_ARGS)
+
+.PHONY: bench-gpu-check
+bench-gpu-check: env ## compare the last run with benchmarks/gpu/targets.toml (BENCH_RESULT=file for another)
+	@$(PY) -m benchmarks.gpu check $(BENCH_RESULT)
 
 .PHONY: verify-evidence
 verify-evidence: env ## recompute the figures of evidence/ and compare them with the documents

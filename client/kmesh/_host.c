@@ -8,6 +8,7 @@
 #include "_host_args.h"
 #include "_host_batch.h"
 #include "_host_index.h"
+#include "_host_job.h"
 #include "_host_paged.h"
 #include "_host_region.h"
 #include "_host_sums.h"
@@ -103,18 +104,20 @@ static int paged_reserve(km_paged *paged, size_t *room, size_t tiles) {
     return 1;
 }
 
+enum { PAGED_SCATTER, PAGED_GATHER, PAGED_CHECK };
+
 // Number of parts that failed, or -1: no memory.
 static Py_ssize_t paged_run(km_paged *paged, const unsigned char *records, size_t count,
-                            unsigned char *status, int out) {
+                            unsigned char *status, int what) {
     size_t room = 0;
     Py_ssize_t failed = 0;
     for (size_t i = 0; i < count && failed >= 0; i++) {
         km_part part;
         memcpy(&part, records + i * sizeof part, sizeof part);
         int result = km_part_check(paged, &part);
-        if (result == KM_DONE) {
-            if (out || paged_reserve(paged, &room, km_tiles(part.length)))
-                result = km_part_run(paged, &part, out);
+        if (result == KM_DONE && what != PAGED_CHECK) {
+            if (what == PAGED_GATHER || paged_reserve(paged, &room, km_tiles(part.length)))
+                result = km_part_run(paged, &part, what == PAGED_GATHER);
             else
                 failed = -1;
         }
@@ -125,7 +128,7 @@ static Py_ssize_t paged_run(km_paged *paged, const unsigned char *records, size_
     return failed;
 }
 
-static PyObject *paged_call(PyObject *args, const char *format, int out) {
+static PyObject *paged_call(PyObject *args, const char *format, int what) {
     Py_buffer layout, parts, blocks, status;
     if (!PyArg_ParseTuple(args, format, &layout, &parts, &blocks, &status)) return NULL;
     PyObject *result = NULL;
@@ -140,7 +143,7 @@ static PyObject *paged_call(PyObject *args, const char *format, int out) {
     } else {
         Py_ssize_t failed;
         Py_BEGIN_ALLOW_THREADS
-        failed = paged_run(&paged, parts.buf, count, status.buf, out);
+        failed = paged_run(&paged, parts.buf, count, status.buf, what);
         Py_END_ALLOW_THREADS
         result = failed < 0 ? PyErr_NoMemory() : PyLong_FromSsize_t(failed);
     }
@@ -154,12 +157,87 @@ static PyObject *paged_call(PyObject *args, const char *format, int out) {
 
 static PyObject *host_scatter(PyObject *module, PyObject *args) {
     (void)module;
-    return paged_call(args, "y*y*y*w*:scatter", 0);
+    return paged_call(args, "y*y*y*w*:scatter", PAGED_SCATTER);
 }
 
 static PyObject *host_gather(PyObject *module, PyObject *args) {
     (void)module;
-    return paged_call(args, "y*y*y*w*:gather", 1);
+    return paged_call(args, "y*y*y*w*:gather", PAGED_GATHER);
+}
+
+static PyObject *host_check(PyObject *module, PyObject *args) {
+    (void)module;
+    return paged_call(args, "y*y*y*w*:check", PAGED_CHECK);
+}
+
+// ---- jobs of the GPU's kernels -----------------------------------------------
+
+typedef struct {
+    Py_buffer layout, parts, groups, wanted, turns, options, memory, status;
+} job_buffers;
+
+// What the buffers mean, or what is wrong with them.
+static const char *job_open(const job_buffers *b, const km_layout *layout, km_job_input *in) {
+    size_t parts = 0, requests = 0, codes = 0, bases;
+    if (__builtin_mul_overflow(layout->layers, 16, &bases) ||
+        (size_t)b->layout.len - sizeof *layout != bases)
+        return "layout: length does not match its number of layers";
+    if (!km_layout_ok(layout)) return "layout: a size is zero or too large";
+    if ((size_t)b->groups.len % sizeof(km_group)) return "groups: not whole records";
+    const km_group *groups = b->groups.buf;
+    size_t count = (size_t)b->groups.len / sizeof *groups;
+    for (size_t g = 0; g < count; g++) {
+        parts += groups[g].parts, requests += groups[g].requests;
+        codes += (size_t)groups[g].parts * groups[g].requests;
+    }
+    if ((size_t)b->parts.len != parts * sizeof(km_part)) return "spans: not those of the groups";
+    if ((size_t)b->wanted.len != requests * sizeof(km_wanted))
+        return "wanted: not those of the groups";
+    if ((size_t)b->status.len != codes) return "status: not one byte for each record and request";
+    if ((size_t)b->options.len != sizeof in->options) return "options: wrong length";
+    if ((uintptr_t)b->memory.buf % 16) return "memory: not aligned";
+    in->layout = layout;
+    in->bases = (const uint64_t *)((const char *)b->layout.buf + sizeof *layout);
+    in->parts = b->parts.buf;
+    in->groups = groups;
+    in->group_count = count;
+    in->wanted = b->wanted.buf;
+    in->turns = b->turns.buf;
+    in->turns_bytes = (size_t)b->turns.len;
+    memcpy(&in->options, b->options.buf, sizeof in->options);
+    in->status = b->status.buf;
+    return NULL;
+}
+
+static PyObject *host_job(PyObject *module, PyObject *args) {
+    (void)module;
+    job_buffers b;
+    if (!PyArg_ParseTuple(args, "y*y*y*y*y*y*w*w*:job", &b.layout, &b.parts, &b.groups, &b.wanted,
+                          &b.turns, &b.options, &b.memory, &b.status))
+        return NULL;
+    km_layout layout;
+    km_job_input in;
+    km_job_sizes sizes;
+    const char *wrong = "layout: too short";
+    if ((size_t)b.layout.len >= sizeof layout) {
+        memcpy(&layout, b.layout.buf, sizeof layout);
+        wrong = job_open(&b, &layout, &in);
+    }
+    if (!wrong) wrong = km_job_write(&in, b.memory.buf, (size_t)b.memory.len, &sizes);
+    PyObject *result = NULL;
+    if (wrong) refuse(wrong);
+    else
+        result = Py_BuildValue("(KKKKKKKK)", sizes.size, sizes.upload, sizes.vector, sizes.parts,
+                               sizes.items, sizes.tiles, sizes.bytes, sizes.shared);
+    PyBuffer_Release(&b.layout);
+    PyBuffer_Release(&b.parts);
+    PyBuffer_Release(&b.groups);
+    PyBuffer_Release(&b.wanted);
+    PyBuffer_Release(&b.turns);
+    PyBuffer_Release(&b.options);
+    PyBuffer_Release(&b.memory);
+    PyBuffer_Release(&b.status);
+    return result;
 }
 
 // ---- index ------------------------------------------------------------------
@@ -268,6 +346,8 @@ static PyMethodDef host_methods[] = {
     {"verify", host_verify, METH_VARARGS, NULL},
     {"scatter", host_scatter, METH_VARARGS, NULL},
     {"gather", host_gather, METH_VARARGS, NULL},
+    {"check", host_check, METH_VARARGS, NULL},
+    {"job", host_job, METH_VARARGS, NULL},
     {"index_probe", host_index_probe, METH_VARARGS, NULL},
     {"index_insert", host_index_insert, METH_VARARGS, NULL},
     {"index_remove", host_index_remove, METH_VARARGS, NULL},

@@ -44,6 +44,36 @@ def scatter(layout: Buffer, spans: Buffer, blocks: Buffer, status: Buffer, /) ->
 def gather(layout: Buffer, spans: Buffer, blocks: Buffer, status: Buffer, /) -> int:
     """Copies paged KV into payloads (the inverse of scatter, no sums)."""
 
+def check(layout: Buffer, spans: Buffer, blocks: Buffer, status: Buffer, /) -> int:
+    """What ``scatter`` would refuse before it reads or writes anything: statuses 0, 3 and 4."""
+
+def job(
+    layout: Buffer,
+    spans: Buffer,
+    groups: Buffer,
+    wanted: Buffer,
+    turns: Buffer,
+    options: Buffer,
+    memory: Buffer,
+    status: Buffer,
+    /,
+) -> tuple[int, int, int, int, int, int, int, int]:
+    """Writes a job of the GPU's kernels into ``memory`` (aligned to 16); see kmesh.kernels.plan.
+
+    groups: (parts, requests) as u32 each; spans and wanted are those of all groups in order.
+    wanted: (address of int64 page ids, their number, shift: i64, by slot: u32, turns: u32) for each
+    request. turns: cosines and sines as float32. options: most shared memory, most stages,
+    rotary dim, interleaved, element as u32. status: as ``check`` for each group's requests, one
+    after the other, written.
+
+    Returns:
+        (size, bytes to upload, bytes of a vector, parts, items, tiles, payload bytes, bytes of
+        shared memory). When size is more than the memory's, the job was not written.
+
+    Raises:
+        ValueError: a buffer has the wrong length, or a size or alignment is not served.
+    """
+
 def index_probe(
     index: int, size: int, epoch: int, keys: Buffer, mixes: Buffer, slots: Buffer, prefix: bool, /
 ) -> int:

@@ -38,7 +38,9 @@ def _pins() -> dict[str, str]:
 def test_lock_has_what_the_project_asks_for() -> None:
     pins = _pins()
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    groups = [project["dependencies"], *project["optional-dependencies"].values()]
+    # CuPy is of no use without a GPU, and its two packages exclude each other.
+    extras = {n: x for n, x in project["optional-dependencies"].items() if n[:4] != "cuda"}
+    groups = [project["dependencies"], *extras.values()]
     for need in (Requirement(text) for group in groups for text in group):
         assert pins[need.name] in need.specifier, need
 

@@ -1,0 +1,1 @@
+"""Benchmarks of the kernels that move spans on a GPU."""

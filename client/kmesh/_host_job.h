@@ -1,0 +1,253 @@
+// A job of the GPU's kernels, written down: see docs/kernels.md. No Python in here.
+#ifndef KMESH_HOST_JOB_H
+#define KMESH_HOST_JOB_H
+
+#include "_host_paged.h"
+
+// What is below is what client/kmesh/kernels/paged.cuh reads, member by member.
+enum { KM_STAGE = 16384, KM_ENTRIES = 1024, KM_SHARED_BY = 32, KM_MOST_STAGES = 12 };
+// Of shared memory: before all stages, and in each beside its bytes and its addresses.
+enum { KM_HEAD = 512, KM_UNIT = 128 };
+#define KM_NO_TURNS UINT32_MAX
+#define KM_JOB_LIMIT (UINT64_C(1) << 31)
+
+typedef struct {
+    uint32_t value, factor, shift;
+} km_divisor;
+
+typedef struct {
+    km_part part;
+    uint32_t item_begin, first_item, tile_begin, first_tile, end_tile, request_begin, requests;
+    uint32_t dense;
+    km_divisor by_tokens, by_heads;
+    uint32_t bad, spare;
+} km_job_part;
+
+typedef struct {
+    uint64_t pages;
+    uint32_t shift, by_slot, turns, spare;
+} km_job_request;
+
+typedef struct {
+    uint64_t block_stride, head_stride, token_stride;
+    uint64_t bases, parts, requests, turns, expected, sums, folded, counters;
+    uint32_t layers, row_bytes, item_rows, item_bytes;
+    uint32_t parts_count, items_count, tiles_count, stages;
+    km_divisor by_vectors, by_block, by_items;
+    uint32_t rotary_dim, interleaved, element, entries, spare;
+} km_job;
+
+// As kmesh.kernels.plan packs it.
+typedef struct {
+    uint64_t pages, count;  // address of int64 ids
+    int64_t shift;
+    uint32_t by_slot, turns;
+} km_wanted;
+
+typedef struct {
+    uint32_t parts, requests;
+} km_group;
+
+typedef struct {
+    uint32_t shared, stages;  // bytes of shared memory and stages in it, at most
+    uint32_t rotary_dim, interleaved, element;
+} km_job_options;
+
+typedef struct {
+    uint64_t size, upload, vector, parts, items, tiles, bytes, shared;
+} km_job_sizes;
+
+typedef struct {
+    const km_layout *layout;
+    const uint64_t *bases;  // k_base[layers], v_base[layers]
+    const unsigned char *parts;
+    const km_group *groups;
+    size_t group_count;
+    const km_wanted *wanted;
+    const unsigned char *turns;
+    size_t turns_bytes;
+    km_job_options options;
+    unsigned char *status;  // for each group, for each of its requests, for each of its parts
+} km_job_input;
+
+// n / value = n · factor >> (32 + shift) for n < 2^31.
+static km_divisor km_divide_by(uint64_t value) {
+    km_divisor d = {(uint32_t)value, 0, 0};
+    if (value <= 1 || value >= KM_JOB_LIMIT) return d;
+    uint32_t bits = 64 - (uint32_t)__builtin_clzll(value - 1);
+    d.factor = (uint32_t)(((UINT64_C(1) << (31 + bits)) + value - 1) / value);
+    d.shift = bits - 1;
+    return d;
+}
+
+static size_t km_room(size_t bytes) {
+    return (bytes + 15) / 16 * 16;
+}
+
+static int km_wanted_check(const km_job_input *in, const km_wanted *wanted, const km_part *part) {
+    km_paged paged = {.layout = *in->layout,
+                      .blocks = (const int64_t *)(uintptr_t)wanted->pages,
+                      .block_count = wanted->count};
+    if (wanted->by_slot) {
+        paged.layout.num_blocks *= paged.layout.block_tokens;
+        paged.layout.block_stride = paged.layout.token_stride;
+        paged.layout.block_tokens = 1;
+    }
+    km_part moved = *part;
+    // A position before 0 becomes one behind all pages, and is refused as such.
+    moved.position += (uint64_t)wanted->shift;
+    return km_part_check(&paged, &moved);
+}
+
+// Which items and tiles of its payload a part touches.
+static void km_part_extent(const km_job_input *in, uint64_t item, km_job_part *out) {
+    const km_part *s = &out->part;
+    uint64_t row = in->layout->row_bytes;
+    uint64_t first = (s->src_layer_begin * 2 * s->src_heads + s->src_head_begin) * s->tokens +
+                     s->token_begin;
+    uint64_t plane = (s->src_layer_begin + s->layers) * 2 - 1;
+    uint64_t last = (plane * s->src_heads + s->src_head_begin + s->heads - 1) * s->tokens +
+                    s->token_end - 1;
+    uint64_t end = ((last + 1) * row + KM_TILE - 1) / KM_TILE;
+    out->first_tile = (uint32_t)(first * row / KM_TILE);
+    out->end_tile = (uint32_t)end;
+    out->first_item = (uint32_t)(out->first_tile * KM_TILE / item);
+    out->dense = !s->token_begin && s->token_end == s->tokens && s->heads == s->src_heads;
+}
+
+static uint64_t km_part_items(const km_job_part *p, uint64_t item) {
+    uint64_t end = (uint64_t)p->end_tile * KM_TILE;
+    if (end > p->part.length) end = p->part.length;
+    return (end + item - 1) / item - p->first_item;
+}
+
+// Writes as much as `room` allows; what it takes is in `sizes`. NULL, or what is not served.
+static const char *km_job_write(const km_job_input *in, unsigned char *memory, size_t room,
+                                km_job_sizes *sizes) {
+    const km_layout *l = in->layout;
+    if (l->row_bytes < 4 || l->row_bytes > KM_STAGE || l->row_bytes % 4)
+        return "rows are not served: only of 4 to 16384 bytes, by fours";
+    if (l->num_blocks >= KM_JOB_LIMIT || l->block_tokens >= KM_JOB_LIMIT ||
+        l->num_blocks * l->block_tokens >= KM_JOB_LIMIT)
+        return "2^31 pages, or slots in them, and more are not served";
+    size_t parts = 0, requests = 0, ids = 0, most = 1;
+    for (size_t g = 0; g < in->group_count; g++) {
+        if (in->groups[g].requests > KM_SHARED_BY) return "too many requests for one read";
+        parts += in->groups[g].parts, requests += in->groups[g].requests;
+        if (in->groups[g].requests > most) most = in->groups[g].requests;
+    }
+    for (size_t r = 0; r < requests; r++) {
+        const km_wanted *w = &in->wanted[r];
+        if (w->count >= KM_JOB_LIMIT || (!w->by_slot && w->count * l->block_tokens >= KM_JOB_LIMIT))
+            return "2^31 tokens of a request and more are not served";
+        ids += w->count;
+    }
+    uint64_t item_rows = KM_STAGE / l->row_bytes;
+    if (item_rows > KM_ENTRIES) item_rows = KM_ENTRIES;
+    uint64_t item = item_rows * l->row_bytes;
+
+    // Addresses for as many requests at a time as a stage has room for, at least one.
+    uint64_t entries = most * item_rows;
+    if (entries > KM_ENTRIES) entries = KM_ENTRIES / item_rows * item_rows;
+    entries += entries & 1;
+    uint64_t stage = KM_STAGE + KM_UNIT + entries * 8;
+    uint64_t stages = in->options.shared > KM_HEAD ? (in->options.shared - KM_HEAD) / stage : 0;
+    if (stages > in->options.stages) stages = in->options.stages;
+    if (stages > KM_MOST_STAGES) stages = KM_MOST_STAGES;
+    if (!stages) return "the shared memory has no room for a stage";
+
+    km_job job = {.block_stride = l->block_stride,
+                  .head_stride = l->head_stride,
+                  .token_stride = l->token_stride,
+                  .layers = (uint32_t)l->layers,
+                  .row_bytes = (uint32_t)l->row_bytes,
+                  .item_rows = (uint32_t)item_rows,
+                  .item_bytes = (uint32_t)item,
+                  .parts_count = (uint32_t)parts,
+                  .stages = (uint32_t)stages,
+                  .entries = (uint32_t)entries,
+                  .by_block = km_divide_by(l->block_tokens),
+                  .rotary_dim = in->options.rotary_dim,
+                  .interleaved = in->options.interleaved,
+                  .element = in->options.element};
+    size_t at = km_room(sizeof job);
+    job.bases = at, at += km_room(16 * l->layers);
+    job.parts = at, at += km_room(parts * sizeof(km_job_part));
+    job.requests = at, at += km_room(requests * sizeof(km_job_request));
+    job.turns = at, at += km_room(in->turns_bytes);
+    size_t pages = at;
+    at += km_room(4 * ids);
+    job.counters = at, at += 16;
+    job.folded = at, at += km_room(8 * parts);
+    job.sums = at;
+    int fits = at <= room;
+
+    uint64_t bits = l->block_stride | l->head_stride | l->token_stride | l->row_bytes;
+    for (uint64_t i = 0; i < 2 * l->layers; i++) bits |= in->bases[i];
+    uint64_t items = 0, tiles = 0, bytes = 0;
+    size_t part = 0, request = 0;
+    unsigned char *status = in->status;
+    for (size_t g = 0; g < in->group_count; g++) {
+        const km_group *group = &in->groups[g];
+        for (uint32_t p = 0; p < group->parts; p++, part++) {
+            km_job_part out = {.request_begin = (uint32_t)request};
+            memcpy(&out.part, in->parts + part * sizeof out.part, sizeof out.part);
+            const km_part *s = &out.part;
+            for (uint32_t r = 0; r < group->requests; r++) {
+                int code = km_wanted_check(in, &in->wanted[request + r], s);
+                if (code == KM_DONE && s->length / l->row_bytes >= KM_JOB_LIMIT)
+                    code = KM_BAD_RECORD;
+                status[(size_t)r * group->parts + p] = (unsigned char)code;
+                out.requests |= (uint32_t)(code == KM_DONE) << r;
+            }
+            if (s->token_begin == s->token_end || !s->heads || !s->layers) out.requests = 0;
+            out.item_begin = (uint32_t)items, out.tile_begin = (uint32_t)tiles;
+            if (out.requests) {
+                km_part_extent(in, item, &out);
+                out.by_tokens = km_divide_by(s->tokens);
+                out.by_heads = km_divide_by(s->src_heads);
+                if (!items) job.by_items = km_divide_by(km_part_items(&out, item));
+                items += km_part_items(&out, item);
+                tiles += out.end_tile - out.first_tile;
+                bytes += s->length;
+                bits |= s->address;
+            }
+            if (fits) memcpy(memory + job.parts + part * sizeof out, &out, sizeof out);
+        }
+        status += (size_t)group->requests * group->parts, request += group->requests;
+    }
+    if (items >= KM_JOB_LIMIT || tiles >= KM_JOB_LIMIT) return "more than 2^31 tiles at once";
+    if (bits % 4) return "payloads, pages and their strides must be multiples of 4 bytes";
+    *sizes = (km_job_sizes){.vector = bits % 16 ? 4 : 16,
+                            .upload = at + km_room(8 * tiles),
+                            .parts = parts,
+                            .items = items,
+                            .tiles = tiles,
+                            .bytes = bytes,
+                            .shared = KM_HEAD + stages * stage};
+    job.expected = sizes->upload;
+    sizes->size = job.expected + km_room(8 * tiles);
+    if (sizes->size > room) return NULL;
+
+    job.items_count = (uint32_t)items, job.tiles_count = (uint32_t)tiles;
+    job.by_vectors = km_divide_by(l->row_bytes / sizes->vector);
+    memcpy(memory, &job, sizeof job);
+    memcpy(memory + job.bases, in->bases, 16 * l->layers);
+    memcpy(memory + job.turns, in->turns, in->turns_bytes);
+    memset(memory + job.counters, 0, sizes->upload - job.counters);
+    for (size_t r = 0; r < requests; r++) {
+        const km_wanted *w = &in->wanted[r];
+        km_job_request out = {.pages = pages,
+                              .shift = (uint32_t)(uint64_t)w->shift,
+                              .by_slot = w->by_slot,
+                              .turns = w->turns};
+        memcpy(memory + job.requests + r * sizeof out, &out, sizeof out);
+        const int64_t *from = (const int64_t *)(uintptr_t)w->pages;
+        uint32_t *to = (uint32_t *)(memory + pages);
+        for (uint64_t i = 0; i < w->count; i++) to[i] = (uint32_t)from[i];
+        pages += 4 * w->count;
+    }
+    return NULL;
+}
+
+#endif

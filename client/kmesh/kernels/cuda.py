@@ -1,0 +1,325 @@
+"""Spans to and from paged KV on a GPU. See ``docs/kernels.md``.
+
+Payloads may be in the GPU's memory or in host memory that is registered with it; addresses are
+those that the GPU uses. Nothing here waits for the GPU but ``Pending.wait`` and ``close``.
+Needs CuPy (extras ``cuda12`` and ``cuda13``), which is imported when a ``Restorer`` or a
+``Storer`` is made.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from kmesh import _host
+from kmesh.kernels import plan
+from kmesh.kernels.chooser import Rates, Route, choose
+from kmesh.kernels.copying import Copier
+from kmesh.kernels.device import Device, Slot
+from kmesh.kernels.host import PagedLayout
+from kmesh.kernels.plan import Load, Request
+from kmesh.kernels.rotary import Rotary
+
+__all__ = ["H200", "Load", "Memory", "Pending", "Request", "Restorer", "Settings", "Storer"]
+
+#: Seen on an H200 (PCIe 5.0 x16); what another machine does is measured, not guessed.
+H200 = Rates(
+    kernel=50.9e9,
+    kernel_block=4.9e9,
+    copy=55.1e9,
+    write=3.1e12,
+    write_block=18.0e9,
+    kernel_start=45e-6,
+    copy_start=110e-6,
+    copy_chunk=4 << 20,
+)
+
+
+class Memory(enum.Enum):
+    """Where payloads are."""
+
+    HOST = "host"
+    GPU = "gpu"
+
+
+@dataclass(frozen=True, slots=True)
+class Grid:
+    """Of one launch: blocks, and the most stages and shared memory of each."""
+
+    blocks: int
+    stages: int
+    shared: int
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """How much of the GPU a restore or a store may use.
+
+    Attributes:
+        max_ctas: thread blocks of one launch, at most; None: as many as are of use.
+        host_ctas, host_stages: blocks where payloads are in host memory and one request wants
+            them, and how many stages of 16 KiB each of them has in flight. A few blocks fill the
+            bus; more of them only wait for it.
+        gpu_ctas, gpu_stages: the same for each multiprocessor, for payloads in the GPU's memory
+            or for several requests, whose pages are more to write than the bus brings.
+        chunk_bytes, chunks: of the copy engine's buffers.
+    """
+
+    max_ctas: int | None = None
+    host_ctas: int = 16
+    host_stages: int = 3
+    gpu_ctas: int = 4
+    gpu_stages: int = 2
+    chunk_bytes: int = 32 << 20
+    chunks: int = 3
+
+    def __post_init__(self) -> None:
+        for name in ("host_ctas", "host_stages", "gpu_ctas", "gpu_stages", "chunk_bytes"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} is {getattr(self, name)}, not at least 1")
+        if self.max_ctas is not None and self.max_ctas < 1:
+            raise ValueError(f"max_ctas is {self.max_ctas}, not at least 1")
+        if self.chunks < 2:
+            raise ValueError(f"chunks is {self.chunks}: one is copied while one is scattered")
+
+    def grid(self, device: Device, memory: Memory, requests: int = 1) -> Grid:
+        """Blocks of a launch for so many requests."""
+        each = self.gpu_ctas
+        blocks, stages = each * device.multiprocessors, self.gpu_stages
+        if memory is Memory.HOST:
+            stages = self.host_stages
+            if requests == 1:
+                blocks, each = self.host_ctas, 1
+            elif requests <= 4:
+                blocks, each = device.multiprocessors, 1
+        return Grid(min(blocks, self.max_ctas or blocks), stages, device.shared(each))
+
+
+class Pending:
+    """A restore that was started. Its pages and payloads stay alive and unused until it ends."""
+
+    def __init__(self, device: Device, slot: Slot, job: plan.Job, route: Route) -> None:
+        self._device = device
+        self._slot: Slot | None = slot
+        self._job = job
+        self._statuses: list[list[bytes]] = []
+        self.route = route
+
+    def done(self) -> bool:
+        """Whether it has ended."""
+        return self._slot is None or self._slot.done()
+
+    def wait(self) -> list[list[bytes]]:
+        """Waits for the end.
+
+        Returns:
+            For each load, for each of its requests: a ``Status`` for each part, one byte each.
+        """
+        if self._slot is not None:
+            self._slot.wait()
+            self._statuses = self._job.statuses(self._slot.results(self._job.parts, np.uint32))
+            self._device.release(self._slot)
+            self._slot = None
+        return self._statuses
+
+
+class Restorer:
+    """Restores spans into the pages of one engine on one GPU.
+
+    Not thread-safe: one thread uses it at a time.
+
+    Args:
+        layout: addresses are the device's.
+        device: ordinal, as this process counts.
+        rotary: how keys are turned, where a request asks for it.
+        rates: what the choice between kernel and copy engine is made by.
+        options: more for the compiler, for comparisons.
+    """
+
+    def __init__(
+        self,
+        layout: PagedLayout,
+        *,
+        device: int = 0,
+        rotary: Rotary | None = None,
+        settings: Settings | None = None,
+        rates: Rates = H200,
+        options: tuple[str, ...] = (),
+    ) -> None:
+        self._layout = layout
+        self._device = Device(device, options)
+        self._rotary = rotary
+        self._settings = settings or Settings()
+        self._rates = rates
+        self._copier: Copier | None = None
+
+    def restore(
+        self,
+        loads: Sequence[Load],
+        stream: int,
+        *,
+        memory: Memory,
+        route: Route | None = None,
+    ) -> Pending:
+        """Starts loads on a stream, all in one launch (or one a chunk, by the copy engine).
+
+        Args:
+            loads: ``plan.merged`` puts those together that can share a read.
+            stream: handle of a CUDA stream of the device.
+            memory: where all the payloads are.
+            route: of payloads in host memory; by default the faster one. Copies need all of each
+                payload to be readable, and neighbours in memory to be of one registration.
+
+        Raises:
+            UnsupportedError, ValueError: as ``plan.write``; nothing was started.
+        """
+        requests = max((len(load.requests) for load in loads), default=0)
+        grid = self._settings.grid(self._device, memory, requests)
+        if memory is Memory.GPU:
+            route = Route.KERNEL
+        elif route is None:
+            route = self._choose(loads, requests, grid)
+        if route is Route.COPY and not self._fits(loads, requests):
+            route = Route.KERNEL
+        if route is Route.COPY:
+            return self._by_copies(loads, stream)
+        with self._device:
+            with self._device.job(stream) as slot:
+                job = self._write(slot, loads, grid)
+                slot.upload(job.upload_bytes, stream)
+                slot.expect(job.parts)
+                self._launch(job, slot, grid, (0, job.parts), stream)
+            return Pending(self._device, slot, job, route)
+
+    def close(self) -> None:
+        """Waits for what is under way and frees what was allocated."""
+        with self._device:
+            self._device.close()
+            if self._copier:
+                self._copier.close()
+
+    def _fits(self, loads: Sequence[Load], requests: int) -> bool:
+        # What is read more than once would be copied twice; what fits no buffer can't be.
+        largest = max((int(load.records["length"].max(initial=0)) for load in loads), default=0)
+        return requests <= plan.SHARED_BY and largest <= self._settings.chunk_bytes
+
+    def _choose(self, loads: Sequence[Load], requests: int, grid: Grid) -> Route:
+        size = sum(int(load.records["length"].sum()) for load in loads)
+        if not size or not requests:
+            return Route.KERNEL
+        return choose(size, requests, grid.blocks, self._rates)
+
+    def _by_copies(self, loads: Sequence[Load], stream: int) -> Pending:
+        settings = self._settings
+        grid = settings.grid(self._device, Memory.GPU)
+        with self._device:
+            if self._copier is None:
+                self._copier = Copier(self._device, settings.chunk_bytes, settings.chunks)
+            # What is first on the bus is on its way before the job is written.
+            trip = self._copier.start(loads)
+            try:
+                with self._device.job(stream) as slot:
+                    job = self._write(slot, trip.loads, grid)
+                    slot.upload(job.upload_bytes, stream)
+                    slot.expect(job.parts)
+                    for parts in trip.chunks(stream):
+                        self._launch(job, slot, grid, parts, stream)
+            finally:
+                trip.end(stream)
+            return Pending(self._device, slot, job, Route.COPY)
+
+    def _write(self, slot: Slot, loads: Sequence[Load], grid: Grid) -> plan.Job:
+        return plan.write(
+            self._layout,
+            loads,
+            rotary=self._rotary,
+            stages=grid.stages,
+            shared=grid.shared,
+            allocate=slot.reserve,
+        )
+
+    def _launch(
+        self, job: plan.Job, slot: Slot, grid: Grid, parts: tuple[int, int], stream: int
+    ) -> None:
+        name = f"kmesh_restore_{'turn_' if job.turns else ''}{job.vector}"
+        blocks = max(min(grid.blocks, job.items), 1)
+        self._device.launch("restore", name, blocks, job.shared_bytes, slot, parts, stream)
+
+
+class PendingStore:
+    """A store that was started."""
+
+    def __init__(self, device: Device, slot: Slot, job: plan.Job) -> None:
+        self._device = device
+        self._slot: Slot | None = slot
+        self._job = job
+        self._sums: list[npt.NDArray[np.uint64]] = []
+
+    def done(self) -> bool:
+        """Whether it has ended."""
+        return self._slot is None or self._slot.done()
+
+    def wait(self) -> tuple[bytes, list[npt.NDArray[np.uint64]]]:
+        """Waits for the end.
+
+        Returns:
+            A ``Status`` for each part; the sums of each part's tiles, from the first to the last
+            of which a byte was moved, bytes that were not moved taken as zero.
+        """
+        if self._slot is not None:
+            self._slot.wait()
+            results = self._slot.results(self._job.tiles, np.uint64)
+            self._sums = self._job.sums(results.copy())
+            self._device.release(self._slot)
+            self._slot = None
+        statuses = self._job.statuses(np.zeros(self._job.parts, dtype=np.uint32))
+        return statuses[0][0], self._sums
+
+
+class Storer:
+    """Copies pages of one engine into payloads, on the GPU or in registered host memory.
+
+    Args: as ``Restorer``'s.
+    """
+
+    def __init__(
+        self, layout: PagedLayout, *, device: int = 0, settings: Settings | None = None
+    ) -> None:
+        self._layout = layout
+        self._device = Device(device)
+        self._settings = settings or Settings()
+
+    def store(
+        self, records: npt.NDArray[np.void], request: Request, stream: int, *, memory: Memory
+    ) -> PendingStore:
+        """Starts a store on a stream; sums are of what was written.
+
+        Args:
+            records: parts, as an array of ``plan.RECORD``; root and sums_address mean nothing.
+            memory: where the payloads are.
+        """
+        blocks = self._settings.grid(self._device, memory, requests=8).blocks
+        with self._device:
+            with self._device.job(stream) as slot:
+                job = plan.write(self._layout, [Load(records, [request])], allocate=slot.reserve)
+                slot.upload(job.upload_bytes, stream)
+                slot.expect(2 * job.tiles)
+                blocks = max(min(blocks, job.items), 1)
+                name = f"kmesh_store_{job.vector}"
+                self._device.launch("store", name, blocks, 0, slot, None, stream)
+            return PendingStore(self._device, slot, job)
+
+    def close(self) -> None:
+        """Waits for what is under way and frees what was allocated."""
+        with self._device:
+            self._device.close()
+
+
+def root_of(sums: npt.NDArray[np.uint64]) -> int:
+    """The root of a whole payload's sums."""
+    sums = np.ascontiguousarray(sums)
+    return _host.fold(sums.ctypes.data, len(sums))

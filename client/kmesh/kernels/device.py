@@ -1,0 +1,220 @@
+"""One GPU through CuPy: compiled kernels, launches, and the memory of jobs under way."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import lru_cache
+from typing import Any, Self
+
+import numpy as np
+import numpy.typing as npt
+
+from kmesh.errors import UnsupportedError
+from kmesh.kernels import sources
+
+#: Of a block, by program; the last warp of a restore brings what the others move.
+THREADS = {"restore": 288, "store": 256}
+
+_RESERVED = 1024  # of a multiprocessor's shared memory, for each block
+_TO_DEVICE = 1
+_NO_TIMING = 2
+_NOT_READY = 600
+_SMALLEST = 1 << 18
+
+
+def cupy() -> Any:
+    """CuPy.
+
+    Raises:
+        UnsupportedError: it is not installed.
+    """
+    try:
+        import cupy as module
+    except ImportError:
+        raise UnsupportedError(
+            "KV state on a GPU needs CuPy: install kmesh[cuda12] or kmesh[cuda13], as the driver is"
+        ) from None
+    return module
+
+
+@lru_cache(maxsize=64)
+def _function(device: int, program: str, name: str, options: tuple[str, ...]) -> Any:
+    """A kernel, compiled at its first use and kept by CuPy on disk."""
+    module = _module(device, program, options)
+    function = module.get_function(name)
+    if program == "restore":
+        function.max_dynamic_shared_size_bytes = _most_shared(device)
+    return function
+
+
+@lru_cache(maxsize=16)
+def _module(device: int, program: str, options: tuple[str, ...]) -> Any:
+    return cupy().RawModule(
+        code=sources.text(program), options=(*sources.OPTIONS, *options), backend="nvrtc"
+    )
+
+
+@lru_cache(maxsize=16)
+def _most_shared(device: int) -> int:
+    return int(cupy().cuda.Device(device).attributes["MaxSharedMemoryPerBlockOptin"])
+
+
+class Slot:
+    """Memory of one job: pinned on the host, where it is written, and its copy on the device."""
+
+    def __init__(self, runtime: Any, allocate_pinned: Any) -> None:
+        self._runtime = runtime
+        self._allocate_pinned = allocate_pinned
+        self._event = runtime.eventCreateWithFlags(_NO_TIMING)
+        self._pinned: Any = None
+        self._host: npt.NDArray[np.uint8] = np.zeros(0, dtype=np.uint8)
+        self._told_pinned: Any = None
+        self._told: npt.NDArray[np.uint32] = np.zeros(0, dtype=np.uint32)
+        self.job = 0
+        self.told = 0
+
+    def reserve(self, size: int) -> npt.NDArray[np.uint8]:
+        """Pinned memory for a job of that size; room for it on the device."""
+        if size > len(self._host):
+            room = max(_SMALLEST, 1 << (size - 1).bit_length())
+            self._pinned = self._allocate_pinned(room)
+            self._host = np.frombuffer(self._pinned, dtype=np.uint8, count=room)
+            if self.job:
+                self._runtime.free(self.job)
+                self.job = 0
+            self.job = self._runtime.malloc(room)
+        return self._host[:size]
+
+    def upload(self, size: int, stream: int) -> None:
+        """Starts to copy the job's first ``size`` bytes."""
+        self._runtime.memcpyAsync(self.job, self._pinned.ptr, size, _TO_DEVICE, stream)
+
+    def expect(self, words: int) -> None:
+        """Room for that many 32-bit words of results, which say 'not done' until they come."""
+        if words > len(self._told):
+            room = max(1024, 1 << (words - 1).bit_length())
+            self._told_pinned = self._allocate_pinned(4 * room)
+            self._told = np.frombuffer(self._told_pinned, dtype=np.uint32, count=room)
+            self.told = self._told_pinned.ptr
+        self._told[:words] = 0xFF
+
+    def results(self, count: int, dtype: Any) -> npt.NDArray[Any]:
+        """What the kernel told."""
+        told: npt.NDArray[Any] = self._told.view(dtype)
+        return told[:count]
+
+    def record(self, stream: int) -> None:
+        """What was started on the stream up to now is what ``done`` and ``wait`` are about."""
+        self._runtime.eventRecord(self._event, stream)
+
+    def done(self) -> bool:
+        """Whether that has ended, well or not."""
+        return bool(self._runtime.eventQuery(self._event) != _NOT_READY)
+
+    def wait(self) -> None:
+        """Waits for it."""
+        self._runtime.eventSynchronize(self._event)
+
+    def close(self) -> None:
+        """Waits and frees."""
+        self.wait()
+        self._runtime.eventDestroy(self._event)
+        if self.job:
+            self._runtime.free(self.job)
+            self.job = 0
+        self._pinned = self._told_pinned = None
+
+
+class Device:
+    """One GPU. As a context it is the current one.
+
+    Args:
+        ordinal: as this process counts.
+        options: for the compiler, beside those that every kernel has.
+    """
+
+    def __init__(self, ordinal: int, options: tuple[str, ...] = ()) -> None:
+        module = cupy()
+        self.runtime = module.cuda.runtime
+        self._driver = module.cuda.driver
+        self._allocate_pinned = module.cuda.alloc_pinned_memory
+        self.ordinal = ordinal
+        self.options = options
+        self._before = 0
+        self._free: list[Slot] = []
+        self._busy: set[Slot] = set()
+        with self:
+            attributes = module.cuda.Device(ordinal).attributes
+            self._most_shared = _most_shared(ordinal)
+        self.multiprocessors = int(attributes["MultiProcessorCount"])
+        self._shared = int(attributes["MaxSharedMemoryPerMultiprocessor"])
+
+    def __enter__(self) -> Self:
+        self._before = self.runtime.getDevice()
+        if self._before != self.ordinal:
+            self.runtime.setDevice(self.ordinal)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._before != self.ordinal:
+            self.runtime.setDevice(self._before)
+
+    def shared(self, blocks: int) -> int:
+        """Bytes of shared memory for each of so many blocks on one multiprocessor."""
+        return min(self._shared // blocks - _RESERVED, self._most_shared)
+
+    @contextmanager
+    def job(self, stream: int) -> Iterator[Slot]:
+        """Memory for one job that is started on a stream, until ``release``.
+
+        When starting it fails, it waits for what was started and takes the memory back.
+        """
+        slot = self._free.pop() if self._free else Slot(self.runtime, self._allocate_pinned)
+        self._busy.add(slot)
+        try:
+            yield slot
+            slot.record(stream)
+        except BaseException:
+            slot.record(stream)
+            slot.wait()
+            self.release(slot)
+            raise
+
+    def release(self, slot: Slot) -> None:
+        """Its job has ended, and its results were read."""
+        self._busy.discard(slot)
+        self._free.append(slot)
+
+    def launch(
+        self,
+        program: str,
+        name: str,
+        blocks: int,
+        shared: int,
+        slot: Slot,
+        parts: tuple[int, int] | None,
+        stream: int,
+    ) -> None:
+        """Starts a kernel on a slot's job.
+
+        Args:
+            parts: of the job, half-open, for a kernel that takes them.
+        """
+        function = _function(self.ordinal, program, name, self.options)
+        values: list[Any] = [ctypes.c_uint64(slot.job), ctypes.c_uint64(slot.told)]
+        if parts is not None:
+            values.append((ctypes.c_uint32 * 2)(*parts))
+        pointers = (ctypes.c_void_p * len(values))(*map(ctypes.addressof, values))
+        self._driver.launchKernel(
+            function.kernel.ptr, blocks, 1, 1, THREADS[program], 1, 1, shared, stream,
+            ctypes.addressof(pointers), 0,
+        )  # fmt: skip
+
+    def close(self) -> None:
+        """Waits for all jobs and frees their memory."""
+        for slot in [*self._busy, *self._free]:
+            slot.close()
+        self._busy.clear()
+        self._free.clear()

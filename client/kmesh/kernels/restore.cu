@@ -1,0 +1,324 @@
+// Span payloads to paged KV, for all layers and all requests of a job in one launch.
+#include "paged.cuh"
+
+enum Result { DONE = 0, BAD_ROOT = 1, BAD_TILE = 2 };
+// Parts of the job that one launch moves.
+struct Range { u32 begin, end; };
+
+enum Element { OPAQUE = 0, BFLOAT16 = 1, FLOAT16 = 2, FLOAT32 = 3 };
+
+__device__ inline u64 mix(u64 x) {
+    x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9ull;
+    x = (x ^ (x >> 27)) * 0x94D049BB133111EBull;
+    return x ^ (x >> 31);
+}
+
+__device__ inline float widen(u32 element, u32 bits) {
+    if (element == BFLOAT16) return from_bits(bits << 16);
+    if (element == FLOAT16) return from_half(bits);
+    return from_bits(bits);
+}
+
+// Rounds to nearest even; all that is not a number becomes one pattern.
+__device__ inline u32 narrow(u32 element, float value) {
+    bool none = value != value;
+    if (element == FLOAT32) return none ? 0x7FFFFFFFu : to_bits(value);
+    if (none) return 0x7FFFu;
+    if (element == FLOAT16) return to_half(value);
+    u32 bits = to_bits(value);
+    return (bits + 0x7FFFu + ((bits >> 16) & 1)) >> 16;
+}
+
+__device__ inline u32 element_of(const u8 *row, u32 index, u32 bytes) {
+    if (bytes == 4) return ((const u32 *)row)[index];
+    return ((const unsigned short *)row)[index];
+}
+
+// What of a key's row at byte `within`, turned by the angles of `turns`.
+template <typename V>
+__device__ V turned(const Job *job, const u8 *row, u32 within, const float2 *turns) {
+    const u32 bytes = job->element == FLOAT32 ? 4 : 2, half = job->rotary_dim / 2;
+    V out;
+    for (u32 w = 0; w < sizeof(V) / 4; w++) {
+        u32 word = 0;
+        for (u32 part = 0; part < 4; part += bytes) {
+            u32 index = (within + 4 * w + part) / bytes;
+            u32 own = element_of(row, index, bytes), bits = own;
+            if (index < job->rotary_dim) {
+                u32 pair = job->interleaved ? index / 2 : index % half;
+                bool second = job->interleaved ? index % 2 : index >= half;
+                u32 partner = job->interleaved ? index ^ 1 : second ? index - half : index + half;
+                float a = product(widen(job->element, own), turns[pair].x);
+                float b = product(widen(job->element, element_of(row, partner, bytes)),
+                                  turns[pair].y);
+                bits = narrow(job->element, second ? plus(a, b) : minus(a, b));
+            }
+            word |= bytes == 4 ? bits : bits << (8 * part);
+        }
+        out.word[w] = word;
+    }
+    return out;
+}
+
+// What is done at once: an item, for some of its requests. It lies in shared memory: this, then for
+// each of those requests the address of each row's page (0: none; the lowest bit: a key to be
+// turned), made once for a row instead of once for each of its vectors; then the item's bytes.
+struct __align__(16) Unit {
+    Item item;
+    u32 rows, first, requests;
+    bool last;  // of its item
+};
+
+template <bool TURN>
+__device__ inline void address(const Job *job, const Unit &unit, u64 *table) {
+    const Part *part = unit.item.part;
+    const u32 wanting = part->requests >> unit.first;
+    const Request *requests = request_of(job, part->request_begin + unit.first);
+#pragma unroll 2
+    for (u32 row = lane(); row < unit.rows; row += lanes()) {
+        Place place = place_of(job, part, unit.item.row + row);
+#pragma unroll 4
+        for (u32 r = 0; r < unit.requests; r++) {
+            u64 entry = 0;
+            if (place.wanted && wanting >> r & 1) {
+                entry = (u64)page_of(job, part, requests + r, place);
+                if (TURN && place.key && requests[r].turns != NONE) entry |= 1;
+            }
+            table[r * unit.rows + row] = entry;
+        }
+    }
+}
+
+// One warp brings units to the stages; it runs ahead as far as there are stages.
+template <typename V, bool TURN>
+struct Producer {
+    const Job *job;
+    const Ring<V> *ring;
+    u32 at, end, first;
+    Cursor cursor;
+    bool ended;
+
+    __device__ Producer(const Job *job_, const Ring<V> *ring_, u32 begin, u32 end_)
+        : job(job_), ring(ring_), at(begin + block()), end(end_), first(0), ended(false) {}
+
+    __device__ void step() {
+        Unit unit;
+        for (; at < end; at += blocks()) {
+            unit.item = item_at(job, at);
+            if (unit.item.wanted[0] || unit.item.wanted[1]) break;
+        }
+        if (at >= end) {
+            ring->wait_empty(cursor);
+            Unit *to = (Unit *)ring->unit(cursor);
+            if (lane() == 0) to->item.bytes = 0;
+            warp_barrier();
+            ring->ready(cursor);
+            ended = true;
+            return;
+        }
+        u32 wanting = 32 - leading_zeros(unit.item.part->requests);
+        unit.rows = unit.item.bytes / job->row_bytes;
+        unit.first = first;
+        u32 room = ring->entries / unit.rows;
+        unit.requests = wanting - first < room ? wanting - first : room;
+        unit.last = first + unit.requests == wanting;
+        ring->wait_empty(cursor);
+        if (first == 0)
+            ring->fill(cursor, (const u8 *)unit.item.part->address + unit.item.begin,
+                       unit.item.bytes);
+        if (lane() == 0) *(Unit *)ring->unit(cursor) = unit;
+        address<TURN>(job, unit, ring->table(cursor));
+        warp_barrier();
+        ring->ready(cursor);
+        // The next requests of an item find its bytes where they are.
+        cursor.turn();
+        if (unit.last) first = 0, at += blocks(), cursor.next(ring->count);
+        else first += unit.requests;
+    }
+};
+
+// The other warps sum what has come, and put it where it belongs.
+template <typename V, bool TURN>
+struct Consumer {
+    const Job *job;
+    const Ring<V> *ring;
+    Cursor cursor;
+    bool ended;
+
+    __device__ Consumer(const Job *job_, const Ring<V> *ring_)
+        : job(job_), ring(ring_), ended(false) {}
+
+    __device__ void step() {
+        ring->wait_full(cursor);
+        const Unit *unit = (const Unit *)ring->unit(cursor);
+        if (unit->item.bytes == 0) {
+            ended = true;
+            return;
+        }
+        const Item item = unit->item;
+        const bool last = unit->last, sum = unit->first == 0;
+        Sums sums(item);
+        scatter(*unit, item, ring->table(cursor), ring->stage(cursor), sum, sums);
+#ifndef KM_NO_SUMS
+        if (sum) sums.give(job, item);
+#endif
+        ring->release(cursor);
+        cursor.turn();
+        if (last) cursor.next(ring->count);
+    }
+
+    __device__ void scatter(const Unit &unit, const Item &item, const u64 *table, const u8 *stage,
+                            bool sum, Sums &sums) const {
+        const u32 vectors = item.bytes / sizeof(V), in_row = job->by_vectors.value;
+        const u32 rows = unit.rows, requests = unit.requests;
+#pragma unroll 4
+        for (u32 i = consumer(); i < vectors; i += consumers()) {
+            V v = load((const V *)stage + i);
+#ifndef KM_NO_SUMS
+            if (sum) sums.take(v, i * (sizeof(V) / 4));
+#endif
+            u32 row = job->by_vectors.divide(i), within = (i - row * in_row) * sizeof(V);
+            const u64 *entries = table + row;
+            u32 r = 0;
+            for (; r + 4 <= requests; r += 4, entries += 4 * rows) {
+                u64 entry[4] = {entries[0], entries[rows], entries[2 * rows], entries[3 * rows]};
+#pragma unroll
+                for (u32 k = 0; k < 4; k++)
+                    put(item, stage, row, within, unit.first + r + k, entry[k], v);
+            }
+            for (; r < requests; r++, entries += rows)
+                put(item, stage, row, within, unit.first + r, *entries, v);
+        }
+    }
+
+    __device__ void put(const Item &item, const u8 *stage, u32 row, u32 within, u32 request,
+                        u64 entry, const V &v) const {
+        V *to = (V *)((entry & ~(u64)1) + within);
+        if (TURN && entry & 1) {
+            const float2 *turns = (const float2 *)((const u8 *)job + job->turns);
+            turns += request_of(job, item.part->request_begin + request)->turns;
+            store_once(to, turned<V>(job, stage + (u64)row * job->row_bytes, within, turns));
+        } else if (entry) {
+            store_once(to, v);
+        }
+    }
+};
+
+// The sums that the parts should have, read once, while the first payload bytes are on their way.
+__device__ inline void fetch_sums(const Job *job, Range range) {
+    const Part *parts = parts_of(job);
+    u64 *expected = (u64 *)((u8 *)job + job->expected);
+    u64 *folded = (u64 *)((u8 *)job + job->folded);
+    u32 warps = consumers() / lanes();
+    for (u32 p = range.begin + consumer() / lanes() * blocks() + block(); p < range.end;
+         p += warps * blocks()) {
+        const Part *part = parts + p;
+        if (!part->requests) continue;
+        const u64 *stored = (const u64 *)part->sums_address;
+        u32 tiles = (u32)((part->length + TILE - 1) / TILE);
+        u64 root = 0;
+        for (u32 t = lane(); t < tiles; t += lanes()) {
+            u64 sum = load_shared_word(stored + t);
+            root += mix(sum + (t + 1) * 0x9E3779B97F4A7C15ull);
+            if (t >= part->first_tile && t < part->end_tile)
+                expected[part->tile_begin + t - part->first_tile] = sum;
+        }
+        root = warp_sum(root);
+        if (lane() == 0) add(folded + p, root);
+    }
+}
+
+// A tile whose sum is not what it should be: its part is bad, if anything of it is wanted.
+__device__ inline void suspect(const Job *job, u32 tile) {
+    Part *parts = (Part *)parts_of(job);
+    u32 low = 0, high = job->parts_count;
+    while (high - low > 1) {
+        u32 middle = (low + high) / 2;
+        if (parts[middle].tile_begin <= tile) low = middle;
+        else high = middle;
+    }
+    Part *part = parts + low;
+    if (tile_wanted(job, part, tile - part->tile_begin + part->first_tile)) part->bad = 1;
+}
+
+__device__ inline u32 tiles_before(const Job *job, u32 part) {
+    return part < job->parts_count ? parts_of(job)[part].tile_begin : job->tiles_count;
+}
+
+// By the last block: compares what was moved with what should have been.
+__device__ inline void judge(const Job *job, u32 *results, Range range) {
+    const Part *parts = parts_of(job);
+    const u64 *expected = (const u64 *)((const u8 *)job + job->expected);
+    const u64 *sums = (const u64 *)((const u8 *)job + job->sums);
+    const u64 *folded = (const u64 *)((const u8 *)job + job->folded);
+    const u32 end = tiles_before(job, range.end), at_once = 8;
+    for (u32 t = tiles_before(job, range.begin) + thread(); t < end; t += at_once * threads()) {
+        u64 differ[at_once];
+#pragma unroll
+        for (u32 k = 0; k < at_once; k++) {
+            u32 at = t + k * threads();
+            differ[k] = at < end ? load_fresh(expected + at) ^ load_fresh(sums + at) : 0;
+        }
+#pragma unroll
+        for (u32 k = 0; k < at_once; k++)
+            if (differ[k]) suspect(job, t + k * threads());
+    }
+    barrier();
+    for (u32 p = range.begin + thread(); p < range.end; p += threads()) {
+        const Part *part = parts + p;
+        u32 result = *(const volatile u32 *)&part->bad ? BAD_TILE : DONE;
+        if (part->requests && load_fresh(folded + p) != part->root) result = BAD_ROOT;
+        tell_host(results + p, result);
+    }
+}
+
+__device__ inline u32 begin_of(const Job *job, u32 part) {
+    return part < job->parts_count ? parts_of(job)[part].item_begin : job->items_count;
+}
+
+template <typename V, bool TURN>
+__device__ inline void restore(const Job *job, u32 *results, Range range, u8 *shared) {
+    Ring<V> ring(shared, job->stages, job->entries);
+    Producer<V, TURN> producer(job, &ring, begin_of(job, range.begin), begin_of(job, range.end));
+    Consumer<V, TURN> consumer(job, &ring);
+    if (ALONE) {
+        fetch_sums(job, range);
+        while (!consumer.ended) producer.step(), consumer.step();
+    } else if (produces()) {
+        while (!producer.ended) producer.step();
+    } else {
+#ifndef KM_NO_SUMS
+        fetch_sums(job, range);
+#endif
+        while (!consumer.ended) consumer.step();
+    }
+    fence();
+    barrier();
+    u32 *last = (u32 *)shared, *counter = (u32 *)((u8 *)job + job->counters);
+    if (thread() == 0) *last = count(counter) + 1 == blocks();
+    barrier();
+    if (!*last) return;
+    fence();
+    // For the launch that moves the next parts of this job.
+    if (thread() == 0) *counter = 0;
+#ifndef KM_NO_SUMS
+    judge(job, results, range);
+#else
+    for (u32 p = range.begin + thread(); p < range.end; p += threads()) tell_host(results + p, DONE);
+#endif
+    system_fence();
+}
+
+#ifndef KM_ENTRY
+#define KM_ENTRY(name, vector, turn, resident)                             \
+    extern "C" __global__ void __launch_bounds__(288, resident)            \
+        name(const Job *job, u32 *results, Range range) {                  \
+        extern __shared__ __align__(1024) u8 shared[];                     \
+        restore<vector, turn>(job, results, range, shared);                \
+    }
+#endif
+
+KM_ENTRY(kmesh_restore_16, Vec16, false, 4)
+KM_ENTRY(kmesh_restore_4, Vec4, false, 4)
+KM_ENTRY(kmesh_restore_turn_16, Vec16, true, 3)
+KM_ENTRY(kmesh_restore_turn_4, Vec4, true, 3)

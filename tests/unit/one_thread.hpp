@@ -1,0 +1,107 @@
+// Stand-ins for client/kmesh/kernels/device.cuh: one thread to a block, blocks one after the other.
+#define KMESH_DEVICE_CUH
+#include <cstdint>
+#include <cstdlib>
+#include <cstring>
+
+#define __device__
+#define __align__(n) __attribute__((aligned(n)))
+
+typedef unsigned char u8;
+typedef unsigned int u32;
+typedef unsigned long long u64;
+typedef long long i64;
+
+struct Vec16 { u32 word[4]; };
+struct Vec4 { u32 word[1]; };
+struct float2 { float x, y; };
+
+static u32 this_block, all_blocks;
+static u32 thread() { return 0; }
+static u32 threads() { return 1; }
+static u32 block() { return this_block; }
+static u32 blocks() { return all_blocks; }
+static void barrier() {}
+static void warp_barrier() {}
+static const bool ALONE = true;
+static u32 consumers() { return 1; }
+static u32 consumer() { return 0; }
+static bool produces() { return true; }
+static void fence() {}
+static void system_fence() {}
+static u32 leading_zeros(u32 bits) { return (u32)__builtin_clz(bits); }
+static u32 high_product(u32 a, u32 b) { return (u32)((u64)a * b >> 32); }
+static float product(float a, float b) { return a * b; }
+static float plus(float a, float b) { return a + b; }
+static float minus(float a, float b) { return a - b; }
+static float from_bits(u32 bits) { float f; memcpy(&f, &bits, 4); return f; }
+static u32 to_bits(float f) { u32 bits; memcpy(&bits, &f, 4); return bits; }
+static float from_half(u32 bits) {
+    uint16_t narrow = (uint16_t)bits;
+    _Float16 half;
+    memcpy(&half, &narrow, 2);
+    return (float)half;
+}
+static u32 to_half(float f) {
+    _Float16 half = (_Float16)f;
+    uint16_t bits;
+    memcpy(&bits, &half, 2);
+    return bits;
+}
+static void add(u64 *sum, u64 value) { *sum += value; }
+static u32 count(u32 *counter) { return (*counter)++; }
+static u64 warp_sum(u64 value) { return value; }
+static u32 lane() { return 0; }
+static u32 lanes() { return 1; }
+
+template <typename V> static V load(const V *from) { V v; memcpy(&v, from, sizeof v); return v; }
+template <typename V> static V load_once(const V *from) { return load(from); }
+template <typename V> static void store_once(V *to, V v) { memcpy(to, &v, sizeof v); }
+static u64 load_fresh(const u64 *from) { return *from; }
+static u64 load_shared_word(const u64 *from) { return *from; }
+static void tell_host(u32 *to, u32 value) { *to = value; }
+
+struct Cursor {
+    u32 stage = 0, parities = 0;
+    u32 parity() const { return parities >> stage & 1; }
+    void turn() { parities ^= 1u << stage; }
+    void next(u32 count) { stage = stage + 1 == count ? 0 : stage + 1; }
+};
+
+// As long as a stage is not waited for, it holds rubbish. Whoever would wait for ever aborts.
+template <typename V>
+struct Ring {
+    static const u32 HEAD = 512, UNIT = 128, DATA = 16384;
+    struct State { const u8 *from; u32 bytes, full, empty; };
+    u8 *memory;
+    u32 count, entries, stage_bytes;
+    State *states;
+
+    Ring(u8 *memory_, u32 count_, u32 entries_)
+        : memory(memory_), count(count_), entries(entries_),
+          stage_bytes(DATA + UNIT + entries_ * 8), states((State *)memory_) {
+        if (count * sizeof(State) > HEAD) abort();
+        memset(memory, 0, HEAD);
+    }
+    u8 *stage(const Cursor &at) const { return memory + HEAD + (size_t)at.stage * stage_bytes; }
+    void *unit(const Cursor &at) const { return stage(at) + DATA; }
+    u64 *table(const Cursor &at) const { return (u64 *)(stage(at) + DATA + UNIT); }
+    State &state(const Cursor &at) const { return states[at.stage]; }
+    void wait_empty(const Cursor &at) const {
+        if (state(at).empty != at.parity()) abort();
+        memset(unit(at), 0xA5, UNIT + entries * 8);
+    }
+    void fill(const Cursor &at, const u8 *from, u32 bytes) const {
+        if (state(at).from || bytes > DATA) abort();
+        memset(stage(at), 0xA5, DATA);
+        state(at).from = from, state(at).bytes = bytes;
+    }
+    void ready(const Cursor &at) const { state(at).full ^= 1; }
+    void wait_full(const Cursor &at) const {
+        State &one = state(at);
+        if (one.full == at.parity()) abort();
+        if (one.from) memcpy(stage(at), one.from, one.bytes);
+        one.from = nullptr;
+    }
+    void release(const Cursor &at) const { state(at).empty ^= 1; }
+};

@@ -1,0 +1,250 @@
+"""What is decided before a kernel runs: the route, chunks of copies, rotations, compilation."""
+
+from __future__ import annotations
+
+import math
+import re
+import shutil
+import subprocess
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from kernel_cases import rotary
+
+from kmesh.errors import UnsupportedError
+from kmesh.kernels import reference, sources
+from kmesh.kernels import rotary as rotations
+from kmesh.kernels.chooser import Rates, Route, choose
+from kmesh.kernels.copying import chunks_of
+from kmesh.kernels.cuda import H200, Memory, Restorer, Settings
+from kmesh.kernels.host import PagedLayout
+from kmesh.kernels.rotary import Rotary
+
+KERNELS = Path(sources.__file__).parent
+
+# The route.
+
+
+def test_small_restores_go_by_the_kernel_and_large_ones_by_copies() -> None:
+    assert choose(1 << 20, 1, 16, H200) is Route.KERNEL
+    assert choose(6 << 20, 4, 132, H200) is Route.KERNEL
+    assert choose(1 << 28, 1, 16, H200) is Route.COPY
+
+
+@settings(deadline=None)
+@given(
+    size=st.integers(1, 1 << 40), requests=st.integers(1, 64), blocks=st.integers(1, 1000),
+    kernel=st.floats(1e9, 1e11), copy=st.floats(1e9, 1e11),
+)  # fmt: skip
+def test_the_choice_is_the_faster_route_within_a_hundredth(
+    size: int, requests: int, blocks: int, kernel: float, copy: float
+) -> None:
+    rates = Rates(kernel, kernel / 8, copy, 3e12, 3e10, 2e-5, 1e-4, 4 << 20)
+    chosen = choose(size, requests, blocks, rates)
+    times = {
+        Route.KERNEL: rates.kernel_time(size, requests, blocks),
+        Route.COPY: rates.copy_time(size, requests, blocks),
+    }
+    assert times[chosen] <= min(times.values()) * 1.0102
+
+
+@settings(deadline=None)
+@given(st.integers(1, 1 << 34), st.integers(1, 16))
+def test_fewer_blocks_never_make_the_kernel_more_attractive(size: int, requests: int) -> None:
+    routes = [choose(size, requests, blocks, H200) for blocks in (1, 2, 4, 8, 16, 64, 528)]
+    one = [choose(size, 1, blocks, H200) for blocks in (1, 2, 4, 8, 16, 64, 528)]
+    assert one == sorted(one, key=lambda route: route is Route.KERNEL)
+    assert set(routes) <= set(Route)
+
+
+@pytest.mark.parametrize(("size", "requests", "blocks"), [(0, 1, 1), (1, 0, 1), (1, 1, 0)])
+def test_nothing_is_not_chosen_for(size: int, requests: int, blocks: int) -> None:
+    with pytest.raises(ValueError, match="not all positive"):
+        choose(size, requests, blocks, H200)
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"max_ctas": 0}, {"host_ctas": 0}, {"gpu_stages": 0}, {"chunks": 1}]
+)
+def test_settings_that_make_no_sense_are_refused(wrong: dict[str, int]) -> None:
+    with pytest.raises(ValueError, match=next(iter(wrong))):
+        Settings(**wrong)
+
+
+def test_without_cupy_it_says_what_to_install() -> None:
+    try:
+        import cupy  # noqa: F401
+    except ImportError:
+        layout = PagedLayout((0,), (0,), 16, 16, 16, 16, 1, 1, 16)
+        with pytest.raises(UnsupportedError, match=r"kmesh\[cuda12\]"):
+            Restorer(layout)
+    else:
+        pytest.skip("CuPy is installed")
+    assert Memory("host") is Memory.HOST
+
+
+# Chunks.
+
+
+@settings(deadline=None)
+@given(
+    lengths=st.lists(st.integers(1, 5000), max_size=40),
+    gaps=st.lists(st.sampled_from([0, 0, 0, 64]), min_size=40, max_size=40),
+    room=st.integers(5120, 40000),
+    smallest=st.integers(1, 9000),
+)
+def test_chunks_bring_every_payload_to_where_it_is_said_to_be(
+    lengths: list[int], gaps: list[int], room: int, smallest: int
+) -> None:
+    host, addresses, at = bytearray(), [], 0
+    for i, length in enumerate(lengths):
+        host += bytes(gaps[i]) + bytes([i + 1]) * length
+        addresses.append(at + gaps[i])
+        at = len(host)
+    chunks = list(chunks_of(addresses, lengths, room, smallest))
+    assert [p for c in chunks for p in range(c.begin, c.end)] == list(range(len(lengths)))
+    for chunk in chunks:
+        buffer = bytearray(room)
+        for offset, address, size in chunk.copies:
+            assert offset + size <= room
+            buffer[offset : offset + size] = host[address : address + size]
+        for part, offset in zip(range(chunk.begin, chunk.end), chunk.offsets, strict=True):
+            assert offset % 256 == 0
+            assert buffer[offset : offset + lengths[part]] == bytes([part + 1]) * lengths[part]
+
+
+def test_chunks_get_smaller_towards_the_end_and_neighbours_are_one_copy() -> None:
+    size = 1 << 20
+    chunks = list(chunks_of([i * size for i in range(64)], [size] * 64, 16 * size, 4 * size))
+    assert [c.end - c.begin for c in chunks] == [16, 16, 16, 8, 4, 4]
+    assert all(len(c.copies) == 1 for c in chunks)
+
+
+# Rotations.
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
+@pytest.mark.parametrize("interleaved", [False, True])
+def test_turned_keys_are_those_of_the_other_position(dtype: str, interleaved: bool) -> None:
+    """Against rotations by the whole angles in float64, within the dtype's rounding."""
+    dim, position, delta = 64, 1000, 77
+    how = rotary(dtype, dim * (4 if dtype == "float32" else 2), interleaved=interleaved)
+    plain = np.random.default_rng(1).standard_normal((50, dim))
+
+    def rotated(at: int) -> np.ndarray:
+        angles = at * np.array(how.frequencies)
+        one = slice(0, dim, 2) if interleaved else slice(0, dim // 2)
+        two = slice(1, dim, 2) if interleaved else slice(dim // 2, dim)
+        a, b, out = plain[:, one], plain[:, two], np.empty_like(plain)
+        out[:, one] = a * np.cos(angles) - b * np.sin(angles)
+        out[:, two] = b * np.cos(angles) + a * np.sin(angles)
+        return out
+
+    cached = reference._narrow(rotated(position).astype(np.float32), dtype)
+    turned = reference._widen(reference.turn(cached, how, delta), dtype)
+    error = {"float32": 1e-5, "float16": 4e-3, "bfloat16": 3e-2}[dtype]
+    assert np.abs(turned - rotated(position + delta)).max() < error
+
+
+def test_what_is_not_rotated_stays() -> None:
+    how = rotary("bfloat16", 256, part=0.5)
+    keys = np.random.default_rng(2).integers(0, 256, (8, 256), dtype=np.uint8)
+    turned = reference.turn(keys, how, 5)
+    assert (turned[:, 128:] == keys[:, 128:]).all()
+    assert (turned[:, :128] != keys[:, :128]).any()
+
+
+@pytest.mark.parametrize("kind", ["yarn", "dynamic", "longrope", "mrope", "something new"])
+def test_rotations_that_depend_on_more_are_refused_by_name(kind: str) -> None:
+    with pytest.raises(UnsupportedError, match=kind):
+        Rotary.from_parameters(
+            {"rope_theta": 1e4, "rope_type": kind}, head_dim=64, interleaved=False, dtype="float16"
+        )
+
+
+def test_scaled_keys_are_refused() -> None:
+    with pytest.raises(UnsupportedError, match="fp8"):
+        Rotary((1.0,), False, "fp8_e4m3")
+
+
+LLAMA3 = {
+    "rope_theta": 5e5, "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0, "original_max_position_embeddings": 8192,
+}  # fmt: skip
+
+
+def test_frequencies() -> None:
+    def made(**parameters: object) -> tuple[float, ...]:
+        return Rotary.from_parameters(
+            parameters, head_dim=8, interleaved=False, dtype="float16"
+        ).frequencies
+
+    assert made(rope_theta=1e4) == pytest.approx((1.0, 0.1, 0.01, 0.001))
+    assert made(rope_theta=1e4, type="linear", factor=4) == pytest.approx(
+        (0.25, 0.025, 0.0025, 0.00025)
+    )
+    assert len(made(rope_theta=1e4, partial_rotary_factor=0.5)) == 2
+    plain, scaled = made(rope_theta=5e5), made(**LLAMA3)
+    # Waves of up to 2048 tokens stay, those of 8192 and more are stretched eightfold.
+    assert scaled[0] == plain[0]
+    assert scaled[3] == pytest.approx(plain[3] / 8)
+    assert plain[2] / 8 < scaled[2] < plain[2]
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"rope_theta": 0}, {"factor": None}, {"high_freq_factor": 1.0}, {"rope_theta": math.nan},
+     {"partial_rotary_factor": 0.0}, {"partial_rotary_factor": 2.0}],
+)  # fmt: skip
+def test_parameters_that_make_no_sense_are_refused(change: dict[str, object]) -> None:
+    with pytest.raises(ValueError, match=r"."):
+        Rotary.from_parameters({**LLAMA3, **change}, head_dim=8, interleaved=False, dtype="float16")
+
+
+def test_angles_of_long_distances_keep_their_precision() -> None:
+    how = rotary("float32", 64)
+    table = np.frombuffer(rotations.turns(how, 10**6), dtype=np.float32).reshape(-1, 2)
+    assert np.allclose((table.astype(np.float64) ** 2).sum(axis=1), 1, atol=1e-6)
+    assert table[0] == pytest.approx((math.cos(1e6), math.sin(1e6)), abs=1e-7)
+
+
+# Compilation.
+
+#: Registers of a thread with which as many blocks fit as the launch bounds say.
+REGISTERS = 80
+
+
+@pytest.mark.parametrize("program", sources.PROGRAMS)
+def test_the_text_for_the_runtime_compiler_is_complete(program: str) -> None:
+    text = sources.text(program)
+    assert '#include "' not in text
+    assert text.count("struct Job {") == 1
+    assert f"kmesh_{program}_16" in text
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("architecture", ["sm_80", "sm_90", "sm_100"])
+def test_kernels_compile_without_spills(architecture: str, tmp_path: Path) -> None:
+    nvcc = shutil.which("nvcc")
+    if nvcc is None:
+        pytest.skip("no CUDA compiler: nvcc is not on the PATH")
+    for program in sources.PROGRAMS:
+        (tmp_path / f"{program}.cu").write_text(sources.text(program))
+        done = subprocess.run(
+            [
+                nvcc, f"-arch={architecture}", "-cubin", "-Xptxas=-v", "-Werror=all-warnings",
+                *sources.OPTIONS, f"{program}.cu", "-o", f"{program}.cubin",
+            ],
+            cwd=tmp_path, capture_output=True, text=True, timeout=140, check=False,
+        )  # fmt: skip
+        assert done.returncode == 0, done.stderr
+        said = done.stdout + done.stderr
+        registers = [int(n) for n in re.findall(r"Used (\d+) registers", said)]
+        spills = re.findall(r"(\d+) bytes spill", said)
+        assert registers
+        assert max(registers) <= REGISTERS, said
+        assert spills
+        assert set(spills) == {"0"}, said
