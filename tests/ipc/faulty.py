@@ -10,10 +10,12 @@ import asyncio
 import errno
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from kmesh import dmabuf
+from kmesh.handles import HandleRefusal
 from kmesh.index import IndexWriter
 from kmesh_spand import memory, worker
 from kmesh_spand.__main__ import main
@@ -61,6 +63,17 @@ def _bug(*_: Any) -> None:
     raise RuntimeError("a bug that a test put here")
 
 
+def _memfd(_: int, ranges: Sequence[tuple[int, int]]) -> int:
+    """In place of a DMA-BUF, which not every machine makes."""
+    fd = os.memfd_create("kmesh-pretended", os.MFD_CLOEXEC)
+    os.ftruncate(fd, sum(size for _, size in ranges))
+    return fd
+
+
+def _no_export(*_: Any) -> int:
+    raise dmabuf.NotExported(HandleRefusal.NO_MEMORY, "a fault that a test put here")
+
+
 async def _while(fault: str) -> None:
     while broken(fault):  # noqa: ASYNC110
         await asyncio.sleep(0.02)
@@ -93,6 +106,9 @@ def install() -> None:
     _replace(Readiness, "turn", "turn", _bug)
     _replace(worker.Worker, "_copy", "copy", _bug)
     _replace(worker.Slab, "wipe", "wipe", _bug)
+    _replace(dmabuf, "create", "pretend", _memfd)
+    _replace(dmabuf, "check", "pretend", lambda *_: None)
+    _replace(dmabuf, "create", "export", _no_export)
     process._load = _slow_to_start
     if broken("huge"):
         # A kernel that gives huge pages, but can't fill a mapping.
