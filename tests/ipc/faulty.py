@@ -11,10 +11,12 @@ import errno
 import os
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from kmesh import dmabuf
+from kmesh.handles import HandleRefusal
 from kmesh.index import IndexWriter
 from kmesh_spand import memory, storage, worker
 from kmesh_spand.__main__ import main
@@ -80,6 +82,17 @@ def _set_clock() -> None:
     time.time_ns = lambda: nanoseconds() + _shift() * 10**9
 
 
+def _memfd(_: int, ranges: Sequence[tuple[int, int]]) -> int:
+    """In place of a DMA-BUF, which not every machine makes."""
+    fd = os.memfd_create("kmesh-pretended", os.MFD_CLOEXEC)
+    os.ftruncate(fd, sum(size for _, size in ranges))
+    return fd
+
+
+def _no_export(*_: Any) -> int:
+    raise dmabuf.NotExported(HandleRefusal.NO_MEMORY, "a fault that a test put here")
+
+
 async def _while(fault: str) -> None:
     while broken(fault):  # noqa: ASYNC110
         await asyncio.sleep(0.02)
@@ -117,6 +130,9 @@ def install() -> None:
     _replace(process, "Mapping", "mapping", _no_memory)
     _replace(worker, "Mapping", "mapping", _no_memory)
     _replace(storage, "_make", "space", _no_space)
+    _replace(dmabuf, "create", "pretend", _memfd)
+    _replace(dmabuf, "check", "pretend", lambda *_: None)
+    _replace(dmabuf, "create", "export", _no_export)
     process._load = _slow_to_start
     _set_clock()
     if broken("huge"):

@@ -22,7 +22,7 @@ from gpus import Faults as GpuFaults
 from probe import Faults, get, readiness, samples, wait_for_reasons
 from rawclient import DIGEST, SHARD, RawClient, Refused, engine
 
-from kmesh.v1 import admin_pb2, admin_pb2_grpc, sessions_pb2, spans_pb2
+from kmesh.v1 import admin_pb2, admin_pb2_grpc, common_pb2, sessions_pb2, spans_pb2
 from kmesh_spand.core.record import RECORD_BYTES
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
@@ -87,7 +87,8 @@ def stopped(daemon: Daemon) -> Iterator[None]:
 
 def ordinary_use(seen: Seen) -> None:
     """Sessions of all roles store, read, report, and ask for what can't be."""
-    with running(slow_call_ms=1, stuck_ms=300) as (daemon, faults):
+    settings = {"slow_call_ms": 1, "stuck_ms": 300, "dma_buf": "slabs", "faults": ("pretend",)}
+    with running(**settings) as (daemon, faults):
         daemon.wait_populated()
         path = daemon.socket_dir
         scheduler, worker = sessions_pb2.ROLE_SCHEDULER, sessions_pb2.ROLE_WORKER
@@ -103,6 +104,14 @@ def ordinary_use(seen: Seen) -> None:
                 assert client.store(key(number), b"x" * 100_000) == 0
             lease = client.acquire([key(0), key(1), key(9)])
             seen.look(daemon)
+            # Slabs and spans as DMA-BUFs, and what can't be had.
+            dma_buf = common_pb2.HANDLE_KIND_DMA_BUF
+            client.call(attach_slab={"slab": 0, "kind": dma_buf})
+            span = {"lease": lease.lease, "entry": 0, "kind": dma_buf}
+            client.call(export_span=span)
+            with faults.during("export"):
+                refused(client, export_span=span)
+            RawClient(path, handles=[{"tier": 1, "kinds": [2, 1]}]).close()
             # One is damaged, one is not.
             daemon.flip(lease.offset[0] + 5)
             report = spans_pb2.ReportCorruptRequest(lease=lease.lease, entry=[0, 1])
