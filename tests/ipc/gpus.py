@@ -70,6 +70,7 @@ class Client:
 
 @contextmanager
 def client(daemon: Daemon, gpu: Device, staging: int = 8 << 20) -> Iterator[Client]:
+    daemon.wait_populated()
     session = Session.connect(daemon.socket_dir, role=Role.TOOL)
     with session, DeviceSlabs(session, gpu) as slabs:
         yield Client(session, session.staging(staging), slabs, gpu)

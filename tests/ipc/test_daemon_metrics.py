@@ -358,7 +358,11 @@ def gpus(seen: Seen) -> None:
         settings = {"gpu": 0, "gpu_memory": "4MiB", "host_memory": "4MiB"}
         daemon = Daemon(Path(base) / "s", **{**driver.settings, **settings})
         try:
-            seen.look(daemon)
+            # The kernel counts hundredths of a second.
+            wait_for(
+                lambda: seen.look(daemon) and seen.values["kmesh_process_cpu_seconds_total{gpu}"],
+                60,
+            )
             driver.begin("retain_context")
             os.kill(daemon.child("gpu0"), signal.SIGKILL)
             wait_for(lambda: seen.look(daemon)['kmesh_warning{reason="gpu"}'])
