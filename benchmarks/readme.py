@@ -34,19 +34,26 @@ def markdown(result: Mapping[str, Any], name: str, targets: Sequence[Target], ro
         f"[evidence/{name}.json](evidence/{name}.json) ({result['label']}"
         f"{', quick' if result['quick'] else ''})."
     )
+    intervals = {row["row"]: row["interval"] for row in result["raw"]["rows"]}
     lines = [head, "", "| figure | measured | target | |", "| --- | ---: | ---: | --- |"]
     for line in judge_all(result, targets, root):
         target = line.target
         bound = "" if target.shown_only else target.bound()
         text = f"{target.text or target.row} (`{target.row}`)"
-        lines.append(f"| {text} | {_measured(line, name)} | {bound} | {_verdict(line)} |")
+        lines.append(
+            f"| {text} | {_measured(line, name, intervals)} | {bound} | {_verdict(line)} |"
+        )
     return "\n".join(lines)
 
 
-def _measured(line: Line, name: str) -> str:
+def _measured(line: Line, name: str, intervals: Mapping[str, Sequence[float] | None]) -> str:
     if line.value is None:
         return "–"
-    return f"{figure(line.value)} {line.target.unit} <!-- evidence: {name}.{line.target.row} -->"
+    row = line.target.row
+    text = f"{figure(line.value)} {line.target.unit} <!-- evidence: {name}.{row} -->"
+    if interval := intervals.get(row):
+        text += " (95 %: {} to {})".format(*(figure(bound) for bound in interval))
+    return text
 
 
 def _verdict(line: Line) -> str:
