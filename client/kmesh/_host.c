@@ -1,5 +1,8 @@
 // Python's view of the native part: argument checks, buffers, the GIL. The work
 // is in the headers beside this file. Stated for people in _host.pyi.
+// The stable ABI of Python 3.11: one binary serves later releases too. Some releases of setuptools
+// take no macros from pyproject.toml, so it is said here.
+#define Py_LIMITED_API 0x030B0000
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
 

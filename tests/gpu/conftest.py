@@ -21,6 +21,8 @@ def cupy() -> Any:
         pytest.skip(f"no GPU: {wrong}")
     if not count:
         pytest.skip("no GPU")
+    # The driver opens its files at a process's first use of the GPU, and keeps them.
+    module.zeros(1, dtype=module.uint8).get()
     return module
 
 
