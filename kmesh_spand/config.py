@@ -22,6 +22,7 @@ from pydantic_settings import (
     SettingsConfigDict,
 )
 
+from kmesh import numa
 from kmesh.errors import ConfigError
 from kmesh.layout import SPAN_TOKENS, SUB_TOKENS, TILE_BYTES
 from kmesh_spand import units
@@ -70,6 +71,9 @@ class Config(BaseSettings):
         ge=MIN_SLAB_BYTES,
     )
     hugepages: Literal["auto", "off"] = _set("huge pages where the kernel grants them", "auto")
+    numa_node: int = _set(
+        "NUMA node that slabs lie on; -1: where the kernel puts them", -1, ge=-1, le=1023
+    )
     populate_threads: int = _set(
         "threads that touch memory at start [CPUs, at most 8]", 0, ge=0, le=256
     )
@@ -149,12 +153,16 @@ class Config(BaseSettings):
         staging = self.staging_memory or max(64 << 20, host // 4)
         records = min(max(host // _MEMORY_OF_A_RECORD, 1024), 1 << 20)
         groups = 1 if self.share == "all" else len(set(self.allow_uids)) or 1
+        if self.numa_node >= 0 and self.numa_node not in (known := numa.nodes()):
+            have = ", ".join(map(str, known)) or "none that the kernel names"
+            raise ConfigError(f"numa_node: nodes with memory are {have}")
         settings = Settings(
             socket_dir=os.path.abspath(directory),
             socket_mode=self.socket_mode,
             host_memory=host,
             slab_size=self.slab_size or _slab_size(host, groups),
             hugepages=self.hugepages == "auto",
+            numa_node=self.numa_node,
             populate_threads=self.populate_threads or min(8, cpus),
             copy_threads=self.copy_threads or min(4, cpus),
             span_tokens=self.span_tokens,

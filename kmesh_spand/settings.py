@@ -41,6 +41,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     host_memory: int
     slab_size: int
     hugepages: bool
+    numa_node: int
     populate_threads: int
     copy_threads: int
     span_tokens: int

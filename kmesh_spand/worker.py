@@ -18,7 +18,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import NoReturn, TypeAlias
 
-from kmesh import _host, dmabuf, layout
+from kmesh import _host, dmabuf, layout, numa
 from kmesh.handles import HandleRefusal
 from kmesh.mapping import Mapping
 from kmesh_spand import ipc, logs, memory
@@ -277,6 +277,8 @@ class Worker:
 
     def _populate_slab(self, number: int, slab: Slab, huge: bool) -> bool:
         base, size = slab.mapping.address, slab.mapping.size
+        if self._settings.numa_node >= 0:
+            numa.bind(base, size, self._settings.numa_node)
         asked = huge and memory.advise_hugepages(base, size)
         sums = (slab.sums, size - slab.sums)
 

@@ -18,7 +18,7 @@ from daemon_process import ROOT, Daemon, environment, wait_for
 from probe import Faults, get, readiness, samples, wait_for_reasons
 from rawclient import NAMESPACE, RawClient, engine
 
-from kmesh import Role, Session, errors
+from kmesh import Role, Session, errors, numa
 from kmesh.v1 import common_pb2, session_socket_pb2, sessions_pb2
 
 Start = Callable[..., Daemon]
@@ -234,3 +234,28 @@ def test_a_pickle_on_a_socket_is_garbage(shared_spand: Daemon, tmp_path: Path) -
         assert client.receive()[0].HasField("welcome")
     assert readiness(shared_spand) == set()
     assert not made.exists()
+
+
+def test_memory_lies_on_the_node_that_is_set(start_spand: Start) -> None:
+    """Row 28. With one node this shows little more than the binding."""
+    known = numa.nodes()
+    if not known:
+        pytest.skip("the kernel names no NUMA nodes")
+    node = known[-1]
+    daemon = start_spand(numa_node=node)
+    daemon.wait_populated()
+    maps = Path(f"/proc/{daemon.child('worker')}/numa_maps").read_text().splitlines()
+    slabs = [line.split() for line in maps if "kmesh-slab" in line]
+    assert slabs
+    for words in slabs:
+        assert words[1] == f"bind:{node}"
+    with Session.connect(daemon.socket_dir, role=Role.TOOL) as session:
+        slab = session.slab(0)
+        for offset in range(0, slab.size, 1 << 20):
+            assert numa.node_of(slab.address + offset) == node
+
+
+def test_a_node_that_is_not_there_is_refused(start_spand: Start) -> None:
+    daemon = start_spand(numa_node=1000, ready=False, errors=True)
+    assert daemon.process.wait(30) == 2
+    assert "numa_node: nodes with memory are" in daemon.log()

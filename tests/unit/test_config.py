@@ -65,6 +65,7 @@ def test_every_setting_has_all_three_forms(tmp_path: Path) -> None:
         "host_memory": "3GiB",
         "slab_size": "512MiB",
         "hugepages": "off",
+        "numa_node": "0",
         "populate_threads": "3",
         "copy_threads": "5",
         "span_tokens": "128",

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import ctypes
 import fcntl
 import json
+import mmap
 import os
 import resource
 import subprocess
@@ -13,7 +15,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Literal
 
-from kmesh import _host, dmabuf
+from kmesh import _host, dmabuf, numa
 from kmesh.cli.render import size
 from kmesh.handles import HandleKind
 from kmesh.mapping import Mapping
@@ -145,6 +147,31 @@ def hugepages() -> Check:
             f"echo advise > {_THP}",
         )
     return Check("hugepages", "ok", f"shmem_enabled is {state}")
+
+
+def numa_nodes() -> Check:
+    """A page is bound to each NUMA node, and the kernel is asked where it lies."""
+    known = numa.nodes()
+    if not known:
+        return Check("numa", "skip", "the kernel names no NUMA nodes")
+    for node in known:
+        with mmap.mmap(-1, mmap.PAGESIZE) as page:
+            held = ctypes.c_char.from_buffer(page)
+            address = ctypes.addressof(held)
+            try:
+                numa.bind(address, mmap.PAGESIZE, node)
+                held.value = b"x"
+                lies = numa.node_of(address)
+            except OSError as refused:
+                return Check("numa", "warn", f"memory can't be placed: {refused.strerror}")
+            finally:
+                del held
+        if lies != node:
+            return Check("numa", "fail", f"a page for node {node} lies on node {lies}")
+    if len(known) == 1:
+        return Check("numa", "ok", f"one node ({known[0]})")
+    text = f"nodes {', '.join(map(str, known))}: a page was placed on each"
+    return Check("numa", "ok", text, "set numa_node to the node of the engines' GPUs")
 
 
 def udmabuf() -> Check:

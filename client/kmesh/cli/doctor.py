@@ -73,6 +73,7 @@ def examine(socket_dir: str, timeout: float, gpus: Sequence[str] = ()) -> Report
         attempt("memlock", checks.memlock),
         attempt("open files", checks.open_files),
         attempt("hugepages", checks.hugepages),
+        attempt("numa", checks.numa_nodes),
         attempt("udmabuf", checks.udmabuf),
         attempt("gpu", checks.gpu),
     ]
