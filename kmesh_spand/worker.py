@@ -236,7 +236,8 @@ class Worker:
         answer: ipc.AnyMessage = ipc.Exported(job.job)
         try:
             slab = self._slab(job.slab)
-            if short := shortage(min(job.length, slab.missing()), self._settings.memory_headroom):
+            need = min(job.length, slab.missing())
+            if need and (short := shortage(need, self._settings.memory_headroom)):
                 raise dmabuf.NotExported(HandleRefusal.NO_MEMORY, short)
             fd = dmabuf.create(slab.fd, [(job.offset, job.length)])
         except dmabuf.NotExported as failed:

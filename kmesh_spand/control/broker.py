@@ -25,6 +25,7 @@ Made = Callable[[int, errors.RequestError | None], None]
 Make = Callable[[int, int, int, Made], None]
 
 COUNTERS = ("handle_fallbacks", "dma_buf_slabs", "dma_buf_spans", "dma_buf_failed")
+_KINDS = frozenset(int(kind) for kind in HandleKind)
 _TIER_NAMES: dict[int, str] = {Tier.HOST: "host memory", Tier.GPU: "GPU memory"}
 _ERRORS: dict[HandleRefusal, type[errors.RequestError]] = {
     HandleRefusal.NOT_ALLOWED: errors.PermissionDenied,
@@ -150,7 +151,9 @@ class Broker:
                 continue
             self.counters["handle_fallbacks"] += 1
             which = (agreement.tier, missed.kind)
-            if which not in self._told:
+            # What a client makes up is no news.
+            known = agreement.tier in self.offered and missed.kind in _KINDS
+            if known and which not in self._told:
                 self._told.add(which)
                 logger.warning(
                     "%s is given as %s, a client would rather have %s: %s",
@@ -304,6 +307,8 @@ class Broker:
                 if failed is None and find() != place:
                     failed = errors.NotFound("the lease ended meanwhile", field="export_span")
                 if failed is not None:
+                    if session in self._agreed:
+                        self._exports[session] -= 1
                     self.counters["dma_buf_failed"] += 1
                     done(None, -1, failed)
                     return

@@ -84,6 +84,11 @@ class Gpus:
         """Slabs that there are, or will be."""
         return len(self._plan)
 
+    @property
+    def expected(self) -> frozenset[int]:
+        """All slabs of GPU memory, also those that are still to come."""
+        return frozenset(self._plan)
+
     def planned(self, slab: int) -> bool:
         """Whether there is such a slab of GPU memory, or will be."""
         return slab in self._plan

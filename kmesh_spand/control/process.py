@@ -153,7 +153,9 @@ class Control:
         self._operator = Operator(loop, self._handler, restarts, self._ask_to_stop)
         self._recover()
         self._listener = Listener(loop, self._handler, listener, self._crowd)
-        loop.call_later(settings.grace_ms / 1000, self._event, events.GraceEnded())
+        # Slabs of a GPU come when its worker has found them, which may take longer.
+        ended = events.GraceEnded(gpus.expected)
+        loop.call_later(settings.grace_ms / 1000, self._event, ended)
 
     async def run(self) -> None:
         """Serves until told to drain."""

@@ -48,9 +48,13 @@ class Workers:
         """All of them may read from it."""
         self.host.add_staging(session, fd, size)
         for gpu in self.gpus:
+            copy = -1
             try:
-                gpu.add_staging(session, os.dup(fd), size)
+                copy = os.dup(fd)
+                gpu.add_staging(session, copy, size)
             except OSError as failed:
+                if copy >= 0:
+                    os.close(copy)
                 # Copies to that GPU will fail, others won't.
                 logger.error("staging: %s", failed, extra={"session": session})
 

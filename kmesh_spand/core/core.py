@@ -170,8 +170,8 @@ class Core:
             case ev.Recovered(records):
                 self._recovery.start(records)
                 self._verifier.pump()
-            case ev.GraceEnded():
-                self._recovery.give_up()
+            case ev.GraceEnded(expected):
+                self._recovery.give_up(expected)
                 store.end_grace()
             case ev.Evict(slots):
                 for slot in slots:

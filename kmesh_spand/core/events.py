@@ -169,7 +169,13 @@ class Recovered:
 
 @dataclass(frozen=True, slots=True)
 class GraceEnded:
-    """Engines of the earlier epoch have re-attached or had their time: ranges may be reused."""
+    """Engines of the earlier epoch have re-attached or had their time: ranges may be reused.
+
+    Attributes:
+        expected: slabs that may still come; their records are kept for them.
+    """
+
+    expected: frozenset[int] = frozenset()
 
 
 @dataclass(frozen=True, slots=True)

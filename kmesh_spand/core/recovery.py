@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from kmesh.layout import TILE_BYTES, Shard, tiles
 from kmesh_spand.core.allocator import QUARANTINE
@@ -71,12 +71,11 @@ class Recovery:
         for row, record in aliases:
             self._alias(row, record, placed.get(record.primary), tenant)
 
-    def give_up(self) -> None:
-        """Drop the records of slabs that never came."""
-        for waiting in self._waiting.values():
-            for row, record in waiting:
+    def give_up(self, expected: Collection[int] = ()) -> None:
+        """Drop the records of slabs that never came, and are not expected any more."""
+        for slab in self._waiting.keys() - set(expected):
+            for row, record in self._waiting.pop(slab):
                 self._drop(row, record)
-        self._waiting.clear()
 
     def _span(self, row: int, record: Record, tenant: Tenant) -> bool:
         store, table, config = self._store, self._store.table, self._config

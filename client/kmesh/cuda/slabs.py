@@ -104,6 +104,10 @@ class DeviceSlabs:
 
     def _attach(self, number: int, timeout: float | None) -> DeviceSlab:
         handle = self._session.export_slab(number, timeout)
+        if handle.kind == HandleKind.DMA_BUF:
+            # CUDA can't register a DMA-BUF; the memfd has the same pages.
+            os.close(handle.fd)
+            handle = self._session.export_slab(number, timeout, HandleKind.MEMFD)
         try:
             if handle.device not in ("", self._device.uuid):
                 raise UnsupportedError(

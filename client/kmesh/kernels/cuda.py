@@ -203,7 +203,10 @@ class Restorer:
                 self._copier.close()
 
     def _fits(self, loads: Sequence[Load], requests: int) -> bool:
-        # What is read more than once would be copied twice; what fits no buffer can't be.
+        # What is for nobody has no part in the job, what is read more than once would be copied
+        # twice, and what fits no buffer can't be.
+        if not all(load.requests for load in loads):
+            return False
         largest = max((int(load.records["length"].max(initial=0)) for load in loads), default=0)
         return requests <= plan.SHARED_BY and largest <= self._settings.chunk_bytes
 

@@ -12,6 +12,7 @@ from kmesh_spand.core import events as ev
 from kmesh_spand.core.codes import Reason
 from kmesh_spand.core.core import Core
 from kmesh_spand.core.record import decode
+from kmesh_spand.core.tenants import decode_owner
 
 
 def test_recovered_spans_are_served_after_a_verification(world: World) -> None:
@@ -129,6 +130,18 @@ def test_slabs_and_slots_that_are_gone_take_their_records_along(world: World) ->
     assert core.status().spans == 0
     with pytest.raises(ValueError, match="slab 0"):
         core.handle(ev.SlabAdded(0, 8 * TILE_BYTES), 0)
+
+
+def test_records_of_a_slab_that_is_expected_wait_for_it(world: World) -> None:
+    world.store(world.connect(), [A, B])
+    records = [(slot, decode(data)) for slot, data in world.catalog.items()]
+    core = Core(world.config)
+    core.handle(ev.Recovered([(s, r) for s, r in records if r]), 0)
+    core.handle(ev.GraceEnded(frozenset({0})), 0)
+    assert core.counters["recovered_dropped"] == 0
+    core.handle(ev.SlabAdded(0, 8 * TILE_BYTES, decode_owner(world.owners[0])), 0)
+    assert core.counters["recovered"] == 2
+    core.check()
 
 
 def test_of_two_records_with_one_key_one_is_dropped(world: World) -> None:
