@@ -112,6 +112,7 @@ class Client:
         self._session: Session | None = None
         self._callbacks: list[Callable[[Session | None], None]] = []
         self._notifying = threading.RLock()
+        self._notifier = 0
         self._change = threading.Condition()
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._run, name="kmesh-client", daemon=True)
@@ -148,14 +149,15 @@ class Client:
                 self._notify(callback)
 
     def close(self) -> None:
-        """Ends the session and the thread."""
+        """Ends the session and the thread; in a callback it does not wait for the thread."""
         self._closing.set()
         with self._change:
             self._change.notify_all()
         session = self._session
         if session is not None:
             session.close()
-        if threading.current_thread() is not self._thread:
+        # The thread may wait until the callback that we are called in has returned.
+        if threading.get_ident() not in (self._thread.ident, self._notifier):
             self._thread.join()
 
     def __enter__(self) -> Client:
@@ -200,10 +202,13 @@ class Client:
                 self._notify(callback)
 
     def _notify(self, callback: Callable[[Session | None], None]) -> None:
+        outer, self._notifier = self._notifier, threading.get_ident()
         try:
             callback(self._session)
         except Exception:
             logger.exception("a callback for a change of session failed")
+        finally:
+            self._notifier = outer
 
 
 class AsyncClient:

@@ -115,6 +115,12 @@ def test_a_failing_callback_stops_nothing(tmp_path: Path, caplog: pytest.LogCapt
 def test_close_from_a_callback_and_while_connecting(tmp_path: Path) -> None:
     with FakeDaemon(socket_dir=tmp_path) as daemon:
         client = Client(tmp_path, role=Role.TOOL)
+        # In the caller's thread, where the client's own waits for the callback's end.
+        client.wait(30)
+        client.on_change(lambda session: client.close())
+        until(lambda: not client._thread.is_alive())
+        client.close()
+        client = Client(tmp_path, role=Role.TOOL)
         client.on_change(lambda session: client.close())
         until(lambda: not client._thread.is_alive())
         client.close()
