@@ -12,12 +12,11 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
+from kmesh.dmabuf import F_SEAL_FUTURE_WRITE
 from kmesh.errors import ConfigError
 from kmesh_spand.budget import Gate
 
 SIZE_SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW
-#: No new mapping may be writable, and nothing may be written but through those that are.
-F_SEAL_FUTURE_WRITE = 0x10
 _MADV_POPULATE_WRITE = 23
 _CHUNK_BYTES = 32 << 20
 _NICE = 10

@@ -11,7 +11,7 @@ from kmesh import dmabuf
 from kmesh.errors import ConfigError
 from kmesh.handles import HandleRefusal
 from kmesh.index import capacity_for, index_size, poison
-from kmesh.layout import PAGE_BYTES
+from kmesh.layout import whole_pages
 from kmesh.mapping import Mapping as Region
 from kmesh_spand.budget import shortage
 from kmesh_spand.core.record import RECORD_BYTES
@@ -62,17 +62,13 @@ def owners_offset(settings: Settings) -> int:
 def catalog_bytes(settings: Settings) -> int:
     """Size of the catalog."""
     slabs = len(settings.slab_sizes()) + len(settings.gpu_slabs())
-    return _pages(owners_offset(settings) + slabs * OWNER_BYTES)
+    return whole_pages(owners_offset(settings) + slabs * OWNER_BYTES)
 
 
 def table_bytes(settings: Settings) -> int:
     """Bytes of the catalog and of all indexes."""
     index = index_size(capacity_for(settings.max_spans))
     return catalog_bytes(settings) + len(settings.tenancy().groups) * index
-
-
-def _pages(size: int) -> int:
-    return -(-size // PAGE_BYTES) * PAGE_BYTES
 
 
 def _make(name: str, size: int) -> Memory:

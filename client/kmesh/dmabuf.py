@@ -18,6 +18,7 @@ from pathlib import Path
 from kmesh import _host
 from kmesh.errors import ProtocolError, UnsupportedError
 from kmesh.handles import HandleRefusal
+from kmesh.mapping import Mapped
 
 DEVICE = "/dev/udmabuf"
 #: Name of the exporter, as the kernel says it.
@@ -28,7 +29,8 @@ _CREATE_LIST = 1 << 30 | 8 << 16 | ord("u") << 8 | 0x43
 _CLOEXEC = 1
 _SYNC = 1 << 30 | 8 << 16 | ord("b") << 8
 _READ, _END = 1, 4
-_F_SEAL_FUTURE_WRITE = 0x10
+#: Of a memfd: no new mapping may be writable.
+F_SEAL_FUTURE_WRITE = 0x10
 _SCARCE = (errno.ENOMEM, errno.EMFILE, errno.ENFILE)
 
 
@@ -155,7 +157,7 @@ def _no_device(failed: OSError) -> NotExported:
 
 def _refused(failed: OSError, memfd: int) -> NotExported:
     seals = fcntl.fcntl(memfd, fcntl.F_GET_SEALS)
-    if seals & (fcntl.F_SEAL_WRITE | _F_SEAL_FUTURE_WRITE):
+    if seals & (fcntl.F_SEAL_WRITE | F_SEAL_FUTURE_WRITE):
         return NotExported(HandleRefusal.SEALED, "the memfd is sealed against writing")
     if failed.errno in _SCARCE:
         return NotExported(HandleRefusal.NO_MEMORY, f"{DEVICE}: {failed.strerror}")
@@ -195,8 +197,8 @@ def check(fd: int, size: int, exporter: str = UDMABUF) -> None:
         raise ProtocolError(f"the DMA-BUF holds {seen.size} bytes, {size} were promised")
 
 
-class DmaBufMapping:
-    """A DMA-BUF of host memory, mapped read-only; in this as ``kmesh.mapping.Mapping``.
+class DmaBufMapping(Mapped):
+    """A DMA-BUF of host memory, mapped read-only.
 
     What is read lies between ``reading()`` and its end, so that a device's writes are seen.
 
@@ -211,7 +213,7 @@ class DmaBufMapping:
         OSError: the kernel refused.
     """
 
-    __slots__ = ("_fd", "_region", "size")
+    __slots__ = ("_fd",)
 
     def __init__(self, fd: int, size: int) -> None:
         self._fd = -1
@@ -224,15 +226,6 @@ class DmaBufMapping:
             self._region.close()
             raise
 
-    @property
-    def address(self) -> int:
-        """Address of byte 0; ValueError once closed."""
-        return self._region.address
-
-    @property
-    def closed(self) -> bool:
-        return self._region.closed
-
     @contextlib.contextmanager
     def reading(self) -> Iterator[None]:
         """What is read inside is what devices have written before."""
@@ -242,34 +235,14 @@ class DmaBufMapping:
         finally:
             _sync(self._fd, _READ | _END)
 
-    def view(self, offset: int = 0, length: int | None = None) -> memoryview:
-        """``length`` bytes at ``offset`` (to the end if None), read-only.
-
-        A view keeps its memory mapped, also when the mapping is closed.
-
-        Raises:
-            ValueError: the range is not inside the mapping, or the mapping is closed.
-        """
-        if length is None:
-            length = self.size - offset
-        if offset < 0 or length < 0 or offset + length > self.size:
-            raise ValueError(f"bytes {offset}:{offset + length} are not in {self.size}")
-        return memoryview(self._region)[offset : offset + length]
-
     def close(self) -> None:
-        """Addresses are invalid from here on. May be called again."""
-        self._region.close()
-        fd, self._fd = self._fd, -1
-        if fd >= 0:
-            os.close(fd)
-
-    def __enter__(self) -> DmaBufMapping:
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        self.close()
+        super().close()
+        self._let_go()
 
     def __del__(self) -> None:
+        self._let_go()
+
+    def _let_go(self) -> None:
         fd, self._fd = self._fd, -1
         if fd >= 0:
             os.close(fd)

@@ -97,9 +97,14 @@ def tiles(length: int) -> int:
     return -(-length // TILE_BYTES)
 
 
+def whole_pages(size: int) -> int:
+    """``size`` bytes rounded up to pages of ``PAGE_BYTES``."""
+    return -(-size // PAGE_BYTES) * PAGE_BYTES
+
+
 def sums_bytes(slab_size: int) -> int:
     """Bytes of the sums area at the end of a slab, in whole pages."""
-    return -(-(slab_size // TILE_BYTES * 8) // PAGE_BYTES) * PAGE_BYTES
+    return whole_pages(slab_size // TILE_BYTES * 8)
 
 
 def slab_capacity(slab_size: int) -> int:

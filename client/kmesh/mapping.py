@@ -2,45 +2,28 @@
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import os
+from collections.abc import Iterator
 from types import TracebackType
+from typing import Self
 
 from kmesh import _host
 from kmesh.errors import ProtocolError
 
 
-class Mapping:
-    """The first ``size`` bytes of a memfd, mapped shared.
+class Mapped:
+    """Shared memory that is mapped; subclasses say of what.
 
     Attributes:
         size: bytes mapped.
-        writable: whether it may be written through.
-
-    Args:
-        fd: stays the caller's, and may be closed at once: the mapping keeps the memory.
-
-    Raises:
-        ProtocolError: fd is no memfd, holds less, or could shrink under the mapping, where
-            touching it would be a SIGBUS.
-        OSError: the kernel refused, for instance a writable mapping of a read-only fd.
     """
 
-    __slots__ = ("_region", "size", "writable")
+    __slots__ = ("_region", "size")
 
-    def __init__(self, fd: int, size: int, *, writable: bool = False) -> None:
-        try:
-            seals = fcntl.fcntl(fd, fcntl.F_GET_SEALS)
-        except OSError as error:
-            raise ProtocolError("the file descriptor is no memfd") from error
-        if not seals & fcntl.F_SEAL_SHRINK:
-            raise ProtocolError("the memfd is not sealed against shrinking")
-        held = os.fstat(fd).st_size
-        if not 0 < size <= held:
-            raise ProtocolError(f"the memfd holds {held} bytes, {size} were promised")
-        self.size = size
-        self.writable = writable
-        self._region = _host.Region(fd, size, writable)
+    _region: _host.Region
+    size: int
 
     @property
     def address(self) -> int:
@@ -52,7 +35,7 @@ class Mapping:
         return self._region.closed
 
     def view(self, offset: int = 0, length: int | None = None) -> memoryview:
-        """``length`` bytes at ``offset`` (to the end if None), read-only unless ``writable``.
+        """``length`` bytes at ``offset`` (to the end if None).
 
         A view keeps its memory mapped, also when the mapping is closed.
 
@@ -69,7 +52,7 @@ class Mapping:
         """Addresses are invalid from here on. May be called again."""
         self._region.close()
 
-    def __enter__(self) -> Mapping:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(
@@ -79,3 +62,55 @@ class Mapping:
         trace: TracebackType | None,
     ) -> None:
         self.close()
+
+
+class Mapping(Mapped):
+    """The first ``size`` bytes of a memfd, mapped shared.
+
+    Attributes:
+        size: bytes mapped.
+        writable: whether it may be written through.
+
+    Args:
+        fd: stays the caller's, and may be closed at once: the mapping keeps the memory.
+
+    Raises:
+        ProtocolError: fd is no memfd, holds less, or could shrink under the mapping, where
+            touching it would be a SIGBUS.
+        OSError: the kernel refused, for instance a writable mapping of a read-only fd.
+    """
+
+    __slots__ = ("writable",)
+
+    def __init__(self, fd: int, size: int, *, writable: bool = False) -> None:
+        try:
+            seals = fcntl.fcntl(fd, fcntl.F_GET_SEALS)
+        except OSError as error:
+            raise ProtocolError("the file descriptor is no memfd") from error
+        if not seals & fcntl.F_SEAL_SHRINK:
+            raise ProtocolError("the memfd is not sealed against shrinking")
+        held = os.fstat(fd).st_size
+        if not 0 < size <= held:
+            raise ProtocolError(f"the memfd holds {held} bytes, {size} were promised")
+        self.size = size
+        self.writable = writable
+        self._region = _host.Region(fd, size, writable)
+
+
+@contextlib.contextmanager
+def importable(content: bytes) -> Iterator[int]:
+    """A memfd with these bytes, sealed as the daemon's are: the fd that an importer gets of it."""
+    owner = os.memfd_create("kmesh-proof", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    try:
+        os.fchmod(owner, 0o400)
+        os.truncate(owner, len(content))
+        seals = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
+        fcntl.fcntl(owner, fcntl.F_ADD_SEALS, seals)
+        os.pwrite(owner, content, 0)
+        importer = os.open(f"/proc/self/fd/{owner}", os.O_RDONLY | os.O_CLOEXEC)
+    finally:
+        os.close(owner)
+    try:
+        yield importer
+    finally:
+        os.close(importer)

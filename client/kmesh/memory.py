@@ -9,7 +9,7 @@ from kmesh import dmabuf, errors
 from kmesh.calls import Procedure, Welcome
 from kmesh.handles import Handle, HandleKind, SpanHandle, Tier
 from kmesh.index import IndexReader
-from kmesh.layout import PAGE_BYTES, TILE_BYTES, slab_capacity, sums_bytes
+from kmesh.layout import TILE_BYTES, slab_capacity, sums_bytes, whole_pages
 from kmesh.lease import Lease
 from kmesh.mapping import Mapping
 from kmesh.v1 import common_pb2, sessions_pb2
@@ -192,7 +192,7 @@ def attach_slab(welcome: Welcome, slab: int) -> Procedure[SlabMapping]:
 
 def attach_staging(size: int) -> Procedure[Staging]:
     """Staging of ``size`` bytes, rounded up to whole pages."""
-    size = -(-size // PAGE_BYTES) * PAGE_BYTES
+    size = whole_pages(size)
     answer = yield sessions_pb2.AttachStaging(size=size)
     handle = _handle(answer)
     try:

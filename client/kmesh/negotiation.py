@@ -47,9 +47,14 @@ def from_messages(messages: Iterable[common_pb2.TierHandles]) -> dict[Tier, Agre
     return heard
 
 
+def known_kind(kind: int) -> bool:
+    """Whether this version knows a kind by that number."""
+    return kind in _KINDS
+
+
 def kind_name(kind: int) -> str:
     """Name of a kind, or its number if this version does not know it."""
-    return HandleKind(kind).name if kind in _KINDS else str(kind)
+    return HandleKind(kind).name if known_kind(kind) else str(kind)
 
 
 def describe(agreement: Agreement) -> str:

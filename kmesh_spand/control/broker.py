@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 from kmesh import dmabuf, errors, layout
 from kmesh.handles import COMMON, Agreement, HandleKind, HandleRefusal, Location, Offer, Tier, agree
-from kmesh.negotiation import kind_name
+from kmesh.negotiation import kind_name, known_kind
 from kmesh.v1 import common_pb2, sessions_pb2
 from kmesh_spand.control import limits
 from kmesh_spand.control.gpus import Gpus
@@ -25,7 +25,6 @@ Made = Callable[[int, errors.RequestError | None], None]
 Make = Callable[[int, int, int, Made], None]
 
 COUNTERS = ("handle_fallbacks", "dma_buf_slabs", "dma_buf_spans", "dma_buf_failed")
-_KINDS = frozenset(int(kind) for kind in HandleKind)
 _TIER_NAMES: dict[int, str] = {Tier.HOST: "host memory", Tier.GPU: "GPU memory"}
 _ERRORS: dict[HandleRefusal, type[errors.RequestError]] = {
     HandleRefusal.NOT_ALLOWED: errors.PermissionDenied,
@@ -152,7 +151,7 @@ class Broker:
             self.counters["handle_fallbacks"] += 1
             which = (agreement.tier, missed.kind)
             # What a client makes up is no news.
-            known = agreement.tier in self.offered and missed.kind in _KINDS
+            known = agreement.tier in self.offered and known_kind(missed.kind)
             if known and which not in self._told:
                 self._told.add(which)
                 logger.warning(

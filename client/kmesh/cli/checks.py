@@ -18,7 +18,7 @@ from typing import Literal
 from kmesh import _host, dmabuf, numa
 from kmesh.cli.render import size
 from kmesh.handles import HandleKind
-from kmesh.mapping import Mapping
+from kmesh.mapping import Mapping, importable
 
 Level = Literal["ok", "warn", "fail", "skip"]
 
@@ -82,25 +82,14 @@ def proc() -> Check:
 def memfd() -> Check:
     """A memfd as the daemon makes them: sealed, readable by importers, never writable."""
     pattern = os.urandom(2 * resource.getpagesize())
-    owner = os.memfd_create("kmesh-doctor", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-    try:
-        os.fchmod(owner, 0o400)
-        os.truncate(owner, len(pattern))
-        fcntl.fcntl(owner, fcntl.F_ADD_SEALS, _SEALS)
-        os.pwrite(owner, pattern, 0)
-        importer = os.open(f"/proc/self/fd/{owner}", os.O_RDONLY | os.O_CLOEXEC)
-        try:
-            with Mapping(importer, len(pattern)) as mapping:
-                if bytes(mapping.view()) != pattern:
-                    return Check("memfd", "fail", "a pattern came out of a memfd changed")
-            if writable(importer, len(pattern)):
-                return Check("memfd", "fail", "a read-only memfd was mapped writable")
-            if problem := elsewhere(HandleKind.MEMFD, importer, pattern):
-                return Check("memfd", "fail", problem)
-        finally:
-            os.close(importer)
-    finally:
-        os.close(owner)
+    with importable(pattern) as importer:
+        with Mapping(importer, len(pattern)) as mapping:
+            if bytes(mapping.view()) != pattern:
+                return Check("memfd", "fail", "a pattern came out of a memfd changed")
+        if writable(importer, len(pattern)):
+            return Check("memfd", "fail", "a read-only memfd was mapped writable")
+        if problem := elsewhere(HandleKind.MEMFD, importer, pattern):
+            return Check("memfd", "fail", problem)
     seen = "sealed, re-opened read-only, writable mapping refused; read by a second process"
     return Check("memfd", "ok", seen)
 

@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-import fcntl
 import os
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 
 from kmesh import _host
 from kmesh.cuda.device import Device
 from kmesh.cuda.memory import DeviceMemory, Registration
 from kmesh.errors import UnsupportedError
 from kmesh.handles import HandleKind
-from kmesh.mapping import Mapping
+from kmesh.mapping import Mapping, importable
 
 _PATTERN_BYTES = 1 << 16
-_SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 
 _lock = threading.Lock()
 _proved: set[tuple[str, HandleKind]] = set()
@@ -55,7 +52,7 @@ def through_export(device: Device, pattern: bytes) -> bytes:
 
 def through_registration(device: Device, pattern: bytes) -> bytes:
     """The pattern as the GPU reads it from a memfd that is mapped read-only, and registered."""
-    with _as_importer(pattern) as mapping:
+    with importable(pattern) as fd, Mapping(fd, len(pattern)) as mapping:
         seen = Registration(device, mapping.address, mapping.size)
         try:
             return fetch(device, seen.address, len(pattern))
@@ -74,26 +71,6 @@ def fetch(device: Device, address: int, length: int) -> bytes:
         finally:
             driver.free(scratch)
     return bytes(data)
-
-
-@contextmanager
-def _as_importer(pattern: bytes) -> Iterator[Mapping]:
-    """A memfd as the daemon makes them, mapped as an importer maps it."""
-    owner = os.memfd_create("kmesh-proof", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-    try:
-        os.fchmod(owner, 0o400)
-        os.truncate(owner, len(pattern))
-        fcntl.fcntl(owner, fcntl.F_ADD_SEALS, _SEALS)
-        os.pwrite(owner, pattern, 0)
-        importer = os.open(f"/proc/self/fd/{owner}", os.O_RDONLY | os.O_CLOEXEC)
-    finally:
-        os.close(owner)
-    try:
-        mapping = Mapping(importer, len(pattern))
-    finally:
-        os.close(importer)
-    with mapping:
-        yield mapping
 
 
 _MOVES: dict[HandleKind, Callable[[Device, bytes], bytes]] = {
