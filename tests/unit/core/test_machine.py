@@ -377,7 +377,13 @@ class CoreMachine(RuleBasedStateMachine):
             rows = [data.draw(st.sampled_from(rows))]
             keys = b"".join(row.key for row in rows)
             swept = sweep.keys(keys, min_age_ms=0, min_idle_ms=0, now_ms=world.now)
-            rows = [row for row in world.core.spans(now_ms=world.now) if row.key in keys]
+            # A further name of a span means that span.
+            named = {r.primary - 1 for (name, _, _), r in world.records().items() if name in keys}
+            rows = [
+                row
+                for row in world.core.spans(now_ms=world.now)
+                if row.key in keys or row.slot in named
+            ]
             rows = [row for row in rows if row.state not in ("orphaned", "doomed")]
         else:
             idle = 64 if aged else 0
