@@ -9,11 +9,13 @@ import resource
 import signal
 import socket
 import sys
-from collections.abc import Callable, Collection
+import time
+from collections.abc import Callable, Collection, Iterable
 from typing import NoReturn
 
 _PR_SET_PDEATHSIG = 1
 _PR_SET_NAME = 15
+_POLL_SECONDS = 0.005
 
 
 def fork(name: str, keep: Collection[int], main: Callable[[], int]) -> int:
@@ -40,6 +42,17 @@ def fork_or_close(
     except BaseException:
         ours.close()
         raise
+
+
+def wait(pids: Iterable[int], seconds: float) -> None:
+    """Reaps children that were killed; those that are not gone by then are left."""
+    until = time.monotonic() + seconds
+    left = set(pids)
+    while left:
+        left -= {pid for pid in left if os.waitpid(pid, os.WNOHANG)[0]}
+        if not left or time.monotonic() >= until:
+            return
+        time.sleep(_POLL_SECONDS)
 
 
 def _run(name: str, parent: int, keep: Collection[int], main: Callable[[], int]) -> NoReturn:

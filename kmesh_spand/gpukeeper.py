@@ -22,12 +22,21 @@ logger = logging.getLogger(__name__)
 #: A driver that starts may take so long; one that runs is not silent for so long.
 _START_SECONDS = 180.0
 _SILENT_SECONDS = 30.0
+#: One that was killed and is stuck in the driver ends when that lets it go. It is said after this.
+_END_SECONDS = 10.0
+#: At the daemon's own end it is not waited for longer.
+_CLOSE_SECONDS = 5.0
 #: Deaths before the first success after which the daemon gives up.
 _TRIES = 3
 
 
 class _Worker:
-    """One device worker, over all of its lives."""
+    """One device worker, over all of its lives.
+
+    Attributes:
+        ending: it was killed, and is not gone yet. late_at: when that is said to take long.
+        at_once: it was not its own fault, so the next one need not wait.
+    """
 
     def __init__(self, gpu: int) -> None:
         self.gpu = gpu
@@ -37,6 +46,9 @@ class _Worker:
         self.backoff = Backoff()
         self.start_at: float | None = 0.0
         self.kill_at: float | None = None
+        self.late_at: float | None = None
+        self.ending = False
+        self.at_once = False
         self.state: ipc.GpuState | None = None
         self.failed: ipc.GpuFailed | None = None
         self.was_ready = False
@@ -76,12 +88,21 @@ class GpuKeeper:
     @property
     def moments(self) -> list[float]:
         """When something is due."""
-        return [at for w in self._workers for at in (w.start_at, w.kill_at) if at is not None]
+        return [
+            at
+            for worker in self._workers
+            for at in (worker.start_at, worker.kill_at, worker.late_at)
+            if at is not None
+        ]
 
     @property
     def pids(self) -> list[int]:
         """Of the workers that run."""
         return [worker.pid for worker in self._workers if worker.pid]
+
+    def ends(self, pid: int) -> bool:
+        """Whether it is a worker that ends with a control that is gone."""
+        return any(worker.pid == pid and worker.at_once for worker in self._workers)
 
     def known(self) -> Iterator[tuple[ipc.AnyMessage, int | None]]:
         """What a new control must be told."""
@@ -105,9 +126,16 @@ class GpuKeeper:
                     logger.error("a device worker could not be started: %s", failed)
                     worker.start_at = worker.backoff.died(now)
             if worker.kill_at is not None and now >= worker.kill_at:
-                worker.kill_at = None
                 logger.error("ending a device worker that is silent", extra={"gpu": worker.gpu})
-                os.kill(worker.pid, signal.SIGKILL)
+                self._kill(worker)
+            if worker.late_at is not None and now >= worker.late_at:
+                worker.late_at = None
+                text = (
+                    f"gpu: the device worker of {self._settings.gpu[worker.gpu]} was killed, and "
+                    f"has not ended: the driver holds it (process {worker.pid})"
+                )
+                logger.error("%s", text, extra={"gpu": worker.gpu})
+                self._tell(ipc.GpuFailed(worker.gpu, text, False), None)
 
     def _start(self, worker: _Worker, now: float) -> None:
         ours, theirs = ipc.pair()
@@ -144,16 +172,32 @@ class GpuKeeper:
         """Ends a worker that control has given up; the next one follows."""
         for worker in self._workers:
             if worker.gpu == gpu and worker.pid:
-                os.kill(worker.pid, signal.SIGKILL)
+                self._kill(worker)
 
     def end_lives(self) -> None:
-        """Ends all workers: control is gone, and they must not write once the catalog is read."""
+        """Ends all workers: control is gone, and their jobs are for nobody.
+
+        It is not waited for. The next control uses a GPU's slabs when the next worker is ready,
+        and that one starts when this one is gone.
+        """
         for worker in self._workers:
             if worker.pid:
-                os.kill(worker.pid, signal.SIGKILL)
-                os.waitpid(worker.pid, 0)
-                self._ended(worker)
-                worker.start_at = time.monotonic()
+                worker.at_once = True
+                self._kill(worker)
+
+    def _kill(self, worker: _Worker) -> None:
+        worker.kill_at = None
+        if not worker.ending:
+            worker.ending = True
+            worker.late_at = time.monotonic() + _END_SECONDS
+            os.kill(worker.pid, signal.SIGKILL)
+            self._not_ready(worker)
+
+    def tell(self, slab: int) -> None:
+        """Control asks for a slab that it has no file descriptor of."""
+        memory = self.slabs.get(slab)
+        if memory is not None:
+            self._tell(ipc.GpuSlab(slab, memory.size), memory.fd)
 
     def hear(self, fd: int) -> bool:
         """Takes a message from the socket with that descriptor, if it is one of ours."""
@@ -175,17 +219,28 @@ class GpuKeeper:
             worker.channel = None
             return False
         match message:
-            case ipc.GpuSlab() if fd is not None:
-                self.slabs[message.slab] = Memory(fd, message.size)
-                self._tell(message, fd)
+            case ipc.GpuSlab():
+                self._slab(worker, message, fd)
             case ipc.GpuState():
-                self._state(worker, message)
+                if not worker.ending:
+                    self._state(worker, message)
             case ipc.GpuFailed():
                 worker.failed = message
                 self._tell(message, None)
             case _:
                 logger.error("unexpected message %s", type(message).__name__)
         return True
+
+    def _slab(self, worker: _Worker, message: ipc.GpuSlab, fd: int | None) -> None:
+        if fd is None:
+            # It is freed with its maker; the next one makes it anew.
+            logger.error("no file descriptor is left for a slab", extra={"slab": message.slab})
+            self._kill(worker)
+            return
+        self.slabs[message.slab] = Memory(fd, message.size)
+        self._tell(message, fd)
+        if worker.kill_at is not None:
+            worker.kill_at = time.monotonic() + _START_SECONDS
 
     def _state(self, worker: _Worker, state: ipc.GpuState) -> None:
         others = [w.state.device for w in self._workers if w.state and w is not worker]
@@ -204,15 +259,16 @@ class GpuKeeper:
         """A worker was reaped."""
         now = time.monotonic()
         worker = next(worker for worker in self._workers if worker.pid == pid)
+        at_once = worker.at_once
         self._ended(worker)
-        worker.start_at = worker.backoff.died(now)
+        worker.start_at = now if at_once else worker.backoff.died(now)
         self._tell(ipc.GpuWorker(worker.gpu, worker.lives - 1, 0), None)
         if worker.failed is not None:
             logger.error("%s", worker.failed.error, extra={"gpu": worker.gpu})
         if not worker.was_ready:
             if worker.failed is not None:
                 self.failure = worker.failed
-            elif worker.lives >= _TRIES:
+            elif worker.lives >= _TRIES and not at_once:
                 text = f"gpu: the device worker of {self._settings.gpu[worker.gpu]} died: {how}"
                 self.failure = ipc.GpuFailed(worker.gpu, text, False)
 
@@ -224,8 +280,12 @@ class GpuKeeper:
             worker.channel.close()
             worker.channel = None
         worker.pid = 0
-        worker.kill_at = None
-        if worker.state is not None:
+        worker.kill_at = worker.late_at = None
+        worker.ending = worker.at_once = False
+        self._not_ready(worker)
+
+    def _not_ready(self, worker: _Worker) -> None:
+        if worker.state is not None and worker.state.ready:
             gone = worker.state
             worker.state = ipc.GpuState(gone.gpu, gone.device, gone.name, False, 0, gone.total)
             self._tell(worker.state, None)
@@ -233,14 +293,18 @@ class GpuKeeper:
     def stop(self) -> None:
         """Starts nothing any more."""
         for worker in self._workers:
-            worker.start_at = worker.kill_at = None
+            worker.start_at = worker.kill_at = worker.late_at = None
 
     def close(self) -> None:
-        """Ends the workers, and gives the memory back."""
+        """Ends the workers, and gives the memory back.
+
+        A worker that the driver holds is left to the system: it has been killed.
+        """
+        pids = self.pids
+        for pid in pids:
+            os.kill(pid, signal.SIGKILL)
+        child.wait(pids, _CLOSE_SECONDS)
         for worker in self._workers:
-            if worker.pid:
-                os.kill(worker.pid, signal.SIGKILL)
-                os.waitpid(worker.pid, 0)
             if worker.channel is not None:
                 worker.channel.close()
         for memory in self.slabs.values():

@@ -1,4 +1,4 @@
-"""Spans in slabs of GPU memory: written from staging, verified, wiped.
+"""Spans in slabs of GPU memory: written from staging, verified, wiped, exported.
 
 Bytes go through a buffer of the worker's own, so that what is summed is what is written: a client
 that changes its staging meanwhile changes nothing.
@@ -12,6 +12,9 @@ from collections.abc import Mapping as Table
 from kmesh import _host, layout
 from kmesh.cuda.device import Device
 from kmesh.cuda.memory import DeviceMemory
+from kmesh.dmabuf import NotExported
+from kmesh.errors import CudaError, UnsupportedError
+from kmesh.handles import HandleRefusal
 from kmesh.mapping import Mapping
 
 #: Whole tiles that are moved at a time.
@@ -20,7 +23,7 @@ _SUM_BYTES = 8
 
 
 class GpuStore:
-    """Does one job at a time. ValueError for a range that no span can have.
+    """See ``jobs.Store`` for the methods. Does one job at a time.
 
     Args:
         slabs: of the GPU, mapped writable, by number.
@@ -34,11 +37,6 @@ class GpuStore:
             driver.register(self._address, _BUFFER_BYTES, read_only=False)
 
     def copy(self, slab: int, offset: int, staging: Mapping, begin: int, length: int) -> int:
-        """A payload from staging into a slab, with its sums; returns their root.
-
-        Args:
-            begin: where the payload lies in the staging.
-        """
         memory, sums_at = self._place(slab, offset, length)
         if begin < 0 or begin + length > staging.size:
             raise ValueError(f"the source ends at {begin + length}, outside of {staging.size}")
@@ -56,7 +54,6 @@ class GpuStore:
         return _host.fold(_host.address(sums), layout.tiles(length))
 
     def verify(self, slab: int, offset: int, length: int, root: int) -> bool:
-        """Whether a payload has its sums, and they fold to the root."""
         memory, sums_at = self._place(slab, offset, length)
         sums = memory.read(sums_at, layout.tiles(length) * _SUM_BYTES)
         if _host.fold(_host.address(sums), layout.tiles(length)) != root:
@@ -71,8 +68,13 @@ class GpuStore:
         return True
 
     def wipe(self, slab: int) -> None:
-        """Zeros everywhere, sums too."""
         self._slab(slab).fill(0)
+
+    def export(self, slab: int, offset: int, length: int) -> int:
+        try:
+            return self._slab(slab).dma_buf(offset, length)
+        except (UnsupportedError, CudaError) as refused:
+            raise NotExported(HandleRefusal.NO_DEVICE, str(refused)) from None
 
     def _slab(self, number: int) -> DeviceMemory:
         found = self._slabs.get(number)

@@ -9,29 +9,28 @@ from __future__ import annotations
 
 import logging
 import os
-import select
 import socket
 import threading
 import time
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
-from typing import NamedTuple
+from typing import NamedTuple, NoReturn
 
 from kmesh.cuda import driver as cuda
 from kmesh.cuda.device import Device, see_all
 from kmesh.cuda.memory import DeviceMemory
-from kmesh.errors import ConfigError, KMeshError
-from kmesh.mapping import Mapping
-from kmesh_spand import ipc, logs
+from kmesh.errors import ConfigError, CudaError, KMeshError
+from kmesh_spand import ipc
 from kmesh_spand.gpustore import GpuStore
+from kmesh_spand.jobs import Crews, JobWorker, Store
 from kmesh_spand.settings import Settings
-from kmesh_spand.throttle import Throttle
 from kmesh_spand.units import format_size
 
 logger = logging.getLogger(__name__)
 
 #: How often the supervisor hears that the driver still answers.
 STATE_SECONDS = 2.0
+#: ``CUDA_ERROR_ECC_UNCORRECTABLE``: what was read is lost.
+_MEMORY_IS_BROKEN = 214
 
 
 class Piece(NamedTuple):
@@ -42,7 +41,7 @@ class Piece(NamedTuple):
     fd: int
 
 
-class GpuWorker:
+class GpuWorker(JobWorker):
     """One life of a device worker.
 
     Args:
@@ -58,32 +57,39 @@ class GpuWorker:
         control: socket.socket,
         pieces: Sequence[Piece],
     ) -> None:
+        super().__init__(control, settings.verify_rate)
         self._gpu = gpu
         self._name = settings.gpu[gpu]
         self._supervisor = supervisor
-        self._control = control
         self._pieces = pieces
         self._slabs: dict[int, DeviceMemory] = {}
-        self._staging: dict[int, Mapping] = {}
-        self._throttle = Throttle(settings.verify_rate)
-        self._sending = threading.Lock()
+        self._telling = threading.Lock()
+        self._told_at = 0.0
+        self._device: Device
+        self._copies: GpuStore
+        self._checks: GpuStore
 
     def run(self) -> int:
         """The process's life; returns its exit status."""
         try:
             see_all()
-            device = Device(cuda.load(), self._name)
-            self._tell(device, ready=False)
+            self._device = device = Device(cuda.load(), self._name)
+            self._tell(ready=False)
             self._check_room(device)
             for piece in self._pieces:
                 self._slabs[piece.slab] = self._take(device, piece)
             logger.info("GPU memory is there: %s, %s", device.name, device.uuid)
-            self._serve(device)
+            # One for each thread that uses it.
+            self._copies, self._checks = (GpuStore(device, self._slabs) for _ in range(2))
+            try:
+                crews = Crews.hired(copy_threads=1)
+            except RuntimeError as lacking:
+                raise KMeshError(f"gpu: the device worker of {self._name}: {lacking}") from None
+            self.serve(crews, self._supervisor, self._turn)
         except KMeshError as failed:
             setting = isinstance(failed, ConfigError)
-            ipc.send(self._supervisor, ipc.GpuFailed(self._gpu, str(failed), setting))
+            self._say(ipc.GpuFailed(self._gpu, str(failed), setting))
             return 1
-        return 0
 
     def _check_room(self, device: Device) -> None:
         """All that is still to be made must fit: rather none of it than a part."""
@@ -105,103 +111,59 @@ class GpuWorker:
         memory.fill(0)
         fd = memory.export()
         try:
-            ipc.send(self._supervisor, ipc.GpuSlab(piece.slab, piece.size), fd)
+            with self._telling:
+                ipc.send(self._supervisor, ipc.GpuSlab(piece.slab, piece.size), fd)
         finally:
             os.close(fd)
         return memory
 
-    def _tell(self, device: Device, *, ready: bool) -> None:
+    def _tell(self, *, ready: bool) -> None:
+        device = self._device
         free, total = device.memory_info()
-        state = ipc.GpuState(self._gpu, device.uuid, device.name, ready, free, total)
-        ipc.send(self._supervisor, state)
+        self._say(ipc.GpuState(self._gpu, device.uuid, device.name, ready, free, total))
+
+    def _say(self, message: ipc.AnyMessage) -> None:
+        with self._telling:
+            ipc.send(self._supervisor, message)
+
+    def _turn(self) -> float:
+        """Says now and then that the driver answers."""
+        now = time.monotonic()
+        if now >= self._told_at + STATE_SECONDS:
+            self._tell(ready=True)
+            self._told_at = now
+        return self._told_at + STATE_SECONDS - now
 
     # Jobs
 
-    def _serve(self, device: Device) -> None:
-        """Until the supervisor is gone."""
-        # Copies never queue behind verifications.
-        copies, checks = (GpuStore(device, self._slabs) for _ in range(2))
-        crews = {copies: ThreadPoolExecutor(1, "copy"), checks: ThreadPoolExecutor(1, "verify")}
-        poll = select.poll()
-        for channel in (self._supervisor, self._control):
-            poll.register(channel, select.POLLIN)
-        due = 0.0
-        while True:
-            now = time.monotonic()
-            if now >= due:
-                self._tell(device, ready=True)
-                due = now + STATE_SECONDS
-            ready = {fd for fd, _ in poll.poll(max(1, int((due - now) * 1000)))}
-            # The supervisor says nothing: what can be read is its end.
-            if self._supervisor.fileno() in ready:
-                os._exit(0)
-            if self._control.fileno() in ready:
-                try:
-                    message, fd = ipc.receive(self._control)
-                except (EOFError, ConnectionError):
-                    # The supervisor is about to end this process.
-                    poll.unregister(self._control)
-                    continue
-                store = copies if isinstance(message, ipc.Copy) else checks
-                if isinstance(message, ipc.Copy | ipc.Verify | ipc.Wipe):
-                    crews[store].submit(self._job, store, message)
-                else:
-                    self._heard(message, fd)
+    def stores(self) -> tuple[Store, Store]:
+        return self._copies, self._checks
 
-    def _heard(self, message: ipc.AnyMessage, fd: int | None) -> None:
-        match message:
-            case ipc.Beat():
-                self._answer(message)
-            case ipc.Staging() if fd is not None:
-                try:
-                    self._staging[message.session] = Mapping(fd, message.size)
-                except OSError as failed:
-                    # Its copies will say that there is no staging.
-                    logger.error("staging: %s", failed, extra={"session": message.session})
-                finally:
-                    os.close(fd)
-            case ipc.DropStaging():
-                dropped = self._staging.pop(message.session, None)
-                if dropped is not None:
-                    dropped.close()
-            case _:
-                logger.error("unexpected message %s", type(message).__name__)
+    def ends_by(self, job: ipc.AnyMessage, failed: Exception) -> None:
+        """After most errors of the driver its context is gone, and the next one has to be new.
 
-    def _job(self, store: GpuStore, job: ipc.Copy | ipc.Verify | ipc.Wipe) -> None:
-        answer: ipc.AnyMessage
-        about = (job.session, job.request) if isinstance(job, ipc.Copy) else (0, 0)
-        with logs.about(*about):
-            try:
-                match job:
-                    case ipc.Copy():
-                        answer = self._copy(store, job)
-                    case ipc.Verify():
-                        self._throttle.wait(job.length)
-                        good = store.verify(job.slab, job.offset, job.length, job.root)
-                        answer = ipc.Verified(job.job, good)
-                    case ipc.Wipe():
-                        store.wipe(job.slab)
-                        answer = ipc.Wiped(job.job)
-            except Exception as failed:
-                logger.exception("a job failed", extra={"job": job.job})
-                answer = ipc.Failed(job.job, f"{type(failed).__name__}: {failed}")
-        self._answer(answer)
+        That nobody could look says nothing about a span: control hears of it only where the
+        driver says that it is the memory.
+        """
+        if not isinstance(failed, CudaError):
+            return
+        if isinstance(job, ipc.Verify):
+            if failed.code == _MEMORY_IS_BROKEN:
+                self._send(ipc.Failed(job.job, str(failed)))
+            self._end(failed)
+        if isinstance(job, ipc.Wipe):
+            self._end(failed)
+        try:
+            self._device.memory_info()
+        except CudaError:
+            # Whoever waits for a copy hears of it by the end of the way to it.
+            self._end(failed)
 
-    def _copy(self, store: GpuStore, job: ipc.Copy) -> ipc.AnyMessage:
-        staging = self._staging.get(job.session)
-        if staging is None:
-            raise ValueError("the session has no staging")
-        began = time.perf_counter()
-        root = store.copy(job.slab, job.offset, staging, job.staging_offset, job.length)
-        return ipc.CopyDone(job.job, root, time.perf_counter() - began)
-
-    def _answer(self, message: ipc.AnyMessage) -> None:
-        with self._sending:
-            try:
-                ipc.send(self._control, message)
-            except OSError:
-                # Control is gone, and its job with it.
-                logger.debug("an answer for nobody")
+    def _end(self, failed: CudaError) -> NoReturn:
+        try:
+            self._say(ipc.GpuFailed(self._gpu, str(failed), setting=False))
+        finally:
+            os._exit(1)
 
 
 def run(

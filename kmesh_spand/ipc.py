@@ -109,7 +109,7 @@ class Verified(Message, frozen=True):
 
 
 class Failed(Message, frozen=True):
-    """From the worker: a job could not be done."""
+    """From the worker: a job could not be done, although the worker itself is well."""
 
     job: int
     error: str
@@ -180,6 +180,12 @@ class GpuWorker(Message, frozen=True):
     pid: int
 
 
+class SlabWanted(Message, frozen=True):
+    """From control: it has no file descriptor of that GPU slab; answered by GpuSlab."""
+
+    slab: int
+
+
 class Beat(Message, frozen=True):
     """To the worker, and back at once: it takes messages."""
 
@@ -187,10 +193,14 @@ class Beat(Message, frozen=True):
 
 
 class NewWorker(Message, frozen=True):
-    """To control: a store worker was started; its fd is the way to it, any earlier is dead."""
+    """To control: a store worker was started; its fd is the way to it, any earlier is dead.
+
+    ``killed_by`` is the signal by which the one before died, or 0.
+    """
 
     restarts: int
     pid: int
+    killed_by: int = 0
 
 
 class Drain(Message, frozen=True):
@@ -239,6 +249,7 @@ AnyMessage = (
     | GpuState
     | GpuFailed
     | GpuWorker
+    | SlabWanted
     | Beat
     | NewWorker
     | Drain
@@ -273,10 +284,12 @@ def send(sock: socket.socket, message: AnyMessage, fd: int | None = None) -> Non
 def receive(sock: socket.socket) -> tuple[AnyMessage, int | None]:
     """One message, and its fd, which the caller owns.
 
+    None for a message that carries one: this process had no descriptor left for it.
+
     Raises:
         EOFError: the peer is gone.
         BlockingIOError: the socket doesn't block and nothing is there.
-        OSError: the packet was cut short, most likely because no fd is left.
+        OSError: the packet was longer than any message.
     """
     data, ancillary, flags, _ = sock.recvmsg(
         MAX_BYTES, socket.CMSG_SPACE(array.array("i").itemsize), socket.MSG_CMSG_CLOEXEC
@@ -284,7 +297,7 @@ def receive(sock: socket.socket) -> tuple[AnyMessage, int | None]:
     fds = array.array("i")
     for _level, _type, content in ancillary:
         fds.frombytes(content)
-    if flags & (socket.MSG_TRUNC | socket.MSG_CTRUNC):
+    if flags & socket.MSG_TRUNC:
         for fd in fds:
             os.close(fd)
         raise OSError("a message between the daemon's processes was cut short")

@@ -20,6 +20,7 @@ from kmesh_spand.backoff import Backoff
 from kmesh_spand.gpukeeper import GpuKeeper
 from kmesh_spand.launch import Prepared
 from kmesh_spand.notify import notify
+from kmesh_spand.outbox import Outbox
 from kmesh_spand.settings import (
     GRPC_SOCKET,
     LOCK_NAME,
@@ -61,6 +62,8 @@ class Supervisor:
         self._stop_signal = 0
         self._stop_by: float | None = None
         self._to_control: socket.socket | None = None
+        self._for_control: Outbox | None = None
+        self._worker_killed_by = 0
         self._gpus = GpuKeeper(settings, self._tell_control)
         self._storage: Storage
         self._listener: socket.socket
@@ -161,8 +164,7 @@ class Supervisor:
                 os.kill(pid, signal.SIGKILL)
                 os.waitpid(pid, 0)
         self._gpus.close()
-        if self._to_control is not None:
-            self._to_control.close()
+        self._forget_control()
         self._listener.close()
         self._storage.close()
         self._remove_sockets()
@@ -190,18 +192,23 @@ class Supervisor:
         """Until a signal, a message from control, or the next moment at which something is due."""
         poll = select.poll()
         poll.register(wake, select.POLLIN)
-        if self._to_control is not None:
-            poll.register(self._to_control, select.POLLIN)
+        if self._to_control is not None and self._for_control is not None:
+            wanted = select.POLLOUT if self._for_control.waiting else 0
+            poll.register(self._to_control, select.POLLIN | wanted)
         for channel in self._gpus.sockets:
             poll.register(channel, select.POLLIN)
-        for fd, _ in poll.poll(self._timeout_ms()):
+        for fd, what in poll.poll(self._timeout_ms()):
             if fd == wake.fileno():
                 with contextlib.suppress(BlockingIOError):
                     wake.recv(4096)
             elif self._gpus.hear(fd):
                 self._announce()
-            elif self._to_control is not None:
-                self._hear_control()
+            elif self._to_control is not None and fd == self._to_control.fileno():
+                if what & select.POLLOUT and self._for_control is not None:
+                    with contextlib.suppress(ConnectionError):
+                        self._for_control.flush()
+                if what & ~select.POLLOUT:
+                    self._hear_control()
 
     def _done(self) -> bool:
         failure = self._gpus.failure
@@ -290,12 +297,11 @@ class Supervisor:
         finally:
             theirs.close()
         self._control_pid, self._prepared = self._prepared.pid, None
-        # One that is gone already is noticed by SIGCHLD.
-        with contextlib.suppress(OSError):
-            for message, fd in self._gpus.known():
-                ipc.send(ours, message, fd)
         ours.setblocking(False)
         self._to_control = ours
+        self._for_control = Outbox(ours)
+        for message, fd in self._gpus.known():
+            self._tell_control(message, fd)
         self._control_backoff.started(now)
 
     def _start_worker(self, now: float) -> None:
@@ -314,15 +320,32 @@ class Supervisor:
         keep = [*(fd for fd, _ in slabs), theirs.fileno()]
         with theirs:
             self._worker_pid = child.fork_or_close(ours, "worker", keep, main)
-        self._tell_control(ipc.NewWorker(self._worker_restarts, self._worker_pid), ours.fileno())
+        message = ipc.NewWorker(self._worker_restarts, self._worker_pid, self._worker_killed_by)
+        self._tell_control(message, ours.fileno())
         ours.close()
         self._worker_backoff.started(now)
 
     def _tell_control(self, message: ipc.AnyMessage, fd: int | None = None) -> None:
+        """Now or soon, in order. A control that is gone is noticed by SIGCHLD."""
+        if self._for_control is None:
+            return
+        with contextlib.suppress(ConnectionError):
+            try:
+                self._for_control.send(message, fd)
+            except OSError as lacking:
+                if isinstance(lacking, ConnectionError):
+                    raise
+                logger.error("%s: %s", type(message).__name__, lacking)
+                # It hears that there is something, and asks for it, or for another.
+                self._for_control.send(message)
+
+    def _forget_control(self) -> None:
+        if self._for_control is not None:
+            self._for_control.close()
+            self._for_control = None
         if self._to_control is not None:
-            # A control that is gone is noticed by SIGCHLD.
-            with contextlib.suppress(OSError):
-                ipc.send(self._to_control, message, fd)
+            self._to_control.close()
+            self._to_control = None
 
     def _hear_control(self) -> None:
         assert self._to_control is not None
@@ -331,8 +354,7 @@ class Supervisor:
         except BlockingIOError:
             return
         except (EOFError, OSError):
-            self._to_control.close()
-            self._to_control = None
+            self._forget_control()
             return
         match message:
             case ipc.Ready():
@@ -347,6 +369,8 @@ class Supervisor:
                     self._gpus.restart(message.gpu)
                 elif self._worker_pid:
                     os.kill(self._worker_pid, signal.SIGKILL)
+            case ipc.SlabWanted():
+                self._gpus.tell(message.slab)
             case ipc.Stop():
                 self._stop_signal = self._stop_signal or signal.SIGTERM
             case _:
@@ -380,26 +404,25 @@ class Supervisor:
         if pid in self._gpus.pids:
             name = "device worker"
         how = f"killed by {signal.Signals(-status).name}" if status < 0 else f"exit {status}"
-        if not self._stop_signal:
+        if not self._stop_signal and not self._gpus.ends(pid):
             logger.error("a process died: %s", how, extra={"name_of": name, "child": pid})
         if pid in self._gpus.pids:
             self._gpus.died(pid, how)
             return
         if pid == self._worker_pid:
             self._worker_pid = 0
+            self._worker_killed_by = max(0, -status)
             self._worker_at = self._worker_backoff.died(now)
             return
         self._control_pid = 0
         self._control_ready = False
         self._storage.poison()
-        if self._to_control is not None:
-            self._to_control.close()
-            self._to_control = None
+        self._forget_control()
         if self._worker_pid:
             # Its jobs are for nobody, and it must not write once the catalog is read again.
             os.kill(self._worker_pid, signal.SIGKILL)
             os.waitpid(self._worker_pid, 0)
-            self._worker_pid = 0
+            self._worker_pid = self._worker_killed_by = 0
         self._worker_at = None
         self._gpus.end_lives()
         if not self._control_worked and not self._stop_signal:

@@ -16,6 +16,7 @@ from kmesh.v1 import session_socket_pb2, sessions_pb2
 from kmesh_spand import flags, ipc
 from kmesh_spand.control.connection import Connection
 from kmesh_spand.control.process import Control
+from kmesh_spand.jobs import Crews
 from kmesh_spand.settings import Settings
 from kmesh_spand.storage import Storage
 from kmesh_spand.worker import Worker
@@ -65,7 +66,8 @@ class Room:
         self.control._worker.attach(workers_end.detach(), 0, 0)
         for number, slab in enumerate(self._worker._slabs):
             ipc.send(self._jobs, ipc.Populated(number, slab.capacity, False))
-        self.turn()
+        self.control._worker.check()
+        self.turn(lambda: self.control._worker._started)
 
     def turn(self, until: Callable[[], Any] | None = None, seconds: float = 30.0) -> None:
         """Runs what is ready; with ``until``, again and again while it is not true."""
@@ -84,7 +86,7 @@ class Room:
         with contextlib.suppress(BlockingIOError, EOFError):
             while True:
                 message, fd = ipc.receive(self._jobs)
-                self._worker.take(message, fd, now, now, now)
+                self._worker.take(message, fd, Crews(now, now, now))
 
     def _staging(self) -> list[Mapping]:
         """What the worker has mapped of sessions, and was not told to forget."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -13,6 +14,8 @@ from kmesh.v1 import admin_pb2
 from kmesh_spand import ipc
 from kmesh_spand.core.views import SlabStatus
 from kmesh_spand.settings import Settings
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(slots=True)
@@ -54,10 +57,8 @@ class Gpus:
     def hear(self, message: ipc.AnyMessage, fd: int | None) -> bool:
         """Takes a message of the supervisor, with its fd; False if it is not about GPUs."""
         match message:
-            case ipc.GpuSlab() if fd is not None:
-                if message.slab in self.slabs:
-                    os.close(self.slabs[message.slab][0])
-                self.slabs[message.slab] = fd, message.size
+            case ipc.GpuSlab():
+                self._keep(message, fd)
             case ipc.GpuState():
                 gpu = self.gpus[message.gpu]
                 gpu.device, gpu.name, gpu.ready = message.device, message.name, message.ready
@@ -73,6 +74,22 @@ class Gpus:
             case _:
                 return False
         return True
+
+    def _keep(self, message: ipc.GpuSlab, fd: int | None) -> None:
+        if fd is None:
+            logger.error("no file descriptor is left for a slab", extra={"slab": message.slab})
+            return
+        if message.slab in self.slabs:
+            os.close(self.slabs[message.slab][0])
+        self.slabs[message.slab] = fd, message.size
+
+    def missing(self) -> list[int]:
+        """Slabs that are made, and can't be given to sessions: no file descriptor came."""
+        return [
+            number
+            for number, plan in self._plan.items()
+            if self.gpus[plan.gpu].ready and number not in self.slabs
+        ]
 
     def close(self) -> None:
         """Gives the memory back, as far as this process holds it."""

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import os
 import socket
-from collections import deque
 from collections.abc import Callable
 
 from kmesh_spand import ipc
+from kmesh_spand.outbox import Outbox
 
 logger = logging.getLogger(__name__)
 
@@ -33,26 +32,27 @@ class Link:
         self._sock = sock
         self._heard = heard
         self._lost = lost
-        self._queue: deque[tuple[ipc.AnyMessage, int | None]] = deque()
         self.open = True
         sock.setblocking(False)
+        self._outbox = Outbox(sock)
         loop.add_reader(sock.fileno(), self._readable)
 
     def send(self, message: ipc.AnyMessage, fd: int | None = None) -> None:
-        """Sends now or soon, in order. ``fd`` stays the caller's. Lost if the peer is gone."""
+        """Sends now or soon, in order. ``fd`` stays the caller's. Lost if the peer is gone.
+
+        Raises:
+            OSError: it has to wait, and there is no file descriptor left to keep ``fd`` by.
+        """
         if not self.open:
             return
-        if self._queue:
-            self._queue.append((message, None if fd is None else os.dup(fd)))
-            return
+        waited = self._outbox.waiting
         try:
-            ipc.send(self._sock, message, fd)
-        except BlockingIOError:
-            self._queue.append((message, None if fd is None else os.dup(fd)))
-            self._loop.add_writer(self._sock.fileno(), self._writable)
-        except OSError:
+            self._outbox.send(message, fd)
+        except ConnectionError:
             # The reader will see the end: never tell of it in the middle of the caller's work.
             logger.debug("a message to a process that is gone")
+        if self._outbox.waiting and not waited:
+            self._loop.add_writer(self._sock.fileno(), self._writable)
 
     def close(self) -> None:
         """Ends the channel; ``lost`` is not called."""
@@ -62,10 +62,7 @@ class Link:
         self._loop.remove_reader(self._sock.fileno())
         self._loop.remove_writer(self._sock.fileno())
         self._sock.close()
-        while self._queue:
-            _, fd = self._queue.popleft()
-            if fd is not None:
-                os.close(fd)
+        self._outbox.close()
 
     def _end(self) -> None:
         if self.open:
@@ -73,18 +70,12 @@ class Link:
             self._lost()
 
     def _writable(self) -> None:
-        while self._queue:
-            message, fd = self._queue[0]
-            try:
-                ipc.send(self._sock, message, fd)
-            except BlockingIOError:
-                return
-            except OSError:
-                break
-            self._queue.popleft()
-            if fd is not None:
-                os.close(fd)
-        self._loop.remove_writer(self._sock.fileno())
+        try:
+            self._outbox.flush()
+        except ConnectionError:
+            self._outbox.close()
+        if not self._outbox.waiting:
+            self._loop.remove_writer(self._sock.fileno())
 
     def _readable(self) -> None:
         # A bounded number, so that other sockets get their turn.

@@ -23,6 +23,7 @@ from kmesh_spand.control.applier import Applier
 from kmesh_spand.control.broker import Exported
 from kmesh_spand.control.crowd import Crowd
 from kmesh_spand.control.gpus import Gpus
+from kmesh_spand.control.growth import Growth, SlabState
 from kmesh_spand.control.handler import Handler
 from kmesh_spand.control.limits import MAX_BATCH
 from kmesh_spand.control.link import Link
@@ -33,7 +34,7 @@ from kmesh_spand.control.operator import Operator
 from kmesh_spand.control.readiness import Readiness
 from kmesh_spand.control.report import Report
 from kmesh_spand.control.staging import StagingPool
-from kmesh_spand.control.storeworker import SlabState, StoreWorker
+from kmesh_spand.control.storeworker import StoreWorker
 from kmesh_spand.control.web import Web
 from kmesh_spand.control.workers import Workers
 from kmesh_spand.core import events
@@ -53,6 +54,9 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _TICK_SECONDS = 0.25
+_ASK_SECONDS = 1.0
+#: A store worker maps slabs and starts threads.
+_START_SECONDS = 60.0
 
 
 class Control:
@@ -82,29 +86,36 @@ class Control:
         self._owners = self._catalog.view(owners_offset(settings))
         exported = _export(storage, gpus)
         observer = Observer(settings.slow_call_ms, _tracer(settings, version))
-        self._worker = StoreWorker(
+        self._growth = Growth(
+            [SlabState(slab.size, slab_capacity(slab.size)) for slab in storage.slabs], self._event
+        )
+        make = partial(
+            StoreWorker,
             loop,
-            [SlabState(slab.size, slab_capacity(slab.size)) for slab in storage.slabs],
             timeout=settings.copy_timeout_ms / 1000,
             verify_rate=settings.verify_rate,
             event=self._event,
-            restart=self._restart_worker,
             observer=observer,
         )
+        self._worker = make(
+            "store worker",
+            start_seconds=_START_SECONDS,
+            growth=self._growth,
+            restart=self._restart_worker,
+        )
+        # How long a device worker may take to start is the supervisor's to say.
         devices = [
-            StoreWorker(
-                loop,
-                [],
-                timeout=settings.copy_timeout_ms / 1000,
-                verify_rate=settings.verify_rate,
-                event=self._event,
+            make(
+                f"device worker {gpu}",
+                start_seconds=None,
+                growth=None,
                 restart=partial(self._restart_worker, gpu=gpu),
-                observer=observer,
             )
             for gpu in range(len(settings.gpu))
         ]
         self._workers = Workers(self._worker, devices, gpus.gpu_of)
         self._added: set[int] = set()
+        self._ask_at = 0.0
         staging = StagingPool(
             loop, self._workers, total=settings.staging_memory, each=settings.session_staging
         )
@@ -144,12 +155,15 @@ class Control:
             loop,
             self._handler,
             self._worker,
+            self._growth,
             self._crowd,
             gpus,
             settings.stuck_ms,
             self._tell_supervisor,
         )
-        self._report = Report(self._handler, self._worker, restarts, self._readiness, gpus)
+        self._report = Report(
+            self._handler, self._worker, self._growth, restarts, self._readiness, gpus
+        )
         self._operator = Operator(loop, self._handler, restarts, self._ask_to_stop)
         self._recover()
         self._listener = Listener(loop, self._handler, listener, self._crowd)
@@ -200,6 +214,7 @@ class Control:
             self._wake.clear()
             self._workers.check()
             self._readiness.turn()
+            self._ask_for_slabs()
             await self._tell_health(rpc)
             if self._handler.draining and self._handler.core.idle:
                 return
@@ -219,7 +234,7 @@ class Control:
         found, damaged = _records(self._catalog.view(), self._settings.max_spans)
         self._handler.core.counters["recovered_dropped"] += damaged
         self._event(events.Recovered(found))
-        for number, slab in enumerate(self._worker.slabs):
+        for number, slab in enumerate(self._growth.slabs):
             self._event(events.SlabAdded(number, slab.capacity, self._owner(number)))
         if found:
             logger.info("catalog read", extra={"records": len(found), "damaged": damaged})
@@ -231,8 +246,11 @@ class Control:
     def _gpu_heard(self, message: ipc.AnyMessage, fd: int | None) -> bool:
         """Takes what is about GPUs; False if it is not."""
         if isinstance(message, ipc.GpuWorker):
+            worker = self._workers.gpus[message.gpu]
             if fd is not None:
-                self._workers.gpus[message.gpu].attach(fd, message.restarts, message.pid)
+                worker.attach(fd, message.restarts, message.pid)
+            elif message.pid:
+                worker.attach_failed(message.restarts, message.pid)
             self._wake.set()
         if not self._gpus.hear(message, fd):
             return False
@@ -257,8 +275,11 @@ class Control:
         if self._gpu_heard(message, fd):
             return
         match message:
-            case ipc.NewWorker() if fd is not None:
-                self._worker.attach(fd, message.restarts, message.pid)
+            case ipc.NewWorker():
+                if fd is not None:
+                    self._worker.attach(fd, message.restarts, message.pid, message.killed_by)
+                else:
+                    self._worker.attach_failed(message.restarts, message.pid)
                 self._handler.journal.worker_started(message.restarts)
                 self._wake.set()
             case ipc.Drain():
@@ -269,6 +290,14 @@ class Control:
                 self._wake.set()
             case _:
                 logger.error("unexpected message %s", type(message).__name__)
+
+    def _ask_for_slabs(self) -> None:
+        """Now and then, for those that no file descriptor was left for when they were told."""
+        now = self._loop.time()
+        if now >= self._ask_at:
+            self._ask_at = now + _ASK_SECONDS
+            for number in self._gpus.missing():
+                self._supervisor.send(ipc.SlabWanted(number))
 
     def _ask_to_stop(self) -> None:
         self._supervisor.send(ipc.Stop())

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from kmesh_spand.control import limits
 from kmesh_spand.control.crowd import Crowd, count_files, max_files
 from kmesh_spand.control.gpus import Gpus
+from kmesh_spand.control.growth import Growth
 from kmesh_spand.control.handler import Handler
 from kmesh_spand.control.storeworker import StoreWorker
 
@@ -44,6 +45,7 @@ class Readiness:
         loop: asyncio.AbstractEventLoop,
         handler: Handler,
         worker: StoreWorker,
+        growth: Growth,
         crowd: Crowd,
         gpus: Gpus,
         stuck_ms: int,
@@ -54,6 +56,7 @@ class Readiness:
         self._loop = loop
         self._handler = handler
         self._worker = worker
+        self._growth = growth
         self._crowd = crowd
         self._gpus = gpus
         self._stuck = stuck_ms / 1000
@@ -115,11 +118,11 @@ class Readiness:
         failed = self._failed()
         if failed and not self._of_memory():
             found["memory"] = "; ".join(failed)
-        if self._worker.paused:
-            found["growth"] = f"slabs do not grow: {self._worker.paused}"
-        small = [slab for slab in self._worker.slabs if slab.small_pages]
+        if self._growth.paused:
+            found["growth"] = f"slabs do not grow: {self._growth.paused}"
+        small = [slab for slab in self._growth.slabs if slab.small_pages]
         if small:
-            found["hugepages"] = f"{len(small)} of {len(self._worker.slabs)} slabs have small pages"
+            found["hugepages"] = f"{len(small)} of {len(self._growth.slabs)} slabs have small pages"
         if gpu := self._gpus.warning:
             found["gpu"] = gpu
         return found
@@ -152,12 +155,12 @@ class Readiness:
 
     def _of_memory(self) -> str:
         failed = self._failed()
-        if failed and not any(slab.populated for slab in self._worker.slabs):
+        if failed and not any(slab.populated for slab in self._growth.slabs):
             return "no memory: " + "; ".join(failed)
         return ""
 
     def _failed(self) -> list[str]:
-        return [f"slab {n}: {s.failed}" for n, s in enumerate(self._worker.slabs) if s.failed]
+        return [f"slab {n}: {s.failed}" for n, s in enumerate(self._growth.slabs) if s.failed]
 
     def _of_files(self) -> str:
         left = self.max_files - self.open_files

@@ -10,6 +10,7 @@ from kmesh.keys import KEY_BYTES
 from kmesh.layout import Shard
 from kmesh.v1 import admin_pb2, sessions_pb2
 from kmesh_spand.control.gpus import Gpus
+from kmesh_spand.control.growth import Growth
 from kmesh_spand.control.handler import Handler
 from kmesh_spand.control.observer import Observer
 from kmesh_spand.control.readiness import Readiness
@@ -37,6 +38,7 @@ class Report:
         self,
         handler: Handler,
         worker: StoreWorker,
+        growth: Growth,
         restarts: int,
         readiness: Readiness,
         gpus: Gpus,
@@ -45,6 +47,7 @@ class Report:
         self.readiness = readiness
         self._handler = handler
         self._worker = worker
+        self._growth = growth
         self._restarts = restarts
         self._started_ms = handler.now_ms()
 
@@ -52,9 +55,9 @@ class Report:
         """All counters, by the names of ``docs/metrics.md``."""
         found = {f"spans_{name}": value for name, value in self._handler.core.counters.items()}
         found.update(self._handler.counters)
-        found.update(self._worker.counters)
+        found.update(self._growth.counters)
         found["index_full"] = self._handler.applier.index_full
-        found["population_pauses"] = self._worker.pauses
+        found["population_pauses"] = self._growth.pauses
         found["slow_calls"] = self._handler.observer.slow_calls
         return found
 
@@ -105,7 +108,7 @@ class Report:
                     hugepages=state.hugepages,
                     tenant=slab.tenant if slab.tenant in shown or group is None else "",
                 )
-                for slab, state in zip(core.slabs, self._worker.slabs, strict=False)
+                for slab, state in zip(core.slabs, self._growth.slabs, strict=False)
             ]
             + self.gpus.slab_rows(core.slabs),
             spans=core.spans,
@@ -123,7 +126,7 @@ class Report:
             worker_restarts=self._worker.restarts,
             span_tokens=handler.settings.span_tokens,
             tenants=tenants,
-            paused=self._worker.paused,
+            paused=self._growth.paused,
             hardened=handler.settings.hardened,
             handles=[negotiation.to_message(a) for a in handler.broker.everything()],
             gpus=self.gpus.rows(),

@@ -1,17 +1,18 @@
-"""The store worker as control sees it: jobs on their way, and staging it must know."""
+"""A worker as control sees it: jobs on their way, and staging it must know."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
 import os
+import signal
 import socket
 from collections.abc import Callable
-from dataclasses import dataclass
 
 from kmesh import errors
 from kmesh.handles import HandleRefusal
 from kmesh_spand import ipc, logs
+from kmesh_spand.control.growth import Growth
 from kmesh_spand.control.link import Link
 from kmesh_spand.control.observer import CopyMark, Observer
 from kmesh_spand.core import effects, events
@@ -24,33 +25,23 @@ Made = Callable[[int, errors.RequestError | None], None]
 _BEAT_SECONDS = 1.0
 #: A worker is not ended for less silence than this.
 _SILENT_SECONDS = 15.0
-
-
-@dataclass(slots=True)
-class SlabState:
-    """What the worker said of a slab.
-
-    Attributes:
-        populated: payload bytes with pages.
-        hugepages, small_pages: huge pages were granted, or asked for and not granted.
-        failed: why the rest could not be populated, until it could.
-    """
-
-    size: int
-    capacity: int
-    populated: int = 0
-    hugepages: bool = False
-    small_pages: bool = False
-    failed: str = ""
+#: One that reads memory which is broken, or not there, dies of these.
+_DEATHS_BY_READING = (signal.SIGBUS, signal.SIGSEGV)
 
 
 class StoreWorker:
     """Sends jobs, turns answers into events, and loses no job when the worker dies.
 
-    Attributes:
-        paused: why slabs do not grow now, or empty. pauses: how often they stopped growing.
+    A worker is told nothing but a heartbeat before it has answered one: until then it starts,
+    which may take longer than any job. Jobs wait, and copies fail when they have waited as long
+    as one may take. Verifications and wipes outlive the worker: the next one does them.
 
     Args:
+        name: as people call it.
+        timeout: seconds in which one of the jobs that are owed must be answered.
+        start_seconds: until a worker that has not answered at all is given up; None: somebody
+            else watches that.
+        growth: takes what it tells of its memory; None: that does not grow.
         event: where events for the core go.
         restart: asks the supervisor for a new worker, with a reason.
     """
@@ -58,35 +49,38 @@ class StoreWorker:
     def __init__(
         self,
         loop: asyncio.AbstractEventLoop,
-        slabs: list[SlabState],
+        name: str,
         *,
         timeout: float,
+        start_seconds: float | None,
         verify_rate: int,
+        growth: Growth | None,
         event: Callable[[events.Event], None],
         restart: Callable[[str], None],
         observer: Observer,
     ) -> None:
-        self.slabs = slabs
         self.restarts = 0
-        self.paused = ""
-        self.pauses = 0
         self.pid = 0
-        self.counters = {f"fallback_{kind}": 0 for kind in ipc.FALLBACKS} | {"populate_failed": 0}
+        self._name = name
+        self._growth = growth
         self._observer = observer
         self._loop = loop
         self._timeout = timeout
+        self._start_seconds = start_seconds
         self._verify_rate = verify_rate
         self._event = event
         self._restart = restart
         self._link: Link | None = None
+        self._started = False
         self._staging: dict[int, tuple[int, int]] = {}
         self._copies: dict[int, CopyMark] = {}
-        self._checks: dict[int, int] = {}
+        self._checks: dict[int, effects.Verify] = {}
+        self._read_last: int | None = None
         self._wipes: dict[int, effects.Wipe] = {}
-        self._waiting: list[effects.Verify] = []
         self._exports: dict[int, Made] = {}
+        self._held: list[tuple[float, ipc.Copy | ipc.Export]] = []
         self._export_number = 0
-        self._heard_at = loop.time()
+        self._attached_at = self._heard_at = loop.time()
         self._given_up = False
         self._beats = 0
         self._beat_at: float | None = None
@@ -105,7 +99,7 @@ class StoreWorker:
     @property
     def checks(self) -> int:
         """Verifications that were not answered yet, or wait for a worker."""
-        return len(self._checks) + len(self._waiting)
+        return len(self._checks)
 
     @property
     def silent_seconds(self) -> float:
@@ -117,27 +111,32 @@ class StoreWorker:
         """How long no copy was answered, while some were owed."""
         return self._loop.time() - self._heard_at if self._copies else 0.0
 
-    def attach(self, fd: int, restarts: int, pid: int) -> None:
-        """A worker was started; takes ``fd``, the way to it."""
+    def attach(self, fd: int, restarts: int, pid: int, killed_by: int = 0) -> None:
+        """A worker was started; takes ``fd``, the way to it.
+
+        Args:
+            killed_by: the signal by which the one before died, or 0.
+        """
         self.restarts = restarts
         self.pid = pid
         self._detach()
-        self._given_up = False
+        self._given_up = self._started = False
         self._beats = 0
-        self._beat_at = None
-        self._heard_at = self._loop.time()
+        self._beat_at, self._next_beat = None, 0.0
+        self._attached_at = self._heard_at = self._loop.time()
         self._link = Link(self._loop, socket.socket(fileno=fd), self._heard, self._detach)
-        for session, (staging, size) in self._staging.items():
-            try:
-                self._link.send(ipc.Staging(session, size), staging)
-            except OSError as failed:
-                # Its copies will say that there is no staging.
-                logger.error("staging: %s", failed.strerror, extra={"session": session})
-        waiting, self._waiting = self._waiting, []
-        for job in waiting:
-            self.verify(job)
-        for wipe in self._wipes.values():
-            self._link.send(ipc.Wipe(wipe.job, wipe.slab))
+        if killed_by in _DEATHS_BY_READING and self._read_last in self._checks:
+            self._unreadable(self._read_last)
+        self._read_last = None
+        if self._owes:
+            self._beat()
+
+    def attach_failed(self, restarts: int, pid: int) -> None:
+        """A worker was started, but no file descriptor was left for the way to it."""
+        self.restarts = restarts
+        self.pid = pid
+        self._detach()
+        self._restart("control had no file descriptor left for it")
 
     def close(self) -> None:
         """Ends the link and closes all staging; no event comes any more."""
@@ -154,7 +153,7 @@ class StoreWorker:
         Raises:
             OSError: no file descriptor is left; ``fd`` stays the caller's.
         """
-        if self._link is not None:
+        if self._link is not None and self._started:
             self._link.send(ipc.Staging(session, size), fd)
         self._staging[session] = (fd, size)
 
@@ -163,7 +162,7 @@ class StoreWorker:
         fd, size = self._staging.pop(session, (-1, 0))
         if size:
             os.close(fd)
-            if self._link is not None:
+            if self._link is not None and self._started:
                 self._link.send(ipc.DropStaging(session))
         return size
 
@@ -178,7 +177,7 @@ class StoreWorker:
             return
         self._wakes()
         mark = self._copies[job.job] = self._observer.copy_begins(job.job, job.length)
-        self._link.send(
+        self._send(
             ipc.Copy(
                 job.job,
                 job.session,
@@ -191,48 +190,80 @@ class StoreWorker:
         )
 
     def verify(self, job: effects.Verify) -> None:
-        """Starts a verification; VerifyDone follows, never before this returns."""
-        if self._link is None:
-            # It waits: that there is no worker says nothing about the bytes.
-            self._waiting.append(job)
-            return
+        """Starts a verification; VerifyDone follows, from this worker or a later one.
+
+        That there is no worker, or that it died, says nothing about the bytes.
+        """
         self._wakes()
-        self._checks[job.job] = job.length
-        self._link.send(ipc.Verify(job.job, job.slab, job.offset, job.length, job.root))
+        self._checks[job.job] = job
+        if self._started:
+            self._send(_verify(job))
+        else:
+            self._beat()
 
     def wipe(self, job: effects.Wipe) -> None:
         """Starts a wipe; WipeDone follows, from this worker or a later one."""
         self._wakes()
         self._wipes[job.job] = job
-        if self._link is not None:
-            self._link.send(ipc.Wipe(job.job, job.slab))
+        if self._started:
+            self._send(ipc.Wipe(job.job, job.slab))
+        else:
+            self._beat()
 
     def export(self, slab: int, offset: int, length: int, made: Made) -> None:
         """Has a DMA-BUF made of whole pages; ``made`` is told later, once."""
         if self._link is None:
-            gone = errors.Exhausted("there is no store worker just now")
+            gone = errors.Exhausted(f"there is no {self._name} just now")
             self._loop.call_soon(made, -1, gone)
             return
         self._wakes()
         self._export_number += 1
         self._exports[self._export_number] = made
-        self._link.send(ipc.Export(self._export_number, slab, offset, length))
+        self._send(ipc.Export(self._export_number, slab, offset, length))
+
+    def _send(self, message: ipc.Copy | ipc.Export | ipc.Verify | ipc.Wipe) -> None:
+        assert self._link is not None
+        if self._started:
+            self._link.send(message)
+            return
+        assert isinstance(message, ipc.Copy | ipc.Export)
+        self._held.append((self._loop.time(), message))
+        self._beat()
 
     def check(self) -> None:
         """Called now and then: a worker that owes answers for too long is given up."""
         self._beat()
+        if not self.up:
+            return
+        now = self._loop.time()
+        if not self._started:
+            while self._held and now - self._held[0][0] > self._timeout:
+                self._refuse(self._held.pop(0)[1])
+            patience = self._start_seconds
+            if patience is not None and now - self._attached_at > max(patience, self._timeout):
+                self._give_up(f"it has not started in {patience:.1f} s")
+            return
         allowed = self._timeout
         if not self._copies and self._checks and self._verify_rate:
-            allowed += sum(self._checks.values()) / self._verify_rate
-        owes = bool(self._copies or self._checks or self._wipes or self._exports)
-        if self.up and owes and self._loop.time() - self._heard_at > allowed:
-            self._given_up = True
-            self._restart(f"no answer for {allowed:.1f} s")
-        # One that has never answered may be slow to start.
+            allowed += sum(job.length for job in self._checks.values()) / self._verify_rate
+        if self._owes and now - self._heard_at > allowed:
+            self._give_up(f"no answer for {allowed:.1f} s")
+            return
         patience = max(self._timeout, _SILENT_SECONDS)
-        if self.up and self._beats > 1 and self.silent_seconds > patience:
-            self._given_up = True
-            self._restart(f"no heartbeat for {patience:.1f} s")
+        if self.silent_seconds > patience:
+            self._give_up(f"no heartbeat for {patience:.1f} s")
+
+    def _give_up(self, reason: str) -> None:
+        self._given_up = True
+        self._restart(reason)
+
+    def _refuse(self, message: ipc.Copy | ipc.Export) -> None:
+        """Of what the worker was not told yet."""
+        if isinstance(message, ipc.Copy):
+            self._copy_failed(message.job, self._copies.pop(message.job))
+        else:
+            starting = errors.Exhausted(f"the {self._name} has not started yet")
+            self._exported(message.job, -1, starting)
 
     def _beat(self) -> None:
         now = self._loop.time()
@@ -242,33 +273,65 @@ class StoreWorker:
             self._next_beat = now + _BEAT_SECONDS
             self._link.send(ipc.Beat(self._beats))
 
+    @property
+    def _owes(self) -> bool:
+        return bool(self._copies or self._checks or self._wipes or self._exports)
+
     def _wakes(self) -> None:
-        if not (self._copies or self._checks or self._wipes or self._exports):
+        if not self._owes:
             self._heard_at = self._loop.time()
 
+    def _begin(self) -> None:
+        """The worker has answered: it gets all that waits for it."""
+        assert self._link is not None
+        self._started = True
+        self._heard_at = self._loop.time()
+        for session, (staging, size) in self._staging.items():
+            try:
+                self._link.send(ipc.Staging(session, size), staging)
+            except OSError as failed:
+                # Its copies will say that there is no staging.
+                logger.error("staging: %s", failed.strerror, extra={"session": session})
+        for job in self._checks.values():
+            self._link.send(_verify(job))
+        for wipe in self._wipes.values():
+            self._link.send(ipc.Wipe(wipe.job, wipe.slab))
+        held, self._held = self._held, []
+        for _, message in held:
+            self._link.send(message)
+
     def _detach(self) -> None:
-        """The worker is gone: it writes no more, so what it owed has failed."""
+        """The worker is gone: it writes no more, so copies that it owed have failed."""
         if self._link is not None:
             self._link.close()
             self._link = None
-        self.paused = ""
+        if self._growth is not None:
+            self._growth.paused = ""
+        if self._started and self._checks:
+            # They are done one after another, so it was at the first of them. The next worker
+            # does the others before.
+            self._read_last = next(iter(self._checks))
+            self._checks[self._read_last] = self._checks.pop(self._read_last)
+        self._started = False
         self._beat_at = None
+        self._held.clear()
         copies, self._copies = self._copies, {}
-        checks, self._checks = self._checks, {}
         exports, self._exports = self._exports, {}
         for made in exports.values():
-            made(-1, errors.Exhausted("the store worker died"))
+            made(-1, errors.Exhausted(f"the {self._name} died"))
         for job, mark in copies.items():
             self._copy_failed(job, mark)
-        for job in checks:
-            self._event(events.VerifyDone(job, None))
 
     def _heard(self, message: ipc.AnyMessage, fd: int | None) -> None:
         if isinstance(message, ipc.Beat):
             if message.number == self._beats:
                 self._beat_at = None
+            if not self._started:
+                self._begin()
             return
         self._heard_at = self._loop.time()
+        if self._growth is not None and self._growth.hear(message):
+            return
         match message:
             case ipc.CopyDone():
                 mark = self._copies.pop(message.job, None)
@@ -278,39 +341,20 @@ class StoreWorker:
                 with logs.about(mark.session, mark.request):
                     self._event(events.CopyDone(message.job, message.root))
             case ipc.Verified():
-                self._checks.pop(message.job, None)
-                self._event(events.VerifyDone(message.job, message.good))
+                if self._checks.pop(message.job, None) is not None:
+                    self._event(events.VerifyDone(message.job, message.good))
             case ipc.Wiped():
-                self._wipes.pop(message.job, None)
-                self._event(events.WipeDone(message.job, True))
+                if self._wipes.pop(message.job, None) is not None:
+                    self._event(events.WipeDone(message.job, True))
             case ipc.Exported():
-                self._exported(message.job, -1 if fd is None else fd, None)
+                lacking = None
+                if fd is None:
+                    lacking = errors.Exhausted("the daemon has no file descriptor left for it")
+                self._exported(message.job, -1 if fd is None else fd, lacking)
             case ipc.NotExported():
                 self._exported(message.job, -1, _export_error(message))
-            case ipc.PopulatePaused():
-                self.paused = message.reason
-                self.pauses += bool(message.reason)
             case ipc.Failed():
                 self._fail(message)
-            case ipc.Populated():
-                slab = self.slabs[message.slab]
-                slab.hugepages = slab.hugepages or message.hugepages
-                # A restarted worker begins again; pages that are there stay there.
-                if message.capacity == slab.capacity:
-                    slab.failed = ""
-                if message.capacity > slab.populated:
-                    slab.populated = message.capacity
-                    self._event(events.Populated(message.slab, message.capacity))
-            case ipc.PopulateFailed():
-                self.counters["populate_failed"] += 1
-                slab = self.slabs[message.slab]
-                if not slab.failed:
-                    logger.error(
-                        "a slab stays smaller: %s", message.error, extra={"slab": message.slab}
-                    )
-                slab.failed = message.error
-            case ipc.Fallback():
-                self._fell_back(message)
             case _:
                 logger.error("unexpected message %s", type(message).__name__)
 
@@ -321,31 +365,31 @@ class StoreWorker:
         elif fd >= 0:
             os.close(fd)
 
-    def _fell_back(self, message: ipc.Fallback) -> None:
-        if message.kind == "hugepages":
-            self.slabs[message.slab].small_pages = True
-        name = f"fallback_{message.kind}"
-        if not self.counters[name]:
-            logger.info(ipc.FALLBACKS[message.kind], extra={"slab": message.slab})
-        self.counters[name] += 1
-
     def _copy_failed(self, job: int, mark: CopyMark) -> None:
         self._observer.copy_ends(mark, None)
         with logs.about(mark.session, mark.request):
             self._event(events.CopyFailed(job))
+
+    def _unreadable(self, job: int) -> None:
+        del self._checks[job]
+        self._event(events.VerifyDone(job, None))
 
     def _fail(self, message: ipc.Failed) -> None:
         mark = self._copies.pop(message.job, None)
         extra = {"job": message.job}
         if mark is not None:
             extra |= {"session": mark.session, "request": mark.request}
-        logger.error("the store worker: %s", message.error, extra=extra)
+        logger.error("the %s: %s", self._name, message.error, extra=extra)
         if mark is not None:
             self._copy_failed(message.job, mark)
         elif self._wipes.pop(message.job, None) is not None:
             self._event(events.WipeDone(message.job, False))
-        elif self._checks.pop(message.job, None) is not None:
-            self._event(events.VerifyDone(message.job, None))
+        elif message.job in self._checks:
+            self._unreadable(message.job)
+
+
+def _verify(job: effects.Verify) -> ipc.Verify:
+    return ipc.Verify(job.job, job.slab, job.offset, job.length, job.root)
 
 
 def _export_error(message: ipc.NotExported) -> errors.RequestError:

@@ -91,7 +91,11 @@ class Copy:
 
 @dataclass(frozen=True, slots=True)
 class Verify:
-    """Read a payload, compare it with its tile sums and ``root``, then send VerifyDone."""
+    """Read a payload, compare it with its tile sums and ``root``, then send VerifyDone.
+
+    A worker that ends before it answers says nothing about the payload: the next one is given
+    the job again.
+    """
 
     job: int
     slab: int

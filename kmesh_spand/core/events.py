@@ -120,7 +120,11 @@ class CopyFailed:
 
 @dataclass(frozen=True, slots=True)
 class VerifyDone:
-    """A payload was read again. ``good`` is None when the worker died before it answered."""
+    """A payload was read again. ``good`` is None when it could not be, for a reason of its own.
+
+    Its worker died at it, by what reading broken memory gives, or was well and said so. That a
+    worker ended for any other reason is no event: the next one reads the payload.
+    """
 
     job: int
     good: bool | None

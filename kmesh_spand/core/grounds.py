@@ -15,7 +15,7 @@ class Grounds:
 
     Attributes:
         slabs: by number. tenants: whose they are. wipes: slab by wipe job in flight.
-        grew_ms: when each slab was last seen growing.
+        tiers: of the slabs. grew_ms: when each slab was last seen growing.
         out: where effects go. now_ms: what time it is.
     """
 
@@ -23,6 +23,7 @@ class Grounds:
         self, tenants: TenantBook, counters: dict[str, int], job_ids: Iterator[int]
     ) -> None:
         self.slabs: dict[int, Slab] = {}
+        self.tiers: set[int] = set()
         self.tenants = tenants
         self.wipes: dict[int, int] = {}
         self.grew_ms: dict[int, int] = {}
@@ -38,6 +39,7 @@ class Grounds:
         if number in self.slabs or not 0 <= number <= 0xFFFF or capacity < TILE_BYTES:
             raise ValueError(f"slab {number} of {capacity} bytes is known already, or none")
         slab = self.slabs[number] = Slab(capacity // TILE_BYTES, tier)
+        self.tiers.add(tier)
         self.grew_ms[number] = self.now_ms
         groups = self.tenants.tenancy.groups
         if owner is None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Iterator
 
 from kmesh.layout import TILE_BYTES
@@ -10,15 +10,21 @@ from kmesh_spand.core.effects import Verify
 from kmesh_spand.core.states import State, Trigger
 from kmesh_spand.core.store import SpanStore
 
-#: A payload at whose verification the worker died this often counts as bad.
+#: A payload that could not be read this often, for a reason of its own, counts as bad.
 MAX_LOST = 3
+
+
+#: Rows of tiers that are busy are passed over, so many at a time.
+_LOOKED_AT = 16
 
 
 class Verifier:
     """Keeps a bounded number of verifications in flight.
 
+    A tier whose worker is down keeps its own waiting, and no others.
+
     Args:
-        limit: of jobs in flight.
+        limit: of jobs in flight, for each tier.
         job_ids: where job numbers come from.
 
     Attributes:
@@ -30,54 +36,62 @@ class Verifier:
         self._limit = limit
         self._job_ids = job_ids
         self._cursor = 0
-        self._urgent: OrderedDict[int, None] = OrderedDict()
+        self._urgent: dict[int, OrderedDict[int, None]] = {}
         self._lost: dict[tuple[int, int], int] = {}
         self._rows: set[int] = set()
+        self._busy: Counter[int] = Counter()
         self.jobs: dict[int, int] = {}
 
     def want(self, row: int) -> None:
         """Verify a RECOVERED or SUSPECT row before those that nobody asked for."""
         if row not in self._rows:
-            self._urgent[row] = None
+            self._urgent.setdefault(self._tier(row), OrderedDict())[row] = None
 
     def pump(self) -> None:
         """Start as many verifications as may be in flight."""
         store, table = self._store, self._store.table
-        while len(self.jobs) < self._limit:
-            row = self._next()
-            if not row:
-                return
+        while row := self._next():
             if table.state[row] == State.RECOVERED:
                 store.move(row, Trigger.VERIFY)
             job = next(self._job_ids)
             self.jobs[job] = row
             self._rows.add(row)
+            self._busy[self._tier(row)] += 1
             offset = table.tile[row] * TILE_BYTES
             store.out.append(
                 Verify(job, table.slab[row], offset, table.length[row], table.root[row])
             )
 
+    def _tier(self, row: int) -> int:
+        return self._store.slabs[self._store.table.slab[row]].tier
+
     def _next(self) -> int:
         states = self._store.table.state
-        while self._urgent:
-            row, _ = self._urgent.popitem(last=False)
-            # A wanted span may have been evicted since, and its row given to another.
-            if states[row] in (State.RECOVERED, State.SUSPECT):
-                return row
-        if not self._store.by_state[State.RECOVERED]:
+        for tier, urgent in self._urgent.items():
+            while urgent and self._busy[tier] < self._limit:
+                row, _ = urgent.popitem(last=False)
+                # A wanted span may have been evicted since, and its row given to another.
+                if states[row] in (State.RECOVERED, State.SUSPECT) and self._tier(row) == tier:
+                    return row
+        full = len(self.jobs) >= self._limit * len(self._store.tiers)
+        if full or not self._store.by_state[State.RECOVERED]:
             return 0
-        row = states.find(State.RECOVERED, self._cursor)
-        if row < 0:
-            row = states.find(State.RECOVERED)
-        self._cursor = row + 1
-        return row
+        for _ in range(_LOOKED_AT):
+            row = states.find(State.RECOVERED, self._cursor)
+            if row < 0:
+                row = states.find(State.RECOVERED)
+            self._cursor = row + 1
+            if self._busy[self._tier(row)] < self._limit:
+                return row
+        return 0
 
     def done(self, job: int, good: bool | None) -> None:
-        """What a verification said; None when the worker died before it answered."""
+        """What a verification said; None when the payload could not be read."""
         row = self.jobs.pop(job, 0)
         if not row:
             return
         self._rows.remove(row)
+        self._busy[self._tier(row)] -= 1
         store, table, counters = self._store, self._store.table, self._store.counters
         tenant = row, table.generation[row]
         if good is None:

@@ -18,7 +18,7 @@ from typing import Any
 from kmesh import dmabuf
 from kmesh.handles import HandleRefusal
 from kmesh.index import IndexWriter
-from kmesh_spand import memory, storage, worker
+from kmesh_spand import hoststore, jobs, memory, storage, worker
 from kmesh_spand.__main__ import main
 from kmesh_spand.control import process
 from kmesh_spand.control.handler import Handler
@@ -125,10 +125,11 @@ def install() -> None:
     _replace(IndexWriter, "remove", "remove", lambda *_: None)
     _replace(process.Control, "_tell_health", "loop", _hang)
     _replace(Readiness, "turn", "turn", _bug)
-    _replace(worker.Worker, "_copy", "copy", _bug)
-    _replace(worker.Slab, "wipe", "wipe", _bug)
+    _replace(hoststore.HostStore, "copy", "copy", _bug)
+    _replace(hoststore.HostStore, "wipe", "wipe", _bug)
     _replace(process, "Mapping", "mapping", _no_memory)
-    _replace(worker, "Mapping", "mapping", _no_memory)
+    for room in (hoststore, jobs):
+        _replace(room, "Mapping", "mapping", _no_memory)
     _replace(storage, "_make", "space", _no_space)
     _replace(dmabuf, "create", "pretend", _memfd)
     _replace(dmabuf, "check", "pretend", lambda *_: None)

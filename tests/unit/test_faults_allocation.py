@@ -255,7 +255,7 @@ def test_staging_that_the_worker_can_not_be_told_of(parts: Room) -> None:
     with sock:
         link = parts.control._worker._link
         assert link is not None
-        while not link._queue:
+        while not link._outbox.waiting:
             link.send(ipc.DropStaging(0))
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(os, "dup", _no_dup)
@@ -263,7 +263,7 @@ def test_staging_that_the_worker_can_not_be_told_of(parts: Room) -> None:
         assert answer.status.code == common_pb2.CODE_EXHAUSTED
         assert "Too many open files" in answer.status.message
         assert parts.staging.used == 0
-        parts.turn(lambda: not link._queue)
+        parts.turn(lambda: not link._outbox.waiting)
         assert call(parts, sock, attach_staging={"size": 4096}).HasField("staging")
         assert store(parts, sock, os.urandom(32)) == 0
     parts.turn(lambda: not parts.staging.used)
@@ -299,9 +299,15 @@ def test_a_worker_that_starts_with_too_few_descriptors_for_all_staging(
         assert call(parts, sock, attach_staging={"size": 4096}).HasField("staging")
         worker = parts.control._worker
         ours, theirs = ipc.pair()
-        with ours, pytest.MonkeyPatch.context() as patch:
-            patch.setattr("kmesh_spand.control.link.Link.send", _lacking)
+        with ours:
             worker.attach(theirs.detach(), 1, 0)
+            worker.check()
+            message, _ = ipc.receive(ours)
+            assert isinstance(message, ipc.Beat)
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr("kmesh_spand.control.link.Link.send", _lacking)
+                ipc.send(ours, message)
+                parts.turn(lambda: worker._started)
         assert "staging: Too many open files" in caplog.text
     parts.turn(lambda: not parts.handler.registry.members)
     worker._detach()

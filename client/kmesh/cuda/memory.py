@@ -90,20 +90,24 @@ class DeviceMemory:
             raise ValueError("the memory is closed")
         return self.device.driver.export_fd(self._handle)
 
-    def dma_buf(self) -> int:
-        """A DMA-BUF of all of it, for NICs and storage; the caller owns it.
+    def dma_buf(self, offset: int = 0, length: int | None = None) -> int:
+        """A DMA-BUF of ``length`` bytes (to the end if None) at ``offset``, for NICs and storage.
+
+        Both are whole pages of the host. Whoever has it can write the memory; the caller owns it.
 
         Raises:
             UnsupportedError: this machine has none.
             CudaError: the driver refuses.
         """
+        length = self.size - offset if length is None else length
+        address = self._place(offset, length)
         if not self.device.can(Attribute.DMA_BUF):
             raise UnsupportedError(f"{self.device.name} or its driver has no DMA-BUF")
         with self.device.current() as driver:
             try:
-                return driver.dma_buf(self.address, self.size, pcie=False)
+                return driver.dma_buf(address, length, pcie=False)
             except CudaError:
-                return driver.dma_buf(self.address, self.size, pcie=True)
+                return driver.dma_buf(address, length, pcie=True)
 
     def fill(self, value: int, offset: int = 0, length: int | None = None) -> None:
         """Sets ``length`` bytes (to the end if None) at ``offset``."""

@@ -56,7 +56,7 @@ def test_a_wanted_span_is_verified_first() -> None:
     names = [row.key for row in world.core.spans(now_ms=0) if row.state == "recovered"]
     answer = world.acquire(one, [last.key, *names], prefix=True)
     assert reasons(answer)[0] == Reason.PENDING
-    assert list(world.core._verifier._urgent) == [
+    assert list(world.core._verifier._urgent[0]) == [
         row.slot + 1 for row in world.core.spans(now_ms=0) if row.key in names
     ]
 

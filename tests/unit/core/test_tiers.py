@@ -109,3 +109,42 @@ def test_a_restart_puts_spans_back_into_their_tier() -> None:
     assert world.acquire(session, [key(2)]).reason == [Reason.MISS]
     assert len(world.index) == 1
     world.check()
+
+
+def test_a_tier_whose_worker_is_down_keeps_no_other_from_being_verified() -> None:
+    """Its verifications wait for it, and are as many as may be in flight."""
+    world = world_of_tiers(max_verify=1)
+    session = world.connect()
+    world.store(session, [key(1), key(2), key(3)], tier=1)
+    world.store(session, [key(4), key(5)])
+    world.restart()
+    session = world.connect()
+    # One of the GPU is wanted first.
+    assert world.acquire(session, [key(1)], tier=1).reason == [Reason.PENDING]
+    for _ in range(2):
+        (job,) = [job for job, verify in world.verifies.items() if verify.slab in (0, 1)]
+        world.verify_ends(job)
+    lease = world.acquire(session, [key(4), key(5)])
+    assert lease.reason == [Reason.OK] * 2
+    world.ask(ev.ReportCorrupt, session, lease.lease, [0])
+    (job,) = [job for job, verify in world.verifies.items() if verify.slab in (0, 1)]
+    world.verify_ends(job)
+    assert world.core.counters["corrupt_false"] == 1
+    (waiting,) = world.verifies.values()
+    assert waiting.slab == 2
+    for _ in range(3):
+        world.verify_ends(min(world.verifies))
+    assert world.acquire(session, [key(1), key(2), key(3)], tier=1).reason == [Reason.OK] * 3
+    world.check()
+
+
+def test_the_limit_of_verifications_is_each_tiers_own() -> None:
+    world = world_of_tiers(max_verify=2)
+    session = world.connect()
+    for tier in (0, 1, 2):
+        world.store(session, [key((tier, n)) for n in range(3)], tier=tier)
+    world.restart()
+    assert sorted(world.tiers.get(v.slab, 0) for v in world.verifies.values()) == [0, 0, 1, 1, 2, 2]
+    world.settle()
+    assert world.core.counters["verified"] == 9
+    world.check()

@@ -1,0 +1,83 @@
+"""How far slabs of host memory have pages, as the store worker tells."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from kmesh_spand import ipc
+from kmesh_spand.core import events
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(slots=True)
+class SlabState:
+    """What the worker said of a slab.
+
+    Attributes:
+        populated: payload bytes with pages.
+        hugepages, small_pages: huge pages were granted, or asked for and not granted.
+        failed: why the rest could not be populated, until it could.
+    """
+
+    size: int
+    capacity: int
+    populated: int = 0
+    hugepages: bool = False
+    small_pages: bool = False
+    failed: str = ""
+
+
+class Growth:
+    """Of all slabs; what is new of them is an event for the core.
+
+    Attributes:
+        slabs: by number.
+        paused: why they do not grow now, or empty. pauses: how often they stopped growing.
+    """
+
+    def __init__(self, slabs: list[SlabState], event: Callable[[events.Event], None]) -> None:
+        self.slabs = slabs
+        self.paused = ""
+        self.pauses = 0
+        self.counters = {f"fallback_{kind}": 0 for kind in ipc.FALLBACKS} | {"populate_failed": 0}
+        self._event = event
+
+    def hear(self, message: ipc.AnyMessage) -> bool:
+        """Takes a message of the worker; False if it is about something else."""
+        match message:
+            case ipc.PopulatePaused():
+                self.paused = message.reason
+                self.pauses += bool(message.reason)
+            case ipc.Populated():
+                slab = self.slabs[message.slab]
+                slab.hugepages = slab.hugepages or message.hugepages
+                # A restarted worker begins again; pages that are there stay there.
+                if message.capacity == slab.capacity:
+                    slab.failed = ""
+                if message.capacity > slab.populated:
+                    slab.populated = message.capacity
+                    self._event(events.Populated(message.slab, message.capacity))
+            case ipc.PopulateFailed():
+                self.counters["populate_failed"] += 1
+                slab = self.slabs[message.slab]
+                if not slab.failed:
+                    logger.error(
+                        "a slab stays smaller: %s", message.error, extra={"slab": message.slab}
+                    )
+                slab.failed = message.error
+            case ipc.Fallback():
+                self._fell_back(message)
+            case _:
+                return False
+        return True
+
+    def _fell_back(self, message: ipc.Fallback) -> None:
+        if message.kind == "hugepages":
+            self.slabs[message.slab].small_pages = True
+        name = f"fallback_{message.kind}"
+        if not self.counters[name]:
+            logger.info(ipc.FALLBACKS[message.kind], extra={"slab": message.slab})
+        self.counters[name] += 1

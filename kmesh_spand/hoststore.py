@@ -1,0 +1,104 @@
+"""Spans in slabs of host memory: written from staging, verified, wiped, exported."""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import os
+from collections.abc import Sequence
+
+from kmesh import _host, dmabuf, layout
+from kmesh.handles import HandleRefusal
+from kmesh.mapping import Mapping
+from kmesh_spand.budget import shortage
+
+_WIPE_BYTES = 32 << 20
+
+
+class Slab:
+    """A slab mapped writable: payload tiles, then their sums."""
+
+    __slots__ = ("capacity", "fd", "mapping", "sums")
+
+    def __init__(self, fd: int, size: int, mapping: Mapping | None) -> None:
+        self.fd = fd
+        self.mapping = mapping or Mapping(fd, size, writable=True)
+        self.capacity = layout.slab_capacity(size)
+        self.sums = layout.sums_offset(size)
+
+    def place(self, offset: int, length: int) -> tuple[int, int]:
+        """Addresses of a payload and of its first tile sum.
+
+        Raises:
+            ValueError: that range is no span of this slab.
+        """
+        if offset < 0 or offset % layout.TILE_BYTES or length < 1:
+            raise ValueError(f"{length} bytes at {offset} are no span")
+        if offset + length > self.capacity:
+            raise ValueError(f"{length} bytes at {offset} end outside the slab")
+        base = self.mapping.address
+        return base + offset, base + self.sums + offset // layout.TILE_BYTES * 8
+
+    def missing(self) -> int:
+        """Bytes that have no pages yet."""
+        return max(0, self.mapping.size - os.fstat(self.fd).st_blocks * 512)
+
+    def populated(self) -> bool:
+        """Whether all of it has pages."""
+        return not self.missing()
+
+    def wipe(self) -> None:
+        """Zeros wherever something was written; pages stay."""
+        base, end = self.mapping.address, 0
+        while True:
+            try:
+                begin = os.lseek(self.fd, end, os.SEEK_DATA)
+            except OSError as nothing:
+                if nothing.errno == errno.ENXIO:
+                    return
+                raise
+            end = os.lseek(self.fd, begin, os.SEEK_HOLE)
+            for at in range(begin, end, _WIPE_BYTES):
+                ctypes.memset(base + at, 0, min(_WIPE_BYTES, end - at))
+
+
+class HostStore:
+    """See ``jobs.Store`` for the methods. Does several jobs at a time.
+
+    Args:
+        slabs: by their numbers.
+        headroom: bytes that are left to others when pages are made.
+    """
+
+    def __init__(self, slabs: Sequence[Slab], headroom: int) -> None:
+        self.slabs = slabs
+        self._headroom = headroom
+
+    def copy(self, slab: int, offset: int, staging: Mapping, begin: int, length: int) -> int:
+        end = begin + length
+        if begin < 0 or end > staging.size:
+            raise ValueError(f"the source ends at {end}, outside of {staging.size} bytes")
+        # The view keeps the staging mapped should it be dropped meanwhile.
+        view = staging.view(begin, length)
+        payload, sums = self._slab(slab).place(offset, length)
+        return _host.copy_with_sums(payload, _host.address(view), length, sums)
+
+    def verify(self, slab: int, offset: int, length: int, root: int) -> bool:
+        payload, sums = self._slab(slab).place(offset, length)
+        return _host.verify(payload, length, sums, root)
+
+    def wipe(self, slab: int) -> None:
+        self._slab(slab).wipe()
+
+    def export(self, slab: int, offset: int, length: int) -> int:
+        """Pages that it would have to make are not for it to take."""
+        found = self._slab(slab)
+        need = min(length, found.missing())
+        if need and (short := shortage(need, self._headroom)):
+            raise dmabuf.NotExported(HandleRefusal.NO_MEMORY, short)
+        return dmabuf.create(found.fd, [(offset, length)])
+
+    def _slab(self, number: int) -> Slab:
+        if not 0 <= number < len(self.slabs):
+            raise ValueError(f"there is no slab {number}")
+        return self.slabs[number]
