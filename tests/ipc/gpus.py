@@ -112,6 +112,13 @@ class Faults:
         (self.directory / name).unlink()
 
 
+def command(code: str) -> tuple[str, ...]:
+    """That starts ``fake_gpu`` in a process that has run ``code`` before."""
+    program, path = fake_gpu.COMMAND
+    begin = f"import runpy, sys; sys.argv[0] = 'spand'; runpy.run_path({path!r}, None, '__main__')"
+    return program, "-c", f"{code}\n{begin}"
+
+
 def vram(pid: int) -> dict[str, int]:
     """GPU memory that a process holds file descriptors of."""
     return {link: n for link, n in open_fds(pid).items() if "fake-vram" in link}

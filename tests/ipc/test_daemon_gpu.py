@@ -7,11 +7,10 @@ import re
 import signal
 from collections.abc import Callable
 
-import fake_gpu
 import pytest
 from daemon_process import Daemon, wait_for
 from fake_cuda import MIB, UUIDS
-from gpus import Faults, import_slab, ledger, refused, vram
+from gpus import Faults, command, import_slab, ledger, refused, vram
 from probe import readiness, samples
 from rawclient import RawClient, Refused
 
@@ -123,14 +122,8 @@ def test_a_worker_that_is_down_is_said(start_gpu: Start, gpu_faults: Faults) -> 
 
 
 def test_a_worker_that_hangs_is_ended(start_gpu: Start, gpu_faults: Faults) -> None:
-    hang = "import kmesh_spand.gpukeeper as k; k._SILENT_SECONDS = 5.0"
-    command = (
-        fake_gpu.COMMAND[0],
-        "-c",
-        f"{hang}; import runpy, sys; sys.argv[0] = 'spand';"
-        f" runpy.run_path({fake_gpu.COMMAND[1]!r}, run_name='__main__')",
-    )
-    daemon = start_gpu(errors=True, command=command)
+    quick = command("import kmesh_spand.gpukeeper as keeper; keeper._SILENT_SECONDS = 5.0")
+    daemon = start_gpu(errors=True, command=quick)
     pid = daemon.child("gpu0")
     gpu_faults.begin("memory_info", "0 hang")
     wait_for(lambda: "ending a device worker that is silent" in daemon.log(), 60)
