@@ -12,6 +12,8 @@ import socket
 import time
 from collections.abc import Callable, Iterator
 
+import msgspec
+
 from kmesh_spand import child, ipc, logs
 from kmesh_spand.backoff import Backoff
 from kmesh_spand.settings import Settings
@@ -286,8 +288,7 @@ class GpuKeeper:
 
     def _not_ready(self, worker: _Worker) -> None:
         if worker.state is not None and worker.state.ready:
-            gone = worker.state
-            worker.state = ipc.GpuState(gone.gpu, gone.device, gone.name, False, 0, gone.total)
+            worker.state = msgspec.structs.replace(worker.state, ready=False, free=0)
             self._tell(worker.state, None)
 
     def stop(self) -> None:

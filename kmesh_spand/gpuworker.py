@@ -17,6 +17,7 @@ from typing import NamedTuple, NoReturn
 
 from kmesh.cuda import driver as cuda
 from kmesh.cuda.device import Device, see_all
+from kmesh.cuda.driver import Attribute
 from kmesh.cuda.memory import DeviceMemory
 from kmesh.errors import ConfigError, CudaError, KMeshError
 from kmesh_spand import ipc
@@ -120,7 +121,9 @@ class GpuWorker(JobWorker):
     def _tell(self, *, ready: bool) -> None:
         device = self._device
         free, total = device.memory_info()
-        self._say(ipc.GpuState(self._gpu, device.uuid, device.name, ready, free, total))
+        dma_buf = device.can(Attribute.DMA_BUF)
+        state = ipc.GpuState(self._gpu, device.uuid, device.name, ready, free, total, dma_buf)
+        self._say(state)
 
     def _say(self, message: ipc.AnyMessage) -> None:
         with self._telling:

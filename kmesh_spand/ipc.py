@@ -153,7 +153,8 @@ class GpuSlab(Message, frozen=True):
 class GpuState(Message, frozen=True):
     """From a device worker now and then, and on to control: how its GPU is.
 
-    ``gpu`` counts the settings' GPUs; ``ready``: all slabs are there; bytes of the whole GPU.
+    ``gpu`` counts the settings' GPUs; ``ready``: all slabs are there; bytes of the whole GPU;
+    ``dma_buf``: its memory can be had as DMA-BUF.
     """
 
     gpu: int
@@ -162,6 +163,7 @@ class GpuState(Message, frozen=True):
     ready: bool
     free: int
     total: int
+    dma_buf: bool = False
 
 
 class GpuFailed(Message, frozen=True):

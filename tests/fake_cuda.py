@@ -287,9 +287,12 @@ class FakeDriver:
         device = self._need("cuMemGetHandleForAddressRange")
         if not self.gpus[device].attributes.get(Attribute.DMA_BUF, 1):
             raise _error("cuMemGetHandleForAddressRange", 801)
-        self._range(address, size, "cuMemGetHandleForAddressRange", mapped=True)
+        self._check(address, size, "cuMemGetHandleForAddressRange", write=True)
+        if address % mmap.PAGESIZE or size % mmap.PAGESIZE:
+            raise _error("cuMemGetHandleForAddressRange", 1)
+        # What is in it is a copy: only the real one aliases.
         fd = os.memfd_create("fake-dma-buf", os.MFD_CLOEXEC)
-        os.ftruncate(fd, size)
+        os.pwrite(fd, ctypes.string_at(address, size), 0)
         return fd
 
     # This process's memory.

@@ -353,7 +353,7 @@ class AsyncSession:
     async def export_slab(
         self, slab_id: int, timeout: float | None = None, kind: HandleKind | None = None
     ) -> Handle:
-        return (await self._run(memory.export_slab(self.welcome, slab_id, kind), timeout))[0]
+        return (await self._run(memory.export_slab(slab_id, kind), timeout))[0]
 
     async def export_span(
         self,

@@ -21,8 +21,9 @@ from kmesh.handles import HandleRefusal
 from kmesh.mapping import Mapped
 
 DEVICE = "/dev/udmabuf"
-#: Name of the exporter, as the kernel says it.
+#: Names of exporters, as the kernel says them: of host memory, and of GPU memory.
 UDMABUF = "udmabuf"
+NVIDIA = "nv_dmabuf"
 _PARAMETERS = Path("/sys/module/udmabuf/parameters")
 _CREATE = 1 << 30 | 24 << 16 | ord("u") << 8 | 0x42
 _CREATE_LIST = 1 << 30 | 8 << 16 | ord("u") << 8 | 0x43

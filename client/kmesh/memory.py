@@ -103,9 +103,7 @@ def attach_index(epoch: int) -> Procedure[IndexReader]:
     return index
 
 
-def export_slab(
-    welcome: Welcome, slab: int, kind: HandleKind | None = None
-) -> Procedure[tuple[Handle, int]]:
+def export_slab(slab: int, kind: HandleKind | None = None) -> Procedure[tuple[Handle, int]]:
     """A slab's handle, whose fd the caller closes, and where its sums begin.
 
     Args:
@@ -115,12 +113,7 @@ def export_slab(
         NotFound: no such slab.
         PermissionDenied: the daemon does not give slabs of this kind.
         ProtocolError: the daemon says sizes that a slab can't have, or it is not that kind.
-        UnsupportedError: no kind was agreed on.
     """
-    agreed = welcome.handles.get(Tier.HOST)
-    if kind is None and agreed is not None and not agreed.chosen:
-        why = "; ".join(offer.text for offer in agreed.offers) or "no kind was asked for"
-        raise errors.UnsupportedError(f"slabs of host memory are not given to us: {why}")
     number = common_pb2.HandleKind.ValueType(kind or 0)
     answer = yield sessions_pb2.AttachSlab(slab=slab, kind=number)
     body = answer.body
@@ -131,6 +124,8 @@ def export_slab(
             raise errors.ProtocolError(f"asked for slab {slab}, got {body.slab}")
         if kind is not None and handle.kind != kind:
             raise errors.ProtocolError(f"asked for {kind.name}, got {handle.kind.name}")
+        if handle.device and handle.kind == HandleKind.DMA_BUF:
+            dmabuf.check(handle.fd, handle.size, dmabuf.NVIDIA)
         low, high = slab_capacity(handle.size), handle.size - sums_bytes(handle.size)
         if not 0 < low <= body.sums_offset <= high or body.sums_offset % 8:
             raise errors.ProtocolError(f"slab {slab}: its sums can't begin at {body.sums_offset}")
@@ -168,22 +163,27 @@ def export_span(lease: Lease, entry: int, kind: HandleKind) -> Procedure[SpanHan
                 f"{handle.size} bytes for a span of {lease.length[entry]} bytes"
             )
         if kind == HandleKind.DMA_BUF:
-            dmabuf.check(handle.fd, handle.size)
+            exporter = dmabuf.NVIDIA if handle.device else dmabuf.UDMABUF
+            dmabuf.check(handle.fd, handle.size, exporter)
     except BaseException:
         os.close(handle.fd)
         raise
-    return SpanHandle(kind, handle.fd, handle.size, length=body.length)
+    return SpanHandle(kind, handle.fd, handle.size, handle.device, length=body.length)
 
 
 def attach_slab(welcome: Welcome, slab: int) -> Procedure[SlabMapping]:
     """A slab, mapped; errors as ``export_slab``.
 
     Raises:
-        UnsupportedError: it is of a kind that can't be mapped as host memory.
+        UnsupportedError: no kind of host memory was agreed on, or this is not host memory.
     """
-    handle, sums = yield from export_slab(welcome, slab)
+    agreed = welcome.handles.get(Tier.HOST)
+    if agreed is not None and not agreed.chosen:
+        why = "; ".join(offer.text for offer in agreed.offers) or "no kind was asked for"
+        raise errors.UnsupportedError(f"slabs of host memory are not given to us: {why}")
+    handle, sums = yield from export_slab(slab)
     try:
-        if handle.kind not in (HandleKind.MEMFD, HandleKind.DMA_BUF):
+        if handle.device or handle.kind not in (HandleKind.MEMFD, HandleKind.DMA_BUF):
             raise errors.UnsupportedError(f"slab {slab} is {handle.kind.name}, not host memory")
         return SlabMapping(slab, handle, sums)
     finally:
@@ -218,7 +218,8 @@ def _handle(answer: Answer) -> Handle:
             kind = HandleKind(body.kind)
         except ValueError:
             raise errors.UnsupportedError(f"a handle of unknown kind {body.kind}") from None
-        device = body.device if isinstance(body, sessions_pb2.SlabHandle) else ""
+        with_device = sessions_pb2.SlabHandle | sessions_pb2.SpanHandle
+        device = body.device if isinstance(body, with_device) else ""
         return Handle(kind, answer.fd, body.size, device)
     except BaseException:
         os.close(answer.fd)

@@ -16,7 +16,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from typing import TypeVar
+from typing import Generic, TypeVar
 
 import kmesh
 from kmesh import calls, errors, memory, negotiation, packets
@@ -294,7 +294,7 @@ class Session:
         Raises:
             PermissionDenied: the daemon does not give slabs of that kind; says why.
         """
-        return self._run(memory.export_slab(self.welcome, slab_id, kind), timeout)[0]
+        return self._run(memory.export_slab(slab_id, kind), timeout)[0]
 
     def export_span(
         self,
@@ -343,21 +343,37 @@ class Session:
         deadline = time.monotonic() + (DEFAULT_TIMEOUT if timeout is None else timeout)
         future: Future[T] = Future()
         future.set_running_or_notify_cancel()
-
-        def step(answer: Answer | None, error: BaseException | None) -> None:
-            try:
-                if error is not None:
-                    body = procedure.throw(error)
-                elif answer is not None:
-                    body = procedure.send(answer)
-                else:
-                    body = next(procedure)
-                self._channel.call(body, deadline, step)
-            except StopIteration as done:
-                future.set_result(done.value)
-            except BaseException as failed:
-                procedure.close()
-                future.set_exception(failed)
-
-        step(None, None)
+        _Running(self._channel, procedure, deadline, future).step(None, None)
         return future
+
+
+class _Running(Generic[T]):
+    """A procedure on its way. The channel holds it while it is owed an answer, nobody else does."""
+
+    def __init__(
+        self, channel: Channel, procedure: Procedure[T], deadline: float, future: Future[T]
+    ) -> None:
+        self._channel = channel
+        self._procedure = procedure
+        self._deadline = deadline
+        self._futures = [future]
+
+    def step(self, answer: Answer | None, error: BaseException | None) -> None:
+        """Goes on with what came."""
+        procedure = self._procedure
+        try:
+            if error is not None:
+                body = procedure.throw(error)
+            elif answer is not None:
+                body = procedure.send(answer)
+            else:
+                body = next(procedure)
+            self._channel.call(body, self._deadline, self.step)
+        except StopIteration as done:
+            self._futures.pop().set_result(done.value)
+        except BaseException as failed:
+            procedure.close()
+            # The error knows this frame: what the frame knows must not know the error.
+            self._futures.pop().set_exception(failed)
+        finally:
+            del error

@@ -25,6 +25,8 @@ Made = Callable[[int, errors.RequestError | None], None]
 Make = Callable[[int, int, int, Made], None]
 
 COUNTERS = ("handle_fallbacks", "dma_buf_slabs", "dma_buf_spans", "dma_buf_failed")
+_OFF = 'the daemon\'s setting dma_buf is "off": whoever holds one can write through it'
+_SPANS = 'dma_buf = "spans": single spans are given so, slabs are not'
 _TIER_NAMES: dict[int, str] = {Tier.HOST: "host memory", Tier.GPU: "GPU memory"}
 _ERRORS: dict[HandleRefusal, type[errors.RequestError]] = {
     HandleRefusal.NOT_ALLOWED: errors.PermissionDenied,
@@ -63,7 +65,6 @@ class Broker:
         probe: says by NotExported that this machine has no DMA-BUFs of host memory.
 
     Attributes:
-        offered: for each tier, what is given and why not.
         gpus: slabs of GPU memory.
     """
 
@@ -86,17 +87,34 @@ class Broker:
         self._exports: Counter[int] = Counter()
         self._told: set[tuple[int, int]] = set()
         memfd = Offer(HandleKind.MEMFD, slabs=True)
-        self.offered: dict[int, tuple[Offer, ...]] = {
-            Tier.HOST: (memfd, self._dma_buf(settings, probe)),
-            Tier.GPU: (Offer(HandleKind.CUDA_VMM_FD, slabs=True),) if settings.gpu else (),
-        }
+        self._permitted = settings.dma_buf
+        self._host = (memfd, self._host_dma_buf(settings, probe))
 
-    def _dma_buf(self, settings: Settings, probe: Callable[[], None]) -> Offer:
+    @property
+    def offered(self) -> dict[int, tuple[Offer, ...]]:
+        """For each tier, what is given and why not. Of GPUs it changes when they are found."""
+        gpu: tuple[Offer, ...] = ()
+        if self.gpus.gpus:
+            gpu = Offer(HandleKind.CUDA_VMM_FD, slabs=True), self._gpu_dma_buf()
+        return {Tier.HOST: self._host, Tier.GPU: gpu}
+
+    def _gpu_dma_buf(self) -> Offer:
+        """What is given of GPU memory as DMA-BUF, and why not more."""
+        kind = HandleKind.DMA_BUF
+        if self._permitted == "off":
+            return Offer(kind, refusal=HandleRefusal.NOT_ALLOWED, text=_OFF)
+        if not self.gpus.dma_buf:
+            text = "neither a GPU nor its driver has DMA-BUFs, or no device worker runs"
+            return Offer(kind, refusal=HandleRefusal.NO_DEVICE, text=text)
+        if self._permitted == "spans":
+            return Offer(kind, spans=True, refusal=HandleRefusal.NOT_ALLOWED, text=_SPANS)
+        return Offer(kind, slabs=True, spans=True)
+
+    def _host_dma_buf(self, settings: Settings, probe: Callable[[], None]) -> Offer:
         """What is given of host memory as DMA-BUF, and why not more."""
         kind = HandleKind.DMA_BUF
         if settings.dma_buf == "off":
-            text = 'the daemon\'s setting dma_buf is "off": whoever holds one can write through it'
-            return Offer(kind, refusal=HandleRefusal.NOT_ALLOWED, text=text)
+            return Offer(kind, refusal=HandleRefusal.NOT_ALLOWED, text=_OFF)
         if settings.hardened:
             if self._sealed.refusal is not None:
                 logger.warning("no DMA-BUF is given: %s", self._sealed.text)
@@ -105,8 +123,7 @@ class Broker:
         try:
             probe()
             if settings.dma_buf == "spans":
-                text = 'dma_buf = "spans": single spans are given so, slabs are not'
-                return Offer(kind, spans=True, refusal=HandleRefusal.NOT_ALLOWED, text=text)
+                return Offer(kind, spans=True, refusal=HandleRefusal.NOT_ALLOWED, text=_SPANS)
         except dmabuf.NotExported as failed:
             logger.warning("no DMA-BUF is given: %s", failed)
             return Offer(kind, refusal=failed.refusal, text=str(failed))
@@ -172,6 +189,14 @@ class Broker:
         """What was agreed with an open session."""
         return self._agreed.get(session, ())
 
+    def listed(self, session: int) -> tuple[Agreement, ...]:
+        """The same, without what the client has made up: a list of sessions holds that of all."""
+        return tuple(
+            Agreement(agreement.tier, tuple(o for o in agreement.offers if known_kind(o.kind)))
+            for agreement in self.agreed(session)
+            if agreement.tier in self.offered
+        )
+
     def everything(self) -> tuple[Agreement, ...]:
         """All that can be said of each tier, in the daemon's own order."""
         return tuple(Agreement(tier, offers) for tier, offers in self.offered.items())
@@ -186,26 +211,32 @@ class Broker:
         """Slabs of any memory: those of the host come first."""
         return len(self._slabs) + self.gpus.slab_count()
 
-    def gpu_slab(self, slab: int, kind: int, done: Callable[..., None]) -> None:
+    def gpu_slab(self, session: int, slab: int, kind: int, done: Callable[..., None]) -> None:
         """Gives a whole slab of GPU memory; arguments as ``slab``.
 
         Raises:
             RequestError: it is not given so, or not made yet.
         """
-        if kind not in (0, HandleKind.CUDA_VMM_FD):
-            offer = agree(Tier.GPU, [kind], self.offered[Tier.GPU]).offers[0]
-            raise refused(offer, "attach_slab.kind")
+        name = "attach_slab.kind"
+        chosen = [a.chosen for a in self.agreed(session) if a.tier == Tier.GPU]
+        kind = kind or next(filter(None, chosen), int(HandleKind.CUDA_VMM_FD))
+        offer = self._offer(Tier.GPU, kind)
+        if not offer.slabs:
+            raise refused(offer, name)
         fd, size = self.gpus.slabs.get(slab, (-1, 0))
         if fd < 0:
             raise errors.NotFound(f"slab {slab} is not made yet", field="attach_slab.slab")
         handle = sessions_pb2.SlabHandle(
             slab=slab,
-            kind=common_pb2.HANDLE_KIND_CUDA_VMM_FD,
+            kind=common_pb2.HandleKind.ValueType(kind),
             size=size,
             sums_offset=layout.sums_offset(size),
             device=self.gpus.device(slab),
         )
-        done(handle, fd, None)
+        if kind == HandleKind.DMA_BUF:
+            self._whole(slab, size, handle, done)
+        else:
+            done(handle, fd, None)
 
     def slab(
         self, session: int, slab: int, kind: int, populated: bool, done: Callable[..., None]
@@ -236,11 +267,17 @@ class Broker:
         if kind == HandleKind.MEMFD:
             done(handle, fd, None)
             return
-        offer = self._offer(kind)
+        offer = self._offer(Tier.HOST, kind)
         if not offer.slabs:
             raise refused(offer, name)
         if slab not in self._made and not populated:
             raise errors.Exhausted("the slab's memory is not populated yet", field=name)
+        self._whole(slab, size, handle, done)
+
+    def _whole(
+        self, slab: int, size: int, handle: sessions_pb2.SlabHandle, done: Callable[..., None]
+    ) -> None:
+        """Gives a whole slab as DMA-BUF."""
 
         def made(new: int, failed: errors.RequestError | None) -> None:
             if failed is not None:
@@ -257,9 +294,9 @@ class Broker:
         else:
             self._make(slab, 0, size, made)
 
-    def _offer(self, kind: int) -> Offer:
-        """What is offered of host memory in this kind."""
-        return agree(Tier.HOST, [kind], self.offered[Tier.HOST]).offers[0]
+    def _offer(self, tier: Tier, kind: int) -> Offer:
+        """What is offered of a tier in this kind."""
+        return agree(tier, [kind], self.offered[tier]).offers[0]
 
     def span(
         self,
@@ -277,7 +314,9 @@ class Broker:
         Raises:
             RequestError: it is not given so.
         """
-        offer = self._offer(kind)
+        place = find()
+        on_gpu = place is not None and self.gpus.planned(place.slab)
+        offer = self._offer(Tier.GPU if on_gpu else Tier.HOST, kind)
         if not offer.spans:
             if offer.slabs:
                 text = "slabs are given so, single spans are not"
@@ -285,18 +324,14 @@ class Broker:
                     f"{kind_name(kind)}: {text}", field="export_span.kind"
                 )
             raise refused(offer, "export_span.kind")
-        place = find()
         if place is None:
             raise errors.NotFound("no such entry of a lease of this engine", field="export_span")
-        if place.slab >= len(self._slabs):
-            raise errors.InvalidArgument(
-                "the span is in GPU memory, which is given as whole slabs", field="export_span"
-            )
         if self._exports[session] >= limits.MAX_EXPORTS:
             raise errors.Exhausted(f"{limits.MAX_EXPORTS} spans were exported to this session")
         size = dmabuf.whole_pages(place.length)
         try:
-            dmabuf.Limits.read().check(size)
+            if not on_gpu:
+                dmabuf.Limits.read().check(size)
         except dmabuf.NotExported as large:
             raise errors.TooLarge(str(large), field="export_span.entry") from None
         self._exports[session] += 1
@@ -313,7 +348,10 @@ class Broker:
                     return
                 self.counters["dma_buf_spans"] += 1
                 handle = sessions_pb2.SpanHandle(
-                    kind=common_pb2.HandleKind.ValueType(kind), size=size, length=place.length
+                    kind=common_pb2.HandleKind.ValueType(kind),
+                    size=size,
+                    length=place.length,
+                    device=self.gpus.device(place.slab),
                 )
                 done(handle, fd, None)
             finally:

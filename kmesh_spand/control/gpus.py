@@ -27,6 +27,7 @@ class Gpu:
         device: its UUID. name: as its maker calls it; both empty until a worker has found it.
         ready: its worker runs and has all slabs. pid: of the worker, 0 while there is none.
         free, total: bytes of the whole GPU, whoever uses them.
+        dma_buf: its memory can be had as DMA-BUF.
         error: what the last worker said before it ended.
     """
 
@@ -36,6 +37,7 @@ class Gpu:
     ready: bool = False
     free: int = 0
     total: int = 0
+    dma_buf: bool = False
     restarts: int = 0
     pid: int = 0
     error: str = ""
@@ -63,6 +65,7 @@ class Gpus:
                 gpu = self.gpus[message.gpu]
                 gpu.device, gpu.name, gpu.ready = message.device, message.name, message.ready
                 gpu.free, gpu.total = message.free, message.total
+                gpu.dma_buf = message.dma_buf
                 if message.ready:
                     gpu.error = ""
             case ipc.GpuFailed():
@@ -137,8 +140,14 @@ class Gpus:
         raise errors.InvalidArgument("the daemon has no memory on this GPU", field=field)
 
     def device(self, slab: int) -> str:
-        """UUID of the GPU that a slab is on."""
-        return self.gpus[self._plan[slab].gpu].device
+        """UUID of the GPU that a slab is on; empty for host memory."""
+        plan = self._plan.get(slab)
+        return "" if plan is None else self.gpus[plan.gpu].device
+
+    @property
+    def dma_buf(self) -> bool:
+        """Whether some of the memory can be had as DMA-BUF."""
+        return any(gpu.dma_buf for gpu in self.gpus)
 
     @property
     def warning(self) -> str:

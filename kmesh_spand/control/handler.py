@@ -253,7 +253,7 @@ class Handler:
         answer = functools.partial(self._answer, number)
         if self.broker.gpus.planned(body.slab):
             # Whoever may connect is of one group: ``config`` sees to that.
-            self.broker.gpu_slab(body.slab, body.kind, answer)
+            self.broker.gpu_slab(session, body.slab, body.kind, answer)
             return
         # A mapping can't be taken back, so a slab that may become another's is not shown either.
         if not self.core.may_map(body.slab, self._uid(session)):

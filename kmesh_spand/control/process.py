@@ -136,7 +136,7 @@ class Control:
             core,
             staging,
             exported,
-            self._worker.export,
+            self._workers.export,
             storage.epoch,
             observer,
         )

@@ -197,6 +197,7 @@ class Report:
                 key=row.key,
                 namespace=row.namespace,
                 slab=row.slab,
+                device=self._handler.broker.gpus.device(row.slab),
                 offset=row.offset,
                 length=row.length,
                 start=row.start,
@@ -235,7 +236,7 @@ class Report:
             pid=member.peer.pid,
             age_ms=self._handler.now_ms() - member.opened_ms,
             staging_bytes=self._handler.staging.size(member.id),
-            handles=[negotiation.to_message(a) for a in self._handler.broker.agreed(member.id)],
+            handles=[negotiation.to_message(a) for a in self._handler.broker.listed(member.id)],
         )
         if row is not None:
             info.leases = row.leases

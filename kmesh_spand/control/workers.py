@@ -6,7 +6,7 @@ import logging
 import os
 from collections.abc import Callable, Sequence
 
-from kmesh_spand.control.storeworker import StoreWorker
+from kmesh_spand.control.storeworker import Made, StoreWorker
 from kmesh_spand.core import effects
 
 logger = logging.getLogger(__name__)
@@ -43,6 +43,9 @@ class Workers:
 
     def wipe(self, job: effects.Wipe) -> None:
         self._of(job.slab).wipe(job)
+
+    def export(self, slab: int, offset: int, length: int, made: Made) -> None:
+        self._of(slab).export(slab, offset, length, made)
 
     def add_staging(self, session: int, fd: int, size: int) -> None:
         """All of them may read from it."""

@@ -5,7 +5,7 @@ With ``REAL`` set it is the machine's own driver, which fails in the same ways.
 A file named after a method of the driver, in the directory that the environment names, makes
 that method fail; what is in it is the error's number and name. ``hang`` instead of a name makes
 it wait, as long as the file is there, and say so with a file of the suffix ``.reached``. ``gpus``
-says how many there are.
+says how many there are, ``with_dma_buf`` that they have DMA-BUFs.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from typing import Any, cast
 from fake_cuda import MIB, UUIDS, FakeDriver, Gpu
 
 from kmesh.cuda import driver
+from kmesh.cuda.driver import Attribute
 from kmesh.errors import CudaError, UnsupportedError
 from kmesh_spand import gpuworker
 from kmesh_spand.__main__ import main
@@ -59,7 +60,8 @@ def load() -> driver.Driver:
     count = int(file.read_text()) if file.exists() else 2
     if not count:
         raise UnsupportedError("there is no CUDA driver: libcuda.so.1")
-    gpus = [Gpu(uuid, f"Fake GPU {n}", 64 * MIB) for n, uuid in enumerate(UUIDS[:count])]
+    able = {Attribute.DMA_BUF: int(Path(os.environ[DIRECTORY], "with_dma_buf").exists())}
+    gpus = [Gpu(uuid, f"Fake GPU {n}", 64 * MIB, able) for n, uuid in enumerate(UUIDS[:count])]
     return FakeDriver(*gpus, refuse=_refuse)
 
 

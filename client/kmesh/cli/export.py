@@ -6,7 +6,7 @@ import os
 import signal
 import subprocess
 import sys
-from typing import Annotated
+from typing import Annotated, NamedTuple
 
 import typer
 
@@ -22,6 +22,7 @@ from kmesh.layout import Shard
 FD_NUMBER = 3
 _DIGITS = 2 * KEY_BYTES
 _EVERY = 1 << 31
+_HOST = "host"
 
 
 @app.command()
@@ -34,6 +35,9 @@ def export(
     ] = False,
     layers: Annotated[str, typer.Option(help="Of a key with several parts: BEGIN:END.")] = "",
     heads: Annotated[str, typer.Option(help="Of a key with several parts: BEGIN:END.")] = "",
+    device: Annotated[
+        str, typer.Option(help="Of a key in several memories: UUID of a GPU, or host.")
+    ] = "",
     salt: Annotated[
         str,
         typer.Option(
@@ -52,10 +56,12 @@ def export(
     digest = _hex(salt, "--salt-digest")
     if len(digest) not in (0, 32):
         raise typer.BadParameter("a digest has 64 hex digits", param_hint="--salt-digest")
-    wanted = (_range(layers, "--layers"), _range(heads, "--heads"))
+    wanted = _Wanted(_range(layers, "--layers"), _range(heads, "--heads"), device)
     with connected(context) as tool:
-        key, shard = _pick(tool, span.lower(), wanted)
-        with tool.session.acquire(key, [shard], timeout=tool.timeout, salt=digest) as lease:
+        key, shard, where = _pick(tool, span.lower(), wanted)
+        with tool.session.acquire(
+            key, [shard], timeout=tool.timeout, salt=digest, device=where
+        ) as lease:
             if not lease.hits:
                 raise errors.NotFound(
                     f"span {key.hex()[:16]} is not served to this user, or not without its salt"
@@ -94,31 +100,39 @@ def _run(tool: Tool, command: list[str], handle: SpanHandle, key: bytes) -> int:
     return outcome(process)
 
 
-def _pick(
-    tool: Tool, beginning: str, wanted: tuple[tuple[int, int] | None, tuple[int, int] | None]
-) -> tuple[bytes, Shard]:
-    """The only span whose key begins like this, of this part of the model."""
-    layers, heads = wanted
+class _Wanted(NamedTuple):
+    """What was said of the span beside its key; None and empty where nothing was."""
+
+    layers: tuple[int, int] | None
+    heads: tuple[int, int] | None
+    device: str
+
+    def fits(self, shard: Shard, device: str) -> bool:
+        return (
+            self.layers in (None, (shard.layer_begin, shard.layer_end))
+            and self.heads in (None, (shard.head_begin, shard.head_end))
+            and self.device in ("", device or _HOST)
+        )
+
+
+def _pick(tool: Tool, beginning: str, wanted: _Wanted) -> tuple[bytes, Shard, str]:
+    """The only span whose key begins like this, of this part of the model, and its device."""
     _hex(beginning + "0" * (len(beginning) % 2), "SPAN")
-    if len(beginning) == _DIGITS and layers and heads:
-        return bytes.fromhex(beginning), _shard(layers, heads)
-    found = {
-        (span.key, Shard(span.layer_begin, span.layer_end, span.head_begin, span.head_end))
-        for span in tool.spans(b"", _EVERY)
-        if span.key.hex().startswith(beginning)
-    }
-    found = {
-        (key, shard)
-        for key, shard in found
-        if layers in (None, (shard.layer_begin, shard.layer_end))
-        and heads in (None, (shard.head_begin, shard.head_end))
-    }
+    if len(beginning) == _DIGITS and wanted.layers and wanted.heads and wanted.device:
+        where = "" if wanted.device == _HOST else wanted.device
+        return bytes.fromhex(beginning), _shard(wanted.layers, wanted.heads), where
+    found = set()
+    for span in tool.spans(b"", _EVERY):
+        shard = Shard(span.layer_begin, span.layer_end, span.head_begin, span.head_end)
+        if span.key.hex().startswith(beginning) and wanted.fits(shard, span.device):
+            found.add((span.key, shard, span.device))
     if len(found) == 1:
         return found.pop()
-    if len({key for key, _ in found}) == 1:
+    if len({key for key, _, _ in found}) == 1:
         parts = sorted(
-            f"--layers {s.layer_begin}:{s.layer_end} --heads {s.head_begin}:{s.head_end}"
-            for _, s in found
+            f"--layers {s.layer_begin}:{s.layer_end} --heads {s.head_begin}:{s.head_end} "
+            f"--device {device or _HOST}"
+            for _, s, device in found
         )
         raise typer.BadParameter(f"this key has several parts: {'; '.join(parts)}")
     count = f"{len(found)} spans" if found else "no span"

@@ -105,9 +105,10 @@ class DeviceSlabs:
     def _attach(self, number: int, timeout: float | None) -> DeviceSlab:
         handle = self._session.export_slab(number, timeout)
         if handle.kind == HandleKind.DMA_BUF:
-            # CUDA can't register a DMA-BUF; the memfd has the same pages.
+            # CUDA takes no DMA-BUF; another kind has the same pages.
             os.close(handle.fd)
-            handle = self._session.export_slab(number, timeout, HandleKind.MEMFD)
+            same = HandleKind.CUDA_VMM_FD if handle.device else HandleKind.MEMFD
+            handle = self._session.export_slab(number, timeout, same)
         try:
             if handle.device not in ("", self._device.uuid):
                 raise UnsupportedError(

@@ -538,6 +538,7 @@ class SpanInfo(_message.Message):
     LEASES_FIELD_NUMBER: _builtins.int
     AGE_MS_FIELD_NUMBER: _builtins.int
     IDLE_MS_FIELD_NUMBER: _builtins.int
+    DEVICE_FIELD_NUMBER: _builtins.int
     key: _builtins.bytes
     namespace: _builtins.bytes
     slab: _builtins.int
@@ -557,6 +558,8 @@ class SpanInfo(_message.Message):
     """since commit"""
     idle_ms: _builtins.int
     """since last leased, or since commit"""
+    device: _builtins.str
+    """UUID of the GPU that it is on; empty: host memory"""
     def __init__(
         self,
         *,
@@ -576,10 +579,11 @@ class SpanInfo(_message.Message):
         leases: _builtins.int = ...,
         age_ms: _builtins.int = ...,
         idle_ms: _builtins.int = ...,
+        device: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["age_ms", b"age_ms", "generation", b"generation", "head_begin", b"head_begin", "head_end", b"head_end", "idle_ms", b"idle_ms", "key", b"key", "layer_begin", b"layer_begin", "layer_end", b"layer_end", "leases", b"leases", "length", b"length", "namespace", b"namespace", "offset", b"offset", "slab", b"slab", "start", b"start", "state", b"state", "tokens", b"tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["age_ms", b"age_ms", "device", b"device", "generation", b"generation", "head_begin", b"head_begin", "head_end", b"head_end", "idle_ms", b"idle_ms", "key", b"key", "layer_begin", b"layer_begin", "layer_end", b"layer_end", "leases", b"leases", "length", b"length", "namespace", b"namespace", "offset", b"offset", "slab", b"slab", "start", b"start", "state", b"state", "tokens", b"tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -297,7 +297,7 @@ class SlabHandle(_message.Message):
     offset / tile_bytes, starting here. Payloads end before it.
     """
     device: _builtins.str
-    """CUDA_VMM_FD: UUID of the GPU that the memory is on, "GPU-…"."""
+    """UUID of the GPU that the memory is on, "GPU-…"; empty: host memory."""
     def __init__(
         self,
         *,
@@ -354,21 +354,25 @@ class SpanHandle(_message.Message):
     KIND_FIELD_NUMBER: _builtins.int
     SIZE_FIELD_NUMBER: _builtins.int
     LENGTH_FIELD_NUMBER: _builtins.int
+    DEVICE_FIELD_NUMBER: _builtins.int
     kind: _common_pb2.HandleKind.ValueType
     size: _builtins.int
     """whole pages; the payload begins with the first byte"""
     length: _builtins.int
     """payload bytes"""
+    device: _builtins.str
+    """UUID of the GPU that the memory is on; empty: host memory"""
     def __init__(
         self,
         *,
         kind: _common_pb2.HandleKind.ValueType = ...,
         size: _builtins.int = ...,
         length: _builtins.int = ...,
+        device: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["kind", b"kind", "length", b"length", "size", b"size"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["device", b"device", "kind", b"kind", "length", b"length", "size", b"size"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

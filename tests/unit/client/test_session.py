@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import array
+import gc
 import mmap
 import os
 import resource
@@ -68,6 +69,29 @@ def test_a_call_ends_at_its_deadline_and_its_late_lease_is_released(daemon: Fake
         until(lambda: daemon.leases == 0)
         until(lambda: session.pending == 0)
         session.ping()
+
+
+def test_calls_leave_no_garbage(daemon: FakeDaemon) -> None:
+    """What was leased or mapped ends with its last reference, not when somebody collects."""
+    with daemon.connect() as session:
+        store(session, b"k" * 32, b"bytes")
+
+        def calls() -> None:
+            session.ping()
+            session.acquire(b"k" * 32, [SHARD]).release()
+            session.acquire_async(b"m" * 32, [SHARD]).result()
+            os.close(session.export_slab(0).fd)
+
+        calls()
+        gc.collect()
+        gc.disable()
+        try:
+            for _ in range(20):
+                calls()
+            found = gc.collect()
+        finally:
+            gc.enable()
+    assert found == 0
 
 
 def test_late_reservations_are_aborted(daemon: FakeDaemon) -> None:
