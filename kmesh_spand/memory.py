@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
+from kmesh import numa
 from kmesh.dmabuf import F_SEAL_FUTURE_WRITE
 from kmesh.errors import ConfigError
 from kmesh_spand.budget import Gate
@@ -93,6 +94,20 @@ def hugepages_granted(address: int) -> bool:
             elif inside and head in _PMD_MAPPED and int(line.split()[1]) > 0:
                 return True
     return False
+
+
+def place_pages(address: int, size: int, *, huge: bool, node: int) -> bool:
+    """Says how large the pages of a mapping are to be, and on which NUMA node (-1: any).
+
+    Returns:
+        Whether huge ones were asked for.
+
+    Raises:
+        OSError: the kernel does not know the node.
+    """
+    if node >= 0:
+        numa.bind(address, size, node)
+    return huge and hugepages_allowed() and advise_hugepages(address, size)
 
 
 def populate_range(fd: int, address: int, offset: int, length: int, *, huge: bool) -> bool:

@@ -16,7 +16,7 @@ from kmesh.mapping import Mapping as Region
 from kmesh_spand.budget import shortage
 from kmesh_spand.core.record import RECORD_BYTES
 from kmesh_spand.core.tenants import OWNER_BYTES
-from kmesh_spand.memory import make_memfd, seal_for_good
+from kmesh_spand.memory import Populator, make_memfd, place_pages, seal_for_good
 from kmesh_spand.settings import Settings
 
 
@@ -81,18 +81,30 @@ def _make(name: str, size: int) -> Memory:
     return memory
 
 
-def _dma_bufs(slabs: list[Memory], headroom: int) -> DmaBufs:
+def _fill(mapping: Region, fd: int, settings: Settings) -> None:
+    """Puts pages behind a slab before anything else does: those that are made stay as they are."""
+    base, size = mapping.address, mapping.size
+    huge = place_pages(base, size, huge=settings.hugepages, node=settings.numa_node)
+    filler = Populator(fd, base, [(0, size)], huge=huge, done=lambda _: None)
+    filler.run(settings.populate_threads)
+
+
+def _dma_bufs(slabs: list[Memory], mappings: list[Region], settings: Settings) -> DmaBufs:
     """Makes them all, or none. It fills the slabs with pages, which is all the time it takes.
 
     Raises:
         ConfigError: the machine has less memory left than that.
+        OSError: it has not given it.
     """
     made: list[int] = []
     try:
+        dmabuf.probe()
         # The kernel kills whoever takes more than its control group may.
-        if short := shortage(sum(slab.size for slab in slabs), headroom):
+        if short := shortage(sum(slab.size for slab in slabs), settings.memory_headroom):
             raise ConfigError(f"dma_buf: hardened slabs need all of their memory at once: {short}")
-        for slab in slabs:
+        for slab, mapping in zip(slabs, mappings, strict=True):
+            dmabuf.Limits.read().check(slab.size)
+            _fill(mapping, slab.fd, settings)
             made.append(dmabuf.create(slab.fd, [(0, slab.size)]))
     except BaseException as failed:
         for fd in made:
@@ -135,14 +147,14 @@ class Storage:
             # Mapped before the seal: processes forked from this one inherit what no other can
             # have.
             if settings.hardened:
-                if settings.dma_buf == "slabs":
-                    self.dma_bufs = _dma_bufs(self.slabs, settings.memory_headroom)
-                    for fd in self.dma_bufs.fds:
-                        undo.callback(os.close, fd)
                 self.writable = []
                 undo.callback(self.drop_writable)
                 for slab in self.slabs:
                     self.writable.append(Region(slab.fd, slab.size, writable=True))
+                if settings.dma_buf == "slabs":
+                    self.dma_bufs = _dma_bufs(self.slabs, self.writable, settings)
+                    for fd in self.dma_bufs.fds:
+                        undo.callback(os.close, fd)
                 for slab in self.slabs:
                     seal_for_good(slab.fd)
             self.catalog = _make("catalog", catalog_bytes(settings))

@@ -14,7 +14,7 @@ import time
 from collections.abc import Sequence
 from typing import NoReturn
 
-from kmesh import layout, numa
+from kmesh import layout
 from kmesh.mapping import Mapping
 from kmesh_spand import ipc, memory
 from kmesh_spand.budget import Gate
@@ -79,13 +79,12 @@ class Worker(JobWorker):
         os._exit(1)
 
     def _populate(self) -> None:
-        huge = self._settings.hugepages and memory.hugepages_allowed()
         started = time.monotonic()
         waiting = dict(enumerate(self._slabs))
         while waiting:
             for number, slab in list(waiting.items()):
                 try:
-                    granted = self._populate_slab(number, slab, huge)
+                    granted = self._populate_slab(number, slab)
                 except OSError as failed:
                     self._send(ipc.PopulateFailed(number, str(failed.strerror)))
                     continue
@@ -98,11 +97,10 @@ class Worker(JobWorker):
                 time.sleep(_RETRY_SECONDS)
         logger.info("memory is populated", extra={"seconds": round(time.monotonic() - started, 3)})
 
-    def _populate_slab(self, number: int, slab: Slab, huge: bool) -> bool:
+    def _populate_slab(self, number: int, slab: Slab) -> bool:
         base, size = slab.mapping.address, slab.mapping.size
-        if self._settings.numa_node >= 0:
-            numa.bind(base, size, self._settings.numa_node)
-        asked = huge and memory.advise_hugepages(base, size)
+        huge, node = self._settings.hugepages, self._settings.numa_node
+        asked = memory.place_pages(base, size, huge=huge, node=node)
         sums = (slab.sums, size - slab.sums)
 
         def report(filled: int) -> None:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import http.client
 import json
+import os
 import re
+import resource
 import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -68,6 +70,19 @@ def samples(daemon: Daemon) -> dict[str, float]:
         if not name.endswith("_bucket"):
             found[f"{name}{{{labels}}}" if labels else name] = float(value)
     return found
+
+
+@contextmanager
+def without_files(pid: int) -> Iterator[None]:
+    """Meanwhile a process gets no file descriptor more than it has."""
+    before, hard = resource.prlimit(pid, resource.RLIMIT_NOFILE)
+    used = {int(name) for name in os.listdir(f"/proc/{pid}/fd")}
+    lowest = next(number for number in range(len(used) + 1) if number not in used)
+    resource.prlimit(pid, resource.RLIMIT_NOFILE, (lowest, hard))
+    try:
+        yield
+    finally:
+        resource.prlimit(pid, resource.RLIMIT_NOFILE, (before, hard))
 
 
 class Faults:

@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 from daemon_process import Daemon, wait_for
-from probe import Faults
+from probe import Faults, without_files
 from rawclient import SHARD, RawClient, Refused
 
 from kmesh import errors
@@ -137,3 +137,17 @@ def test_a_store_worker_that_dies_fails_its_exports_and_no_others() -> None:
 
         wait_for(again, 30)
         wait_for(lambda: pretended(daemon) == [], 30)
+
+
+def test_an_export_that_control_has_no_descriptor_for_fails_alone(exporting: Daemon) -> None:
+    """The kernel leaves it out of the worker's message; the way to the worker stays."""
+    control, worker = exporting.child("control"), exporting.child("worker")
+    with RawClient(exporting.socket_dir) as client:
+        request = export(client)
+        with without_files(control), pytest.raises(Refused, match="no file descriptor left for it"):
+            client.call(export_span=request)
+        assert client.store(b"n" * 32, b"stored through the same worker") == 0
+        _, (fd,) = client.call(export_span=request)
+        os.close(fd)
+    assert exporting.child("worker") == worker
+    assert exporting.status().worker_restarts == 0

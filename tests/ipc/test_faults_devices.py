@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import os
-import resource
 import signal
 import threading
 from collections.abc import Callable, Iterator
@@ -15,6 +14,7 @@ import pytest
 from daemon_process import Daemon, wait_for
 from fake_cuda import MIB, UUIDS
 from gpus import Client, Faults, client, command, import_slab, ledger, vram
+from probe import without_files
 from rawclient import RawClient, Refused
 
 from kmesh.cuda.device import Device
@@ -228,19 +228,6 @@ def test_a_worker_that_does_not_go_does_not_keep_the_daemon(start_gpu: Start) ->
         held.let_go()
 
 
-def _limit(pid: int, files: int) -> int:
-    """Lets a process have no more files than that; how many it was allowed before."""
-    before, hard = resource.prlimit(pid, resource.RLIMIT_NOFILE)
-    resource.prlimit(pid, resource.RLIMIT_NOFILE, (files, hard))
-    return before
-
-
-def _full(pid: int) -> int:
-    """The lowest number that no descriptor of a process has, which is the next that it gets."""
-    used = {int(name) for name in os.listdir(f"/proc/{pid}/fd")}
-    return next(number for number in range(len(used) + 1) if number not in used)
-
-
 def test_slabs_that_control_had_no_descriptor_for_come_later(
     start_gpu: Start, gpu_faults: Faults, gpu_device: Device
 ) -> None:
@@ -250,12 +237,11 @@ def test_slabs_that_control_had_no_descriptor_for_come_later(
     control = daemon.child("control")
     wait_for(lambda: (daemon.socket_dir / "grpc.sock").exists(), PATIENCE)
     with RawClient(daemon.socket_dir) as asking:
-        before = _limit(control, _full(control))
-        gpu_faults.end("create")
-        wait_for(lambda: "no file descriptor is left for a slab" in daemon.log(), PATIENCE)
-        with pytest.raises(Refused, match="not made yet"):
-            asking.call(attach_slab={"slab": 4, "kind": 2})
-        _limit(control, before)
+        with without_files(control):
+            gpu_faults.end("create")
+            wait_for(lambda: "no file descriptor is left for a slab" in daemon.log(), PATIENCE)
+            with pytest.raises(Refused, match="not made yet"):
+                asking.call(attach_slab={"slab": 4, "kind": 2})
         daemon.wait_ready()
         wait_for(lambda: sum(vram(control).values()) == 4, PATIENCE)
     with import_slab(daemon, gpu_device, 4) as seen:

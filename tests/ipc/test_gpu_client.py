@@ -25,7 +25,7 @@ from kmesh.cuda import slabs as slabs_module
 from kmesh.cuda.device import Device
 from kmesh.cuda.driver import Attribute
 from kmesh.cuda.slabs import DeviceSlabs
-from kmesh.handles import HandleKind
+from kmesh.handles import HandleKind, Tier
 from kmesh.session import Role, Session
 
 TESTS = Path(__file__).parents[1]
@@ -318,3 +318,16 @@ def test_memory_that_was_imported_survives_the_end_of_the_session(
         assert proof.fetch(device, made.address, 4) == bytes(4)
         with pytest.raises(errors.ConnectionClosed):
             slabs.slab(2)
+
+
+def test_gpu_slabs_are_given_to_who_wants_nothing_of_the_host(daemon: Daemon) -> None:
+    wish = {Tier.HOST: (HandleKind.CUDA_VMM_FD,), Tier.GPU: (HandleKind.CUDA_VMM_FD,)}
+    with Session.connect(daemon.socket_dir, role=Role.TOOL, handles=wish) as session:
+        assert not session.welcome.handles[Tier.HOST].chosen
+        handle = session.export_slab(1)
+        os.close(handle.fd)
+        assert (handle.kind, handle.device) == (HandleKind.CUDA_VMM_FD, UUIDS[0])
+        with pytest.raises(errors.InvalidArgument, match="CUDA_VMM_FD is not given"):
+            session.export_slab(0)
+        with pytest.raises(errors.UnsupportedError, match="slabs of host memory are not given"):
+            session.slab(0)

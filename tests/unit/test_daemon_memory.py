@@ -8,11 +8,15 @@ import os
 from pathlib import Path
 
 import pytest
+from room import settings
 
+from kmesh.dmabuf import NotExported
 from kmesh.errors import ConfigError
+from kmesh.handles import HandleRefusal
 from kmesh.mapping import Mapping
 from kmesh_spand import memory
 from kmesh_spand.memory import MemoryLimit
+from kmesh_spand.storage import Storage
 
 
 def test_a_memfd_keeps_its_size_and_is_zero() -> None:
@@ -142,3 +146,49 @@ def test_promises_beyond_a_limit_are_refused() -> None:
         memory.check_memory(8 << 20, 4 << 20, 0, limits)
     with pytest.raises(ConfigError, match=r"^max_spans: catalog and indexes with .* 11 MiB"):
         memory.check_memory(8 << 20, 2 << 20, 1 << 20, limits)
+
+
+def test_slabs_that_are_sealed_and_exported_have_their_pages_as_they_were_asked_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An export makes the pages that are missing, as it likes: huge ones only before it."""
+    told: list[str] = []
+
+    def advise(_address: int, _size: int) -> bool:
+        told.append("huge")
+        return True
+
+    def export(fd: int, ranges: list[tuple[int, int]]) -> int:
+        ((_, size),) = ranges
+        told.append("whole" if os.fstat(fd).st_blocks * 512 >= size else "sparse")
+        return os.dup(fd)
+
+    monkeypatch.setattr(memory, "hugepages_allowed", lambda: True)
+    monkeypatch.setattr(memory, "advise_hugepages", advise)
+    monkeypatch.setattr("kmesh.dmabuf.probe", lambda: None)
+    monkeypatch.setattr("kmesh.dmabuf.create", export)
+    chosen = settings(
+        tmp_path, host_memory="4MiB", slab_size="2MiB", hardened="true", dma_buf="slabs"
+    )
+    storage = Storage(chosen)
+    try:
+        assert told == ["huge", "whole"] * 2
+    finally:
+        storage.drop_writable()
+        storage.close()
+
+
+def test_without_a_device_sealed_slabs_stay_sparse(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def lacking() -> None:
+        raise NotExported(HandleRefusal.NO_DEVICE, "no device")
+
+    monkeypatch.setattr("kmesh.dmabuf.probe", lacking)
+    storage = Storage(settings(tmp_path, hardened="true", dma_buf="slabs"))
+    try:
+        assert storage.dma_bufs.refusal is HandleRefusal.NO_DEVICE
+        assert not os.fstat(storage.slabs[0].fd).st_blocks
+    finally:
+        storage.drop_writable()
+        storage.close()

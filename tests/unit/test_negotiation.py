@@ -297,6 +297,22 @@ def test_sealed_slabs_are_given_as_they_were_made(world: Any) -> None:
     assert without.open(DMA_BUF, MEMFD).fallback.text == "no device"
 
 
+def test_a_list_of_sessions_holds_nothing_that_clients_make_up(world: Any) -> None:
+    """A session names up to 16 tiers and kinds of each; that of thousands is one message."""
+    made = world()
+    tiers = [1, 2, *range(50, 64)]
+    wanted = [
+        sessions_pb2.HandlePreference(tier=tier, kinds=[*range(1, 4), *range(70, 83)])
+        for tier in tiers
+    ]
+    made.broker.opened(1, made.broker.agree(wanted))
+    assert sum(len(a.offers) for a in made.broker.agreed(1)) == 256
+    listed = made.broker.listed(1)
+    assert [a.tier for a in listed] == [Tier.HOST, Tier.GPU]
+    assert [o.kind for a in listed for o in a.offers] == [1, 2, 3, 1, 2, 3]
+    assert sum(negotiation.to_message(a).ByteSize() for a in listed) < 700
+
+
 def test_sizes_over_the_modules_limit(world: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Limits, "read", classmethod(lambda cls: cls(4 << 20, 1024)))
     made = world(dma_buf="slabs")

@@ -118,7 +118,8 @@ class _Wanted(NamedTuple):
 def _pick(tool: Tool, beginning: str, wanted: _Wanted) -> tuple[bytes, Shard, str]:
     """The only span whose key begins like this, of this part of the model, and its device."""
     _hex(beginning + "0" * (len(beginning) % 2), "SPAN")
-    if len(beginning) == _DIGITS and wanted.layers and wanted.heads and wanted.device:
+    if len(beginning) == _DIGITS and wanted.layers and wanted.heads:
+        # All of it was said: nothing is to be looked for.
         where = "" if wanted.device == _HOST else wanted.device
         return bytes.fromhex(beginning), _shard(wanted.layers, wanted.heads), where
     found = set()

@@ -239,6 +239,7 @@ def span_json(span: admin_pb2.SpanInfo) -> Json:
         "layers": [span.layer_begin, span.layer_end],
         "heads": [span.head_begin, span.head_end],
         "slab": span.slab,
+        "device": span.device,
         "offset": span.offset,
         "length": span.length,
         "generation": span.generation,
