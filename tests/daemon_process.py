@@ -30,7 +30,7 @@ def environment(**more: str) -> dict[str, str]:
     return {**ours, "PYTHONPATH": os.pathsep.join(paths), "PYTHONWARNINGS": "error", **more}
 
 
-def wait_for(condition: Callable[[], Any], seconds: float = 20.0, what: str = "") -> Any:
+def wait_for(condition: Callable[[], Any], seconds: float = 30.0, what: str = "") -> Any:
     """The first true value of ``condition``."""
     deadline = time.monotonic() + seconds
     while not (value := condition()):
@@ -154,7 +154,7 @@ class Daemon:
             return stub.Status(admin_pb2.StatusRequest(), metadata=metadata, timeout=20)
 
     def wait_status(
-        self, condition: Callable[[admin_pb2.StatusResponse], Any], seconds: float = 20.0
+        self, condition: Callable[[admin_pb2.StatusResponse], Any], seconds: float = 30.0
     ) -> admin_pb2.StatusResponse:
         """The first status for which ``condition`` holds."""
         last: list[admin_pb2.StatusResponse] = []

@@ -51,7 +51,7 @@ def readiness(daemon: Daemon) -> set[str]:
     return names
 
 
-def wait_for_reasons(daemon: Daemon, *names: str, seconds: float = 20.0) -> None:
+def wait_for_reasons(daemon: Daemon, *names: str, seconds: float = 30.0) -> None:
     """Waits until these are the reasons; none: until it is ready."""
     wait_for(lambda: readiness(daemon) == set(names), seconds, f"{names}: {daemon.log()}")
 

@@ -131,13 +131,13 @@ def test_spans_survive_the_death_of_control(spand: Daemon) -> None:
         lease = first.acquire(key, [SHARD])
         slab = first.slab(lease.slab[0])
         os.kill(spand.child("control"), signal.SIGKILL)
-        second = wait_for(lambda: client.session is not first and client.session, 20)
+        second = wait_for(lambda: client.session is not first and client.session)
         assert second.epoch != first.epoch
         assert first.closed
         lease.release()
         with pytest.raises(errors.ConnectionClosed):
             first.ping()
-        wait_for(lambda: first.index.poisoned, 10)
+        wait_for(lambda: first.index.poisoned)
         assert first.index.probe(key, [SHARD.code()]).hits == 0
         # The old mapping is still memory, not a fault.
         assert bytes(slab.view(lease.offset[0], 16)) == payload[:16]
@@ -146,14 +146,14 @@ def test_spans_survive_the_death_of_control(spand: Daemon) -> None:
             with second.acquire(key, [SHARD]) as again:
                 return bool(again.hits) and read_span(second, again, 0) == payload
 
-        wait_for(served, 20)
+        wait_for(served)
 
 
 def test_a_stopped_daemon_is_unavailable_and_then_back(spand: Daemon, start_spand) -> None:
     with Client(spand.socket_dir, role=Role.TOOL) as client:
         first = client.wait(10)
         spand.stop()
-        wait_for(lambda: client.session is None, 10)
+        wait_for(lambda: client.session is None)
         with pytest.raises(errors.ConnectionClosed):
             first.ping()
         with pytest.raises(errors.DaemonUnavailable):
@@ -177,6 +177,6 @@ def test_a_frozen_daemon_costs_a_deadline_and_no_lease(spand: Daemon) -> None:
         finally:
             os.kill(control, signal.SIGCONT)
         spand.wait_status(lambda s: s.leases == 0)
-        wait_for(lambda: session.pending == 0, 5)
+        wait_for(lambda: session.pending == 0)
         with session.acquire(key, [SHARD]) as lease:
             assert lease.hits == 1

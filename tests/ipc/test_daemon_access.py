@@ -153,7 +153,7 @@ def test_a_token_ends_with_its_session(spand: Daemon, rpc: tuple[grpc.Channel, M
             return failed.code() == grpc.StatusCode.UNAUTHENTICATED
         return False
 
-    wait_for(refused, 5)
+    wait_for(refused)
 
 
 def test_a_call_ends_with_its_session(start_spand: Start) -> None:

@@ -63,7 +63,7 @@ def victim(daemon: Daemon, what: str) -> Iterator[subprocess.Popen[str]]:
 
 def assert_all_free(daemon: Daemon) -> None:
     daemon.wait_status(
-        lambda s: (s.sessions, s.leases, s.reservations, s.staging_bytes) == (1, 0, 0, 0), 2
+        lambda s: (s.sessions, s.leases, s.reservations, s.staging_bytes) == (1, 0, 0, 0)
     )
 
 
@@ -75,7 +75,7 @@ def test_a_killed_client_leaves_nothing(spand: Daemon, what: str) -> None:
         assert before.staging_bytes == 1 << 20
         process.kill()
         spand.wait_status(
-            lambda s: (s.sessions, s.leases, s.reservations, s.staging_bytes) == (2, 0, 0, 0), 2
+            lambda s: (s.sessions, s.leases, s.reservations, s.staging_bytes) == (2, 0, 0, 0)
         )
         # Others did not notice.
         assert witness.store(b"w" * 32, b"bytes") == 0
@@ -90,7 +90,7 @@ def test_a_client_killed_in_mid_copy_leaves_nothing(spand: Daemon) -> None:
     with victim(spand, "copy") as process:
         spand.wait_status(lambda s: s.reservations == 8)
         process.kill()
-        spand.wait_status(lambda s: s.sessions == 1, 2)
+        spand.wait_status(lambda s: s.sessions == 1)
         # The copies still read the staging and write the slab: both are kept until they end.
         status = spand.status()
         assert status.staging_bytes == 1 << 20
@@ -117,7 +117,7 @@ def test_a_dead_worker_fails_its_copies_alone(start_spand: Start) -> None:
         assert list(response.commit.reason) == [common_pb2.REASON_COPY_FAILED] * 2
         # What was stored is served, and the session stores again through the new worker.
         assert client.read(b"a" * 32) == payload
-        wait_for(lambda: client.store(b"b" * 32, payload) == 0, 10)
+        wait_for(lambda: client.store(b"b" * 32, payload) == 0)
         assert client.read(b"b" * 32) == payload
     status = daemon.status()
     assert (status.worker_restarts, status.control_restarts) == (1, 0)
@@ -132,7 +132,7 @@ def test_a_wedged_worker_is_replaced(start_spand: Start) -> None:
         reserved = list(client.reserve([b"a" * 32], 1000).reservation)
         os.kill(daemon.child("worker"), signal.SIGSTOP)
         assert client.commit(reserved, [0]) == [common_pb2.REASON_COPY_FAILED]
-        wait_for(lambda: client.store(b"a" * 32, b"bytes") == 0, 10)
+        wait_for(lambda: client.store(b"a" * 32, b"bytes") == 0)
     assert daemon.status().worker_restarts == 1
     assert "restarting the store worker: no answer for 0.4 s" in daemon.log()
 
@@ -160,7 +160,7 @@ def test_control_killed_under_load(start_spand: Start) -> None:
                 os.kill(daemon.child("control"), signal.SIGKILL)
                 with pytest.raises((EOFError, ConnectionResetError)):
                     client.receive()
-                wait_for(lambda: old.poisoned, 10)
+                wait_for(lambda: old.poisoned)
                 assert old.probe(key, codes).hits == 0
             daemon.wait_ready(2)
         finally:
@@ -170,7 +170,7 @@ def test_control_killed_under_load(start_spand: Start) -> None:
     with RawClient(daemon.socket_dir) as client:
         assert client.epoch != epoch
         for key, payload in payloads.items():
-            wait_for(lambda key=key: client.read(key) != common_pb2.REASON_PENDING, 10)
+            wait_for(lambda key=key: client.read(key) != common_pb2.REASON_PENDING)
             assert client.read(key) == payload
         assert client.store(os.urandom(32), b"new") == 0
     status = daemon.wait_status(lambda s: s.sessions == 1)
@@ -251,9 +251,9 @@ def test_a_bit_flipped_before_a_restart_is_never_served(start_spand: Start, wher
     os.kill(daemon.child("control"), signal.SIGKILL)
     daemon.wait_ready(2)
     with RawClient(daemon.socket_dir) as client:
-        wait_for(lambda: client.read(b"a" * 32) != common_pb2.REASON_PENDING, 10)
+        wait_for(lambda: client.read(b"a" * 32) != common_pb2.REASON_PENDING)
         assert client.read(b"a" * 32) == common_pb2.REASON_MISS
-        wait_for(lambda: client.read(b"b" * 32) == b"good", 10)
+        wait_for(lambda: client.read(b"b" * 32) == b"good")
     assert daemon.status().counters["spans_corrupt"] == 1
 
 
@@ -276,7 +276,7 @@ def test_a_damaged_record_is_dropped_and_counted_once(start_spand: Start) -> Non
         assert (counters["spans_recovered"], counters["spans_recovered_dropped"]) == (1, dropped)
         with RawClient(daemon.socket_dir) as client:
             assert client.read(b"a" * 32) == common_pb2.REASON_MISS
-            wait_for(lambda: client.read(b"b" * 32) == b"good", 10)
+            wait_for(lambda: client.read(b"b" * 32) == b"good")
 
 
 def test_a_full_pool_evicts_what_nobody_leases(spand: Daemon) -> None:

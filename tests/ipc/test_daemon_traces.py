@@ -68,7 +68,7 @@ def test_a_file(start_spand: Start, tmp_path: Path) -> None:
     daemon = start_spand(trace=f"file:{path}")
     session, wire = use(daemon)
     # They come while it runs, not only when it ends.
-    wait_for(lambda: len(path.read_text().splitlines()) == 6, 10)
+    wait_for(lambda: len(path.read_text().splitlines()) == 6)
     check([json.loads(line) for line in path.read_text().splitlines()], session, wire)
 
 
@@ -112,7 +112,7 @@ def test_a_collector_on_a_unix_socket(start_spand: Start, socket_dir: Path) -> N
         try:
             daemon = start_spand(trace=f"otlp:unix:{socket_dir.parent}/otlp")
             use(daemon)
-            wait_for(lambda: len(got) == 6, 20)
+            wait_for(lambda: len(got) == 6)
         finally:
             server.stop(None).wait()
     (commit,) = [span for span in got if span.name == "kmesh.commit"]

@@ -64,10 +64,8 @@ def test_drain_waits_for_what_is_being_written(spand: Daemon) -> None:
 def test_drain_has_a_deadline(spand: Daemon) -> None:
     with engine(spand) as session, operator(spand) as ask:
         session.reserve(ReserveBatch(SPACE.digest(), SHARD, os.urandom(32), [64], [0], [1000]))
-        before = time.monotonic()
         last = list(ask.drain(deadline_ms=300))[-1]
         assert (last.done, last.late, last.reservations) == (False, True, 1)
-        assert 0.25 < time.monotonic() - before < 5
         assert last.elapsed_ms >= 300
 
 
