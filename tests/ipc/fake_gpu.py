@@ -21,12 +21,15 @@ from fake_cuda import MIB, UUIDS, FakeDriver, Gpu
 from kmesh.cuda import driver
 from kmesh.cuda.driver import Attribute
 from kmesh.errors import CudaError, UnsupportedError
+from kmesh.layout import Shard
 from kmesh_spand import gpuworker
 from kmesh_spand.__main__ import main
 
 DIRECTORY = "KMESH_TEST_GPU"
 REAL = "KMESH_TEST_GPU_REAL"
 COMMAND = (sys.executable, __file__)
+#: Of all spans that tests store on a GPU.
+SHARD = Shard(0, 1, 0, 1)
 
 
 def _refuse(name: str) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -30,7 +32,7 @@ TESTS = Path(__file__).parents[1]
 
 
 NAMESPACE = Namespace("m", "w", "float32", 1, 1, 1)
-SHARD = Shard(0, 1, 0, 1)
+SHARD = fake_gpu.SHARD
 
 
 def key(number: int) -> bytes:
@@ -93,7 +95,9 @@ class Faults:
             "command": fake_gpu.COMMAND,
             "env": {
                 fake_gpu.DIRECTORY: str(directory),
-                "PYTHONPATH": os.pathsep.join([environment()["PYTHONPATH"], str(TESTS)]),
+                "PYTHONPATH": os.pathsep.join(
+                    [environment()["PYTHONPATH"], str(TESTS), str(TESTS / "ipc")]
+                ),
                 "CUDA_VISIBLE_DEVICES": "",
                 fake_gpu.REAL: str(int(real)),
             },
@@ -134,6 +138,54 @@ def import_slab(
         return DeviceMemory.open(device, handle.fd, handle.size, writable=writable)
     finally:
         os.close(handle.fd)
+
+
+#: A client that imports and registers every slab, on a driver that fails as ``fake_gpu`` says.
+_IMPORTING = """
+import sys
+import fake_gpu
+from kmesh.cuda.device import Device, see_all
+from kmesh.cuda.slabs import DeviceSlabs
+from kmesh.layout import Shard
+from kmesh.session import Role, Session
+see_all()
+session = Session.connect(sys.argv[1], role=Role.TOOL)
+shard = Shard.from_code(int(sys.argv[4]))
+lease = session.acquire(bytes.fromhex(sys.argv[3]), [shard], device=sys.argv[2])
+assert lease.hits
+with Device(fake_gpu.load(), sys.argv[2]) as device, DeviceSlabs(session, device) as slabs:
+    for number in range(session.welcome.slab_count):
+        slabs.slab(number)
+    print("done", flush=True)
+    sys.stdin.read()
+"""
+#: Calls of the driver that it makes, in their order.
+IMPORT_STEPS = (
+    *("retain_context", "register", "device_pointer", "allocate", "copy", "read"),
+    *("create", "export_fd", "import_fd", "reserve", "map", "set_access"),
+)
+
+
+@contextmanager
+def importing(
+    daemon: Daemon, faults: Faults, device: Device, keys: bytes, shard: Shard = SHARD
+) -> Iterator[subprocess.Popen[bytes]]:
+    """Another process that imports all slabs; it is killed at the end, if it still runs.
+
+    It leases ``keys`` on the GPU, and says "done" when it has all slabs.
+    """
+    arguments = [str(daemon.socket_dir), device.uuid, keys.hex(), str(shard.code())]
+    pipe = subprocess.PIPE
+    with subprocess.Popen(
+        [sys.executable, "-c", _IMPORTING, *arguments],
+        env={**environment(), **faults.settings["env"]},
+        stdin=pipe,
+        stdout=pipe,
+    ) as process:
+        try:
+            yield process
+        finally:
+            process.kill()
 
 
 def ledger(status: admin_pb2.StatusResponse) -> tuple[Any, ...]:

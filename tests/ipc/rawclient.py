@@ -127,7 +127,7 @@ class RawClient:
         return handle, fds[0]
 
     def reserve(
-        self, keys: list[bytes], length: int, salt: bytes = b""
+        self, keys: list[bytes], length: int, salt: bytes = b"", device: str = ""
     ) -> spans_pb2.ReserveResponse:
         count = len(keys)
         return self.call(
@@ -139,6 +139,7 @@ class RawClient:
                 start=[64 * n for n in range(count)],
                 length=[length] * count,
                 salt=salt,
+                device=device,
             )
         )[0]
 
@@ -146,22 +147,22 @@ class RawClient:
         request = spans_pb2.CommitRequest(reservation=reservations, staging_offset=offsets)
         return list(self.call(commit=request)[0].reason)
 
-    def store(self, key: bytes, payload: bytes, salt: bytes = b"") -> int:
+    def store(self, key: bytes, payload: bytes, salt: bytes = b"", device: str = "") -> int:
         """Reserve, write, commit; returns the Reason."""
         if self.staging is None:
             self.attach_staging(max(1 << 20, -(-len(payload) // 4096) * 4096))
         assert self.staging is not None
-        reserved = self.reserve([key], len(payload), salt)
+        reserved = self.reserve([key], len(payload), salt, device)
         if reserved.reason[0]:
             return int(reserved.reason[0])
         self.staging[: len(payload)] = payload
         return self.commit(list(reserved.reservation), [0])[0]
 
     def acquire(
-        self, keys: list[bytes], *, prefix: bool = False, salt: bytes = b""
+        self, keys: list[bytes], *, prefix: bool = False, salt: bytes = b"", device: str = ""
     ) -> spans_pb2.AcquireResponse:
         request = spans_pb2.AcquireRequest(
-            keys=b"".join(keys), shards=[SHARD], prefix=prefix, salt=salt
+            keys=b"".join(keys), shards=[SHARD], prefix=prefix, salt=salt, device=device
         )
         return self.call(acquire=request)[0]
 
