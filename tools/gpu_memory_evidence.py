@@ -22,7 +22,7 @@ from demo.evidence import hardware, versions
 from tools.verify_evidence import derive
 
 ROOT = Path(__file__).resolve().parent.parent
-TESTS = ("tests/gpu/test_gpu_memory.py",)
+TESTS = ("tests/gpu/test_gpu_memory.py", "tests/gpu/test_gpu_faults.py")
 
 
 def read_tests(report: Path) -> list[dict[str, Any]]:

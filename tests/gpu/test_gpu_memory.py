@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import statistics
@@ -10,9 +9,8 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 from daemon_process import Daemon, environment, wait_for
@@ -22,9 +20,8 @@ from probe import readiness, samples
 
 from kmesh import errors
 from kmesh.cli import gpu
-from kmesh.cuda import driver as cuda
 from kmesh.cuda import proof
-from kmesh.cuda.device import Device, see_all
+from kmesh.cuda.device import Device
 from kmesh.cuda.memory import DeviceMemory, Registration
 from kmesh.cuda.reading import read_span
 from kmesh.cuda.slabs import DeviceSlabs
@@ -36,64 +33,12 @@ from kmesh_spand.memory import make_memfd, reopen_read_only
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not os.path.exists("/dev/nvidiactl"), reason="no NVIDIA GPU"),
+    pytest.mark.usefixtures("vram"),
 ]
 
 MIB, GIB = 1 << 20, 1 << 30
 Start = Callable[..., Daemon]
 Record = Callable[[str, object], None]
-
-
-@pytest.fixture
-def record(record_property: Callable[[str, object], None]) -> Record:
-    """Takes down what the evidence of a run is made of."""
-    return lambda name, value: record_property(name, json.dumps(value))
-
-
-@pytest.fixture(scope="module")
-def nvml() -> Iterator[Callable[[], int]]:
-    """Bytes of the GPU that are used, by whoever."""
-    pynvml = pytest.importorskip("pynvml")
-    pynvml.nvmlInit()
-    handle = pynvml.nvmlDeviceGetHandleByIndex(0)
-    see_all()
-    # What the first context of a process leaves is not left by a test.
-    Device(cuda.load(), "0").close()
-    yield lambda: int(pynvml.nvmlDeviceGetMemoryInfo(handle).used)
-    pynvml.nvmlShutdown()
-
-
-@pytest.fixture(autouse=True)
-def vram(nvml: Callable[[], int], record: Record) -> Iterator[None]:
-    """The GPU's memory is used as much after a test as before it."""
-    before = nvml()
-    yield
-    try:
-        wait_for(lambda: nvml() == before, 30)
-    finally:
-        record("vram_before", before)
-        record("vram_after", nvml())
-
-
-@pytest.fixture
-def device() -> Iterator[Device]:
-    with Device(cuda.load(), "0") as opened:
-        yield opened
-
-
-@pytest.fixture
-def faults(tmp_path: Path) -> Faults:
-    return Faults(tmp_path / "faults", real=True)
-
-
-@pytest.fixture
-def start(start_spand: Start, faults: Faults) -> Start:
-    """A daemon with 256 MiB in four slabs on the GPU. No GPU is visible in its environment."""
-
-    def begin(**settings: Any) -> Daemon:
-        usual = {"gpu": "0", "gpu_memory": "256MiB", "gpu_slab_size": "64MiB"}
-        return start_spand(**{**faults.settings, **usual, **settings})
-
-    return begin
 
 
 def test_doctor_proves_every_rung(start: Start, nvml: object, record: Record) -> None:

@@ -4,7 +4,8 @@ With ``REAL`` set it is the machine's own driver, which fails in the same ways.
 
 A file named after a method of the driver, in the directory that the environment names, makes
 that method fail; what is in it is the error's number and name. ``hang`` instead of a name makes
-it wait, as long as the file is there, and say so with a file of the suffix ``.reached``. ``gpus``
+it wait, as long as the file is there, and say so with a file of the suffix ``.reached``. ``break``
+lets a kernel of the machine's GPU write where nothing is, which takes the context. ``gpus``
 says how many there are, ``with_dma_buf`` that they have DMA-BUFs.
 """
 
@@ -36,10 +37,25 @@ def _refuse(name: str) -> None:
     file = Path(os.environ[DIRECTORY], name)
     while file.exists():
         code, _, text = file.read_text().partition(" ")
+        if text == "break":
+            _break_context()
+            return
         if text != "hang":
             raise CudaError(name, int(code), text)
         file.with_suffix(".reached").touch()
         time.sleep(0.02)
+
+
+def _break_context() -> None:
+    import cupy
+
+    kernel = cupy.RawKernel('extern "C" __global__ void wild(int* p) { *p = 1; }', "wild")
+    try:
+        kernel((1,), (1,), (cupy.uint64(1 << 60),))
+        cupy.cuda.runtime.deviceSynchronize()
+    except cupy.cuda.runtime.CUDARuntimeError:
+        return
+    raise AssertionError("the GPU wrote where nothing is")
 
 
 class Failing:
