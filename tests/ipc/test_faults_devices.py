@@ -249,6 +249,27 @@ def test_slabs_that_control_had_no_descriptor_for_come_later(
     assert daemon.status().control_restarts == 0
 
 
+def test_slabs_that_the_supervisor_had_no_descriptor_for_are_made_anew(
+    start_gpu: Start, gpu_faults: Faults, gpu_device: Device
+) -> None:
+    """It is the supervisor that keeps them alive: what it did not get is gone with its maker."""
+    gpu_faults.begin("create", "0 hang")
+    daemon = start_gpu(errors=True, ready=False)
+    wait_for(lambda: gpu_faults.reached("create"), PATIENCE)
+    first = daemon.child("gpu0")
+    with without_files(daemon.pid):
+        gpu_faults.end("create")
+        wait_for(lambda: "no file descriptor is left for a slab" in daemon.log(), PATIENCE)
+        wait_for(lambda: "a device worker could not be started" in daemon.log(), PATIENCE)
+    daemon.wait_ready()
+    assert daemon.child("gpu0") != first
+    status = daemon.wait_status(lambda s: s.gpus[0].slabs == 4, PATIENCE)
+    assert status.gpus[0].slab_bytes == 16 * MIB
+    assert sum(vram(daemon.pid).values()) == 4
+    with import_slab(daemon, gpu_device, 1) as seen:
+        assert seen.read(0, 7) == bytes(7)
+
+
 def test_slabs_are_told_also_to_a_control_that_does_not_read(
     start_gpu: Start, gpu_faults: Faults, gpu_device: Device
 ) -> None:

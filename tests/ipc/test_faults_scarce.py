@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from daemon_process import Daemon, wait_for
 from leaks import open_fds
-from probe import Faults, wait_for_reasons
+from probe import Faults, wait_for_reasons, without_files
 from rawclient import RawClient, Refused
 from scarce import each_allocation, scarce
 
@@ -199,3 +199,22 @@ def test_limits_of_the_kernel_on_a_running_daemon(start_spand: Start) -> None:
     status = daemon.wait_status(lambda s: s.sessions == 1 and not s.staging_bytes, 30)
     assert (status.control_restarts, status.worker_restarts, status.reservations) == (0, 0, 0)
     assert status.counters["spans_copy_failed"] == 1
+
+
+def test_staging_that_the_worker_has_no_descriptor_for_fails_its_own_copies(
+    start_spand: Start,
+) -> None:
+    daemon = start_spand(errors=True)
+    daemon.wait_populated()
+    worker = daemon.child("worker")
+    with RawClient(daemon.socket_dir) as before, RawClient(daemon.socket_dir) as without:
+        assert before.store(b"a" * 32, b"bytes") == 0
+        with without_files(worker):
+            without.attach_staging(1 << 20)
+            assert without.store(b"b" * 32, b"bytes") == common_pb2.REASON_COPY_FAILED
+            assert before.store(b"c" * 32, b"bytes") == 0
+        assert "staging: no file descriptor is left for it" in daemon.log()
+        with RawClient(daemon.socket_dir) as after:
+            assert after.store(b"b" * 32, b"bytes") == 0
+    assert daemon.child("worker") == worker
+    assert daemon.status().worker_restarts == 0
