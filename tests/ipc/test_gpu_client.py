@@ -17,7 +17,7 @@ from daemon_process import Daemon, environment
 from fake_cuda import MIB, UUIDS, FakeDriver, Gpu
 from rawclient import RawClient
 
-from kmesh import errors, layout
+from kmesh import dmabuf, errors, layout
 from kmesh.cli import gpu
 from kmesh.cuda import driver as cuda
 from kmesh.cuda import proof
@@ -240,11 +240,11 @@ def test_doctor_sees_faults(examine: Examine, fault: str, rung: str, words: str)
 def test_doctor_reads_what_the_kernel_says_of_a_dma_buf(
     examine: Examine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    said = {"exp_name": "nv_dmabuf", "size": str(2 * MIB)}
-    monkeypatch.setattr(gpu, "fdinfo", lambda _: said)
+    size = 2 * MIB
+    monkeypatch.setattr(dmabuf, "look", lambda _: dmabuf.Info(dmabuf.NVIDIA, size))
     seen = ("ok", f"exporter nv_dmabuf, {2 * MIB} bytes")
     assert examine("dma-buf")["gpu dma-buf"] == seen
-    said["size"] = "4096"
+    size = 4096
     assert examine("dma-buf")["gpu dma-buf"][0] == "fail"
 
 

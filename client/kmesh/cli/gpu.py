@@ -12,7 +12,7 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
-from kmesh import errors
+from kmesh import dmabuf, errors
 from kmesh.cli.checks import Check, attempt
 from kmesh.cli.render import size as shown
 from kmesh.cuda import driver as cuda
@@ -186,21 +186,15 @@ def _read_only(device: Device, exporter: _Exporter, peer: Sequence[str]) -> Chec
     return Check("gpu read-only", "ok", seen)
 
 
-def fdinfo(fd: int) -> dict[str, str]:
-    """What the kernel says of a file descriptor, by name."""
-    with open(f"/proc/self/fdinfo/{fd}") as file:
-        pairs = (line.partition(":") for line in file)
-        return {name.strip(): value.strip() for name, _, value in pairs}
-
-
 def _dma_buf(exporter: _Exporter) -> Check:
     if exporter.dma_buf < 0:
         return Check("gpu dma-buf", "skip", exporter.why_no_dma_buf)
-    said = fdinfo(exporter.dma_buf)
-    if "exp_name" not in said:
+    try:
+        said = dmabuf.look(exporter.dma_buf)
+    except errors.ProtocolError:
         return Check("gpu dma-buf", "fail", "what the driver gave is no DMA-BUF")
-    seen = f"exporter {said['exp_name']}, {said.get('size', '?')} bytes"
-    if said.get("size") != str(exporter.size):
+    seen = f"exporter {said.exporter}, {said.size} bytes"
+    if said.size != exporter.size:
         return Check("gpu dma-buf", "fail", f"{seen}, of {exporter.size}")
     return Check("gpu dma-buf", "ok", seen)
 
