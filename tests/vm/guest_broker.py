@@ -32,7 +32,7 @@ MIB = 1 << 20
 SHARD = Shard(0, 1, 0, 1)
 LIMIT = Path("/sys/module/udmabuf/parameters/size_limit_mb")
 WISH: Preferences = {Tier.HOST: (HandleKind.DMA_BUF, HandleKind.MEMFD)}
-_NO_FILES = r"Too many open files|store worker died"
+_NO_FILES = r"Too many open files|no file descriptor left"
 #: The machine is slow, and what runs it may be busy.
 PATIENCE = 180.0
 TIMEOUT = 60.0
@@ -91,7 +91,7 @@ def whole_slab(session: Session, slab: int) -> None:
 
 @pytest.fixture(scope="module")
 def daemon(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Daemon]:
-    # A test takes the store worker's way to control away.
+    # A test lets it have no file descriptor more.
     made = Daemon(Path("/run/kmesh-vm/s"), ready=False, dma_buf="slabs", errors=True, **SMALL)
     try:
         yield made
