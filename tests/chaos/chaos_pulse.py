@@ -62,6 +62,4 @@ class Pulse:
         struct.pack_into("<Q", self._page, at, before + number)
 
     def counts(self) -> Counter[str]:
-        return Counter(
-            dict(zip(COUNTED, _COUNTS.unpack_from(self._page, _COUNTS_AT), strict=True))
-        )
+        return Counter(dict(zip(COUNTED, _COUNTS.unpack_from(self._page, _COUNTS_AT), strict=True)))

@@ -129,9 +129,7 @@ class Storm:
 
     def later(self, seconds: float, troubling: bool, act: Callable[[], None]) -> None:
         """``act`` ends a fault."""
-        heapq.heappush(
-            self._undo, (time.monotonic() + seconds, self.done.total(), troubling, act)
-        )
+        heapq.heappush(self._undo, (time.monotonic() + seconds, self.done.total(), troubling, act))
 
     def calm(self) -> None:
         """Ends all faults that last."""

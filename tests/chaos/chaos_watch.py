@@ -76,7 +76,9 @@ def check_status(status: admin_pb2.StatusResponse) -> None:
 def check_rest(status: admin_pb2.StatusResponse) -> None:
     """All clients are gone: nothing is held."""
     held = (status.sessions, status.leases, status.reservations, status.staging_bytes)
-    require(held == (1, 0, 0, 0), f"held by nobody (sessions, leases, reservations, staging): {held}")
+    require(
+        held == (1, 0, 0, 0), f"held by nobody (sessions, leases, reservations, staging): {held}"
+    )
     require(not status.leased_bytes, f"pinned by nobody: {status.leased_bytes} bytes")
     require(not status.draining, "still draining")
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import resource
 import signal
 from collections.abc import Callable
 from pathlib import Path
@@ -62,6 +63,26 @@ def test_spans_are_stored_on_the_gpu_that_is_named(start_gpu: Start, gpu_device:
     uid = os.getuid()
     assert [tenant.name for tenant in status.tenants] == [str(uid), f"{uid}@gpu0"]
     assert status.tenants[1].spans == 3
+
+
+def test_staging_is_had_by_all_workers_or_by_none(start_gpu: Start, gpu_device: Device) -> None:
+    """Control has too few file descriptors, one more each time."""
+    daemon = start_gpu(gpu="0,1")
+    control = daemon.child("control")
+    with client(daemon, gpu_device, staging=0) as ours:
+        limits = resource.prlimit(control, resource.RLIMIT_NOFILE)
+        before = open_fds(control)
+        for few in range(12):
+            resource.prlimit(control, resource.RLIMIT_NOFILE, (before.total() + few, limits[1]))
+            try:
+                ours.staging = ours.session.staging(1 << 20)
+                break
+            except errors.Exhausted:
+                assert not open_fds(control) - before
+            finally:
+                resource.prlimit(control, resource.RLIMIT_NOFILE, limits)
+        for number, device in enumerate(("", *UUIDS)):
+            assert ours.put([number], [b"bytes"], device) == [0]
 
 
 def test_a_large_span_is_moved_in_pieces(start_gpu: Start, gpu_device: Device) -> None:
