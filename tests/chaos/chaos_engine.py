@@ -176,7 +176,8 @@ class Engine(Member):
             if time.monotonic() > until:
                 self.broken("nothing can be stored within a minute")
                 return
-            self.put([Name(number % FULL)], b"", 0, "")
+            # A salt of a user has a place of its own, or none: one of them has.
+            self.put([Name(number % FULL, SPAN_TOKENS, number % len(SALTS))], b"", 0, "")
             time.sleep(0.02)
         for place in self.places:
             for some in (*names, *tails):
