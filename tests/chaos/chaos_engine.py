@@ -198,7 +198,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("sockets")
     parser.add_argument("pulse", type=Path)
-    for name in ("seed", "number", "life", "uid", "gpus"):
+    for name in ("seed", "number", "life", "uid", "gpus", "lie"):
         parser.add_argument(f"--{name}", type=int, default=0)
     parser.add_argument("--audit", action="store_true")
     options = parser.parse_args()

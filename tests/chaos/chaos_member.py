@@ -154,8 +154,9 @@ class Member:
     def batch(
         self, names: list[Name], sub_keys: bytes, shard: int, place: str
     ) -> tuple[ReserveBatch, list[bytes]]:
-        """Spans of one shard and salt, and their payloads."""
-        payloads = [payload(self.uid, place, name, shard) for name in names]
+        """Spans of one shard and salt, and their payloads (those of nobody, if we are to lie)."""
+        uid = self.uid + self.options.lie
+        payloads = [payload(uid, place, name, shard) for name in names]
         batch = ReserveBatch(
             NAMESPACE.digest(),
             SHARDS[shard],

@@ -13,7 +13,7 @@ import time
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from chaos_cast import SLACK, Client, Rude, is_root
 from chaos_end import finish
@@ -33,7 +33,13 @@ _HARMLESS = ("rude", "flip")
 
 
 class Storm:
-    """One run. ``run`` raises Broken as soon as something does not hold."""
+    """One run. ``run`` raises Broken as soon as something does not hold.
+
+    Attributes:
+        arguments: further ones of all clients.
+    """
+
+    arguments: ClassVar[dict[str, int]] = {}
 
     def __init__(
         self, directory: Path, events: Events, *, seed: int, seconds: float, shape: str
@@ -56,7 +62,8 @@ class Storm:
 
     def client(self, number: int, uid: int) -> Client:
         gpus = 2 if self.shape == "gpus" else 0
-        made = Client(number, self.directory, {"seed": self.seed, "uid": uid, "gpus": gpus})
+        arguments = {"seed": self.seed, "uid": uid, "gpus": gpus, **self.arguments}
+        made = Client(number, self.directory, arguments)
         self.clients.append(made)
         return made
 
