@@ -26,6 +26,7 @@ class Client:
     Attributes:
         killed: it may end by SIGKILL.
         excused: until then (monotonic) its calls are late, because it was stopped.
+        latest: seconds past its deadline of the call that was latest, as far as was seen.
     """
 
     def __init__(self, number: int, directory: Path, arguments: dict[str, int]) -> None:
@@ -39,7 +40,7 @@ class Client:
         self._read = 0
         self.lives = 0
         self.killed = False
-        self.excused = 0.0
+        self.excused = self.latest = 0.0
         self.process: subprocess.Popen[bytes] | None = None
 
     @property
@@ -98,6 +99,7 @@ class Client:
             return
         name, began, seconds = call
         late = time.monotonic() - max(began, self.excused) - seconds
+        self.latest = max(self.latest, late)
         require(late < SLACK, f"{self.name} hangs: {name} is {late:.0f} s past its deadline")
 
     def tail(self) -> str:

@@ -23,6 +23,7 @@ from chaos_watch import (
     require,
 )
 
+from kmesh.layout import tiles
 from kmesh.v1 import admin_pb2
 
 if TYPE_CHECKING:
@@ -50,7 +51,7 @@ def finish(storm: Storm) -> None:
     storm.events.add("clients gone")
     # The driver of a GPU takes its time. What load does to readiness ends with the audit's stores.
     storm.wait(lambda: _serves(house), RECOVERY, "serving")
-    _until(storm, lambda call: check_rest(_status(call)), "nothing is held")
+    _until(storm, lambda call: _at_rest(storm, call), "nothing is held")
     for at, uid in enumerate(storm.uids()):
         audit = storm.client(-1 - at, uid)
         audit.start("--audit")
@@ -58,9 +59,9 @@ def finish(storm: Storm) -> None:
         storm.turn(looking=False)
     storm.events.add("audited")
     storm.wait(lambda: house.look(False) == set(), RECOVERY, "readiness")
-    _until(storm, _exact, "the ledger is exact")
+    _until(storm, lambda call: _exact(storm, call), "the ledger is exact")
     house.status()
-    _until(storm, _evict_all, "everything was evicted")
+    _until(storm, lambda call: _evict_all(storm, call), "everything was evicted")
     house.status()
     storm.wait(lambda: not house.grown_descriptors(), SLACK, _Grown(storm))
     family = house.family()
@@ -103,15 +104,36 @@ def _status(call: Call) -> admin_pb2.StatusResponse:
     return status
 
 
-def _exact(call: Call) -> None:
+def _at_rest(storm: Storm, call: Call) -> None:
+    status = _status(call)
+    check_rest(status)
+    storm.ledger |= {
+        "leases": status.leases,
+        "reservations": status.reservations,
+        "staging_bytes": status.staging_bytes,
+        "leased_bytes": status.leased_bytes,
+    }
+
+
+def _exact(storm: Storm, call: Call) -> None:
     status, spans = _status(call), list_all(call)
     check_rest(status)
     check_spans(status, spans)
+    storm.ledger |= {
+        "spans": status.spans,
+        "span_bytes": status.span_bytes,
+        "used_bytes": sum(slab.used for slab in status.slabs),
+        "listed_spans": len(spans),
+        "listed_bytes": sum(span.length for span in spans),
+        "listed_tiles": sum(tiles(span.length) for span in spans),
+    }
 
 
-def _evict_all(call: Call) -> None:
+def _evict_all(storm: Storm, call: Call) -> None:
     call("Evict", admin_pb2.EvictRequest(all=True))
-    check_empty(_status(call))
+    status = _status(call)
+    check_empty(status)
+    storm.ledger["used_bytes_of_nothing"] = sum(slab.used for slab in status.slabs)
 
 
 def _until(storm: Storm, check: Callable[[Call], None], what: str) -> None:

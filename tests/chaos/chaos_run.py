@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import datetime
 import shutil
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -62,9 +64,27 @@ def summary(storm: Storm, took: float) -> dict[str, Any]:
             "recovery_seconds": house.recoveries,
             "counters_seen": house.counters,
         },
-        # Each of these ends a run at once.
-        "wrong_bytes": 0,
-        "hung_calls": 0,
-        "leaked_bytes": 0,
         "corruptions_explained": storm.explained,
+        "reports": dict(Counter(row["report"] for row in storm.events.rows if "report" in row)),
+        "latest_call_seconds": round(max(client.latest for client in storm.clients), 2),
+        "ledger": storm.ledger,
     }
+
+
+def evidence(runs: list[dict[str, Any]], command: str) -> dict[str, Any]:
+    """Runs in the form of evidence/README.md."""
+    from demo.evidence import _git, hardware, versions
+    from tools.verify_evidence import derive
+
+    made: dict[str, Any] = {
+        "kind": "chaos",
+        "label": "functional, CPU",
+        "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
+        "command": command,
+        "commit": _git("rev-parse", "HEAD"),
+        "clean": not _git("status", "--porcelain", "--untracked-files=no"),
+        "hardware": hardware(),
+        "versions": versions(),
+        "raw": {"runs": runs},
+    }
+    return {**made, "derived": derive(made)}

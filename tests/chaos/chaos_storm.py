@@ -51,6 +51,7 @@ class Storm:
         self.done: Counter[str] = Counter()
         self.missed: Counter[str] = Counter()
         self.explained = 0
+        self.ledger: dict[str, int] = {}
         self._flips: list[tuple[int, int]] = []
         self._undo: list[tuple[float, int, bool, Callable[[], None]]] = []
         self._looked = self._asked = 0.0
