@@ -64,6 +64,10 @@ class Client:
                 env=env,
             )
 
+    def began(self) -> bool:
+        """Whether this life of it has got as far as to say so."""
+        return self.pulse.counts()["lives"] == self.lives
+
     def reports(self) -> list[dict[str, Any]]:
         """What it has said since the last time; a traceback is something broken."""
         with self._log_path.open("rb") as log:

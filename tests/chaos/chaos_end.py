@@ -39,7 +39,7 @@ def finish(storm: Storm) -> None:
     storm.wait(lambda: house.look(False) is not None, RECOVERY, "an answer")
     for client in storm.clients:
         # A client that is started at this moment would not know the signal yet.
-        storm.wait(lambda client=client: client.pulse.counts()["lives"] == client.lives, 60, "life")
+        storm.wait(client.began, 60, f"the beginning of {client.name}")
         if client.pid:
             os.kill(client.pid, signal.SIGTERM)
     assert storm.rude is not None

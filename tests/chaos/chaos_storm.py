@@ -180,6 +180,9 @@ class Storm:
             return self.clients[int(target.removeprefix("client"))].pid
         return self.house.process(target)
 
+    def _client(self, fault: Fault) -> Client:
+        return self.clients[int(fault.target.removeprefix("client"))]
+
     def _kill(self, fault: Fault, pid: int) -> bool:
         if fault.target == "daemon":
             self._kill_daemon()
@@ -187,7 +190,7 @@ class Storm:
         if not pid:
             return False
         if fault.target.startswith("client"):
-            self.clients[int(fault.target.removeprefix("client"))].killed = True
+            self._client(fault).killed = True
         os.kill(pid, signal.SIGKILL)
         return True
 
@@ -196,7 +199,7 @@ class Storm:
             return False
         client = None
         if fault.target.startswith("client"):
-            client = self.clients[int(fault.target.removeprefix("client"))]
+            client = self._client(fault)
         handle = os.pidfd_open(pid)
 
         def go_on() -> None:
@@ -288,10 +291,11 @@ class Storm:
         return True
 
     def _files(self, fault: Fault, pid: int) -> bool:
-        if not pid:
+        ours = not fault.target.startswith("client")
+        # A Python that is still loading is not what is tested.
+        if not pid or not (ours or self._client(fault).began()):
             return False
         few = open_fds(pid).total() + fault.draw % 4
-        ours = not fault.target.startswith("client")
         return self._limit(pid, resource.RLIMIT_NOFILE, few, fault.seconds, ours)
 
     def _memory(self, fault: Fault, pid: int) -> bool:
