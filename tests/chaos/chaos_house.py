@@ -70,6 +70,8 @@ class House:
         }
         if shape == "gpus":
             self._settings |= {"gpu_memory": "4MiB", "gpu_slab_size": "2MiB", "gpu": "0,1"}
+        elif shape == "hardened":
+            self._settings["hardened"] = "true"
         elif is_root():
             self._settings |= {"allow_uids": f"0,{NOBODY}", "socket_mode": "0666"}
         self.daemon: Daemon | None = None

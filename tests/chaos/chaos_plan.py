@@ -7,8 +7,8 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from typing import Any
 
-#: How the daemon of a run is made: two uids that are kept apart, or two GPUs.
-SHAPES = ("uids", "gpus")
+#: How the daemon of a run is made: sealed slabs, two GPUs, or two uids that are kept apart.
+SHAPES = ("hardened", "gpus", "uids")
 #: Seconds between two faults, in the mean.
 GAP = 0.8
 

@@ -204,7 +204,7 @@ def test_a_run_that_is_interrupted_ends_all_that_it_started(kept: Path) -> None:
     )
     try:
         assert process.stderr is not None
-        assert process.stderr.readline() == "SEED=3 (gpus)\n"
+        assert process.stderr.readline() == "SEED=3 (hardened)\n"
         wait_for(lambda: any("begin" in path.read_text() for path in kept.glob("*/ev*")), 60)
         assert process.poll() is None
         family = process_tree(process.pid)
@@ -222,13 +222,13 @@ def test_a_run_that_is_interrupted_ends_all_that_it_started(kept: Path) -> None:
 def test_the_command_refuses_and_shows(capfd: pytest.CaptureFixture[str]) -> None:
     command = [sys.executable, str(HERE)]
     shown = subprocess.run(
-        [*command, "--plan", "--seconds=20", "--seed=5"],
+        [*command, "--plan", "--seconds=20", "--seed=4"],
         env=environment(),
         capture_output=True,
         text=True,
         timeout=60,
     )
-    plan = [fault.to_json() for fault in schedule(5, 20, "gpus", CLIENTS)]
+    plan = [fault.to_json() for fault in schedule(4, 20, "gpus", CLIENTS)]
     assert [json.loads(line) for line in shown.stdout.splitlines()] == plan
     refused = subprocess.run(
         [*command, "--seconds=1"], env=environment(), capture_output=True, text=True, timeout=60
