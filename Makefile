@@ -13,6 +13,11 @@ DEMO_ARGS ?=
 BENCH ?=
 BENCH_ARGS ?=
 BENCH_RESULT ?=
+# The shell that makes runs recipes in has a variable of this name.
+SECONDS := 60
+SEED ?=
+STEPS ?= 1000000
+CHAOS_ARGS ?=
 
 VENV := .venv
 PY := $(VENV)/bin/python
@@ -103,6 +108,14 @@ test-vm: env native ## DMA-BUFs in a virtual machine (root on Debian; downloads 
 .PHONY: test-gpu
 test-gpu: env native ## what needs an NVIDIA GPU (PYTEST_ARGS=...)
 	@$(PY) -m pytest -m gpu $(PYTEST_ARGS)
+
+.PHONY: chaos
+chaos: env native ## a daemon under faults that a seed decides (SECONDS=60, SEED=..., CHAOS_ARGS=--plan)
+	@$(PY) tests/chaos --seconds $(SECONDS) $(if $(SEED),--seed $(SEED)) $(CHAOS_ARGS)
+
+.PHONY: model-check
+model-check: env native ## random walks through the core (STEPS=1000000, SEED=...)
+	@$(PY) tests/unit/core/model_check.py --steps $(STEPS) $(if $(SEED),--seed $(SEED))
 
 .PHONY: model
 model: env ## prepare the demo's model in .cache/models

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import errno
+import logging
 import os
 import resource
 import signal
@@ -13,9 +15,13 @@ import time
 from collections.abc import Callable, Collection, Iterable
 from typing import NoReturn
 
+logger = logging.getLogger(__name__)
+
 _PR_SET_PDEATHSIG = 1
 _PR_SET_NAME = 15
 _POLL_SECONDS = 0.005
+#: The machine's limits, not our bugs; met anywhere, also while code is loaded.
+_SCARCE = (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOSPC)
 
 
 def fork(name: str, keep: Collection[int], main: Callable[[], int]) -> int:
@@ -71,6 +77,11 @@ def _run(name: str, parent: int, keep: Collection[int], main: Callable[[], int])
         status = main()
     except SystemExit as leaving:
         status = leaving.code if isinstance(leaving.code, int) else 1
+    except OSError as failed:
+        if failed.errno in _SCARCE:
+            logger.error("%s could not go on: %s", name, failed)
+        else:
+            sys.excepthook(*sys.exc_info())
     except BaseException:
         sys.excepthook(*sys.exc_info())
     finally:

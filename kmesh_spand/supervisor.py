@@ -425,7 +425,8 @@ class Supervisor:
             self._worker_pid = self._worker_killed_by = 0
         self._worker_at = None
         self._gpus.end_lives()
-        if not self._control_worked and not self._stop_signal:
+        # One that ended by itself would again. One that was killed may have had sessions already.
+        if not self._control_worked and status >= 0 and not self._stop_signal:
             logger.error("control could not start")
             self._failed = 1
         self._control_at = self._control_backoff.died(now)

@@ -104,7 +104,45 @@ def derive_gpu_memory(raw: Mapping[str, Any]) -> dict[str, float]:
     }
 
 
+def derive_chaos(raw: Mapping[str, Any]) -> dict[str, float]:
+    """Sums over chaos runs; what must be nothing is worked out from the ledgers at their ends."""
+    runs = raw["runs"]
+    ends = [run["ledger"] for run in runs]
+    held = ("leases", "reservations", "staging_bytes", "leased_bytes", "used_bytes_of_nothing")
+    times = [seconds for run in runs for seconds in run["daemon"]["recovery_seconds"]]
+    return {
+        "runs": len(runs),
+        "seconds": sum(run["seconds"] for run in runs),
+        "faults": sum(sum(run["faults"].values()) for run in runs),
+        "kinds_of_faults": len({name for run in runs for name in run["faults"]}),
+        "operations": sum(run["clients"]["ops"] for run in runs),
+        "spans_read": sum(run["clients"]["read_ok"] for run in runs),
+        "gib_read": sum(run["clients"]["read_bytes"] for run in runs) / 2**30,
+        "clients_started": sum(run["clients"]["lives"] for run in runs),
+        "daemons_started": sum(run["daemon"]["lives"] for run in runs),
+        "processes_died": sum(sum(run["daemon"]["deaths"].values()) for run in runs),
+        "spans_recovered": sum(run["daemon"]["counters_seen"]["spans_recovered"] for run in runs),
+        "corruptions_found": sum(run["corruptions_explained"] for run in runs),
+        "unexplained": sum(
+            run["reports"].get("broken", 0)
+            + run["reports"].get("corrupt", 0)
+            - run["corruptions_explained"]
+            for run in runs
+        ),
+        "latest_call_s": max(run["latest_call_seconds"] for run in runs),
+        "left": sum(end[name] for end in ends for name in held),
+        "ledger_off_bytes": sum(
+            abs(end["span_bytes"] - end["listed_bytes"])
+            + abs(end["used_bytes"] - 65536 * end["listed_tiles"])
+            for end in ends
+        ),
+        "recovery_median_s": _median(times),
+        "recovery_max_s": max(times),
+    }
+
+
 DERIVE: dict[str, Callable[[Mapping[str, Any]], dict[str, float]]] = {
+    "chaos": derive_chaos,
     "demo": derive_demo,
     "bench": derive_bench,
     "gpu-memory": derive_gpu_memory,

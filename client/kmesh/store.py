@@ -33,6 +33,8 @@ def put_spans(
     Raises:
         ConfigError: a payload has another length than ``batch`` says, or is larger than the
             staging. Nothing was stored then.
+        KMeshError: as ``Session.reserve`` and ``commit``. Either the staging may be written again,
+            or the session was closed, since nobody could say so.
     """
     if len(payloads) != len(batch):
         raise errors.ConfigError(f"payloads: {len(payloads)} for {len(batch)} spans")
@@ -62,7 +64,11 @@ def put_spans(
             wanted = wanted[len(offsets) :]
     except BaseException:
         if not session.closed and wanted:
-            session.abort([reserved.reservation[i] for i in wanted])
+            try:
+                session.abort([reserved.reservation[i] for i in wanted])
+            except errors.KMeshError:
+                # The daemon may still read the staging, and serve what it finds there.
+                session.close()
         raise
     return reasons
 

@@ -131,12 +131,15 @@ class Gpus:
 
         Raises:
             InvalidArgument: the daemon has no memory there.
+            Unavailable: it may have some, on a GPU that no worker has found yet.
         """
         if not device:
             return 0
         for number, gpu in enumerate(self.gpus):
             if gpu.device == device:
                 return number + 1
+        if not all(gpu.device for gpu in self.gpus):
+            raise errors.Unavailable("not all of the daemon's GPUs were found yet", field=field)
         raise errors.InvalidArgument("the daemon has no memory on this GPU", field=field)
 
     def device(self, slab: int) -> str:

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import logging
 import os
 from collections.abc import Callable, Sequence
 
 from kmesh_spand.control.storeworker import Made, StoreWorker
 from kmesh_spand.core import effects
-
-logger = logging.getLogger(__name__)
 
 
 class Workers:
@@ -48,18 +45,24 @@ class Workers:
         self._of(slab).export(slab, offset, length, made)
 
     def add_staging(self, session: int, fd: int, size: int) -> None:
-        """All of them may read from it."""
-        self.host.add_staging(session, fd, size)
-        for gpu in self.gpus:
-            copy = -1
-            try:
+        """All of them may read from it, or none.
+
+        Raises:
+            OSError: no file descriptor is left; ``fd`` stays the caller's.
+        """
+        try:
+            for gpu in self.gpus:
                 copy = os.dup(fd)
-                gpu.add_staging(session, copy, size)
-            except OSError as failed:
-                if copy >= 0:
+                try:
+                    gpu.add_staging(session, copy, size)
+                except OSError:
                     os.close(copy)
-                # Copies to that GPU will fail, others won't.
-                logger.error("staging: %s", failed, extra={"session": session})
+                    raise
+            self.host.add_staging(session, fd, size)
+        except OSError:
+            for gpu in self.gpus:
+                gpu.drop_staging(session)
+            raise
 
     def drop_staging(self, session: int) -> int:
         for gpu in self.gpus:

@@ -42,8 +42,14 @@ def key(number: int) -> bytes:
 class Client:
     """One session with staging, and the daemon's slabs on a GPU."""
 
-    def __init__(self, session: Session, staging: Staging, slabs: DeviceSlabs, gpu: Device) -> None:
-        self.session, self.staging, self.slabs, self.gpu = session, staging, slabs, gpu
+    staging: Staging
+
+    def __init__(
+        self, session: Session, staging: Staging | None, slabs: DeviceSlabs, gpu: Device
+    ) -> None:
+        self.session, self.slabs, self.gpu = session, slabs, gpu
+        if staging is not None:
+            self.staging = staging
 
     def _where(self, device: str | None) -> str:
         return self.gpu.uuid if device is None else device
@@ -72,10 +78,11 @@ class Client:
 
 @contextmanager
 def client(daemon: Daemon, gpu: Device, staging: int = 8 << 20) -> Iterator[Client]:
+    """A client with so many bytes of staging, or none yet."""
     daemon.wait_populated()
     session = Session.connect(daemon.socket_dir, role=Role.TOOL)
     with session, DeviceSlabs(session, gpu) as slabs:
-        yield Client(session, session.staging(staging), slabs, gpu)
+        yield Client(session, session.staging(staging) if staging else None, slabs, gpu)
     # What is mapped would count as left behind.
     del session.index
     session._slabs.clear()

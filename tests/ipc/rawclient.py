@@ -47,7 +47,11 @@ class RawClient:
     def __init__(self, socket_dir: Path, *, hello: bool = True, **fields: Any) -> None:
         self.sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self.sock.settimeout(30)
-        self.sock.connect(str(socket_dir / "session.sock"))
+        try:
+            self.sock.connect(str(socket_dir / "session.sock"))
+        except BaseException:
+            self.sock.close()
+            raise
         self.fds: list[int] = []
         self.staging: mmap.mmap | None = None
         self.epoch = 0

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 from daemon_process import Daemon, environment, wait_for
+from probe import Faults
 from rawclient import RawClient
 
 from kmesh import _host, index, layout
@@ -191,6 +192,22 @@ def _load(socket_dir: Path, stop: threading.Event) -> None:
                         client.read(key)
         except (OSError, EOFError):
             time.sleep(0.02)
+
+
+def test_control_killed_before_it_was_ever_ready(start_spand: Start, tmp_path: Path) -> None:
+    """It has sessions from early on: what they stored does not end with it."""
+    faults = Faults(tmp_path / "faults")
+    with faults.during("starting"):
+        daemon = start_spand(ready=False, **faults.settings)
+        wait_for((daemon.socket_dir / "session.sock").exists, 30)
+        with RawClient(daemon.socket_dir) as client:
+            wait_for(lambda: client.store(b"k" * 32, b"bytes") == 0, 30)
+        assert "ready: " not in daemon.log()
+        os.kill(daemon.child("control"), signal.SIGKILL)
+    daemon.wait_ready()
+    with RawClient(daemon.socket_dir) as client:
+        wait_for(lambda: client.read(b"k" * 32) == b"bytes", 30)
+    assert daemon.status().control_restarts == 1
 
 
 def test_a_crash_loop_backs_off(start_spand: Start) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import resource
 import signal
 from collections.abc import Callable
 from pathlib import Path
@@ -18,6 +19,7 @@ from kmesh import errors
 from kmesh.cuda.device import Device
 from kmesh.cuda.reading import read_span
 from kmesh.layout import TILE_BYTES, sums_offset
+from kmesh.session import Role, Session
 from kmesh.store import read_span as read_host_span
 
 Start = Callable[..., Daemon]
@@ -62,6 +64,45 @@ def test_spans_are_stored_on_the_gpu_that_is_named(start_gpu: Start, gpu_device:
     uid = os.getuid()
     assert [tenant.name for tenant in status.tenants] == [str(uid), f"{uid}@gpu0"]
     assert status.tenants[1].spans == 3
+
+
+def test_a_gpu_that_was_not_found_yet_is_asked_for_again(
+    start_gpu: Start, gpu_faults: Faults
+) -> None:
+    """Sessions are served before a device worker has said which GPU it is on."""
+    gpu_faults.begin("device_uuid", "0 hang")
+    daemon = start_gpu(ready=False)
+    wait_for((daemon.socket_dir / "session.sock").exists, 30)
+    with Session.connect(daemon.socket_dir, role=Role.TOOL, timeout=30) as session:
+        wait_for(lambda: gpu_faults.reached("device_uuid"), 30)
+        for name in UUIDS:
+            with pytest.raises(errors.Unavailable, match=r"acquire\.device: not all"):
+                session.acquire(key(1), [SHARD], device=name)
+        gpu_faults.end("device_uuid")
+        daemon.wait_ready()
+        assert session.acquire(key(1), [SHARD], device=UUIDS[0]).hits == 0
+        with pytest.raises(errors.InvalidArgument, match=r"acquire\.device: the daemon has no"):
+            session.acquire(key(1), [SHARD], device=UUIDS[1])
+
+
+def test_staging_is_had_by_all_workers_or_by_none(start_gpu: Start, gpu_device: Device) -> None:
+    """Control has too few file descriptors, one more each time."""
+    daemon = start_gpu(gpu="0,1")
+    control = daemon.child("control")
+    with client(daemon, gpu_device, staging=0) as ours:
+        limits = resource.prlimit(control, resource.RLIMIT_NOFILE)
+        before = open_fds(control)
+        for few in range(12):
+            resource.prlimit(control, resource.RLIMIT_NOFILE, (before.total() + few, limits[1]))
+            try:
+                ours.staging = ours.session.staging(1 << 20)
+                break
+            except errors.Exhausted:
+                assert not open_fds(control) - before
+            finally:
+                resource.prlimit(control, resource.RLIMIT_NOFILE, limits)
+        for number, device in enumerate(("", *UUIDS)):
+            assert ours.put([number], [b"bytes"], device) == [0]
 
 
 def test_a_large_span_is_moved_in_pieces(start_gpu: Start, gpu_device: Device) -> None:

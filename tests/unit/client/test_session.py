@@ -504,3 +504,22 @@ def test_a_daemon_that_reads_nothing_blocks_no_caller(raw: Raw) -> None:
     for future in futures:
         assert isinstance(future.exception(5), errors.ConnectionClosed)
     assert raw.session.closed
+
+
+def test_staging_that_the_daemon_may_still_read_goes_with_its_session(daemon: FakeDaemon) -> None:
+    late = errors.DeadlineExceeded("too late")
+    batch = ReserveBatch(b"n" * 32, SHARD, bytes(32), [64], [0], [1000])
+    with daemon.connect() as session:
+        staging = session.staging(4096)
+        # The abort was answered: whatever is still copied is never served.
+        daemon.refuse("commit", late)
+        with pytest.raises(errors.DeadlineExceeded, match="too late"):
+            put_spans(session, staging, batch, [bytes(1000)])
+        assert put_spans(session, staging, batch, [b"x" * 1000]) == [0]
+        # It was not. The next one to write that staging would write what is being copied.
+        daemon.refuse("commit", late)
+        daemon.refuse("abort", errors.DeadlineExceeded("this too"))
+        other = ReserveBatch(b"n" * 32, SHARD, b"k" * 32, [64], [0], [1000])
+        with pytest.raises(errors.DeadlineExceeded, match="too late"):
+            put_spans(session, staging, other, [bytes(1000)])
+        assert session.closed

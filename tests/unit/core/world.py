@@ -6,6 +6,7 @@ Bytes are one word a tile: the number of the content that was copied there.
 
 from __future__ import annotations
 
+import functools
 import hashlib
 from dataclasses import dataclass
 
@@ -16,10 +17,12 @@ from kmesh_spand.core.batch import Batch
 from kmesh_spand.core.config import CoreConfig
 from kmesh_spand.core.core import Core
 from kmesh_spand.core.policy import Policy
-from kmesh_spand.core.record import Record, decode
+from kmesh_spand.core.record import Record
+from kmesh_spand.core.record import decode as _decode
 from kmesh_spand.core.states import State
 from kmesh_spand.core.tags import tag
-from kmesh_spand.core.tenants import OWNER_BYTES, OwnerState, Tenancy, decode_owner
+from kmesh_spand.core.tenants import OWNER_BYTES, OwnerState, Tenancy
+from kmesh_spand.core.tenants import decode_owner as _decode_owner
 
 SHARD = Shard(0, 4, 0, 2).code()
 OTHER_SHARD = Shard(4, 8, 0, 2).code()
@@ -28,6 +31,9 @@ STAGING = 1 << 20
 SCHEDULER, WORKER, TOOL = 1, 2, 3
 #: A tenant: its group of uids, and its salt.
 Who = tuple[int, bytes]
+# The same few records are looked at after each step.
+decode = functools.lru_cache(4096)(_decode)
+decode_owner = functools.lru_cache(256)(_decode_owner)
 # What a tile holds when it was damaged, or is being written.
 FLIPPED, PARTIAL = -1, -2
 

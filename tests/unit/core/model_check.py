@@ -1,0 +1,140 @@
+"""`make model-check`: random walks through the core, as many steps as are asked for.
+
+The walks are those of ``test_machine``, in rounds. A round is made from one number, so that the one
+that fails can be made again alone: ``make model-check STEPS=1 SEED=…``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import multiprocessing
+import os
+import random
+import signal
+import sys
+import time
+import traceback
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
+from dataclasses import dataclass, field
+
+from hypothesis import Phase, seed, settings
+from hypothesis.stateful import run_state_machine_as_test
+from test_machine import MUST_REACH, CoreMachine
+
+#: Walks of a round, and steps of a walk: many short ones, then long ones that fill everything.
+ROUNDS = ((100, 60), (25, 240))
+
+
+@dataclass
+class Round:
+    """What one round did.
+
+    Attributes:
+        reached: the core's counters, and ``steps``.
+        failure: the walk that failed, as Hypothesis tells it; or empty.
+    """
+
+    seed: int
+    reached: Counter[str] = field(default_factory=Counter)
+    failure: str = ""
+
+
+def walk(number: int) -> Round:
+    """One round."""
+    walks, steps = ROUNDS[number % len(ROUNDS)]
+    CoreMachine.reached = Counter()
+    few = settings(
+        max_examples=walks,
+        stateful_step_count=steps,
+        deadline=None,
+        database=None,
+        phases=(Phase.generate, Phase.shrink),
+    )
+    done = Round(number)
+    try:
+        run_state_machine_as_test(seed(number)(CoreMachine), settings=few)
+    except Exception:
+        done.failure = traceback.format_exc()
+    done.reached = CoreMachine.reached
+    return done
+
+
+def rounds(first: int, steps: int, processes: int) -> Iterator[Round]:
+    """Rounds from number ``first`` on, until they have made so many steps or one has failed."""
+    context = multiprocessing.get_context("spawn")
+    quiet = (signal.SIGINT, signal.SIG_IGN)
+    with ProcessPoolExecutor(processes, context, signal.signal, quiet) as pool:
+        made, failed, number = 0, False, first
+        flying: set[Future[Round]] = set()
+        try:
+            while flying or not (failed or made >= steps):
+                while len(flying) < processes and not (failed or made >= steps):
+                    flying.add(pool.submit(walk, number))
+                    number += 1
+                done, flying = wait(flying, return_when=FIRST_COMPLETED)
+                for one in done:
+                    result = one.result()
+                    made += result.reached["steps"]
+                    failed = failed or bool(result.failure)
+                    yield result
+        except KeyboardInterrupt:
+            for process in multiprocessing.active_children():
+                process.kill()
+            raise
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Returns the exit status: 0, 1 (a walk failed, or they reached too little) or 2 (usage)."""
+    parser = argparse.ArgumentParser(prog="model_check.py", description=__doc__)
+    parser.add_argument("--steps", type=int, default=1_000_000, help="at least so many [1000000]")
+    parser.add_argument("--seed", type=int, help="number of the first round [random, printed]")
+    parser.add_argument("--processes", type=int, default=os.cpu_count() or 1)
+    parser.add_argument("--json", action="store_true", help="the result as JSON on stdout")
+    options = parser.parse_args(argv)
+    if options.steps < 1 or options.processes < 1 or (options.seed or 0) < 0:
+        parser.error("numbers must be positive")
+    first = random.SystemRandom().getrandbits(32) if options.seed is None else options.seed
+    print(f"SEED={first}", file=sys.stderr)
+    began, total, made = time.monotonic(), Counter[str](), 0
+    failures = []
+    try:
+        for one in rounds(first, options.steps, options.processes):
+            total.update(one.reached)
+            made += 1
+            if one.failure:
+                failures.append(one)
+            if sys.stderr.isatty():
+                print(f"\r{total['steps']:,} of {options.steps:,} steps", end="", file=sys.stderr)
+    except KeyboardInterrupt:
+        print(f"\nstopped after {total['steps']:,} steps", file=sys.stderr)
+        return 130
+    if sys.stderr.isatty():
+        print(file=sys.stderr)
+    missed = [name for name in MUST_REACH if not total[name]] if options.steps >= 10_000 else []
+    for one in failures:
+        again = f"make model-check STEPS=1 SEED={one.seed}"
+        print(f"{one.failure}\nround {one.seed} failed; again: {again}", file=sys.stderr)
+    if missed:
+        print(f"no walk reached: {', '.join(missed)}", file=sys.stderr)
+    steps = total.pop("steps")
+    seconds = round(time.monotonic() - began, 1)
+    result = {
+        "seed": first,
+        "steps": steps,
+        "rounds": made,
+        "seconds": seconds,
+        "failed_rounds": [one.seed for one in failures],
+        "reached": dict(sorted(total.items())),
+    }
+    if options.json:
+        print(json.dumps(result, indent=1))
+    elif not failures:
+        print(f"{steps:,} steps in {made} rounds, {seconds:,.0f} s: everything held")
+    return 1 if failures or missed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
