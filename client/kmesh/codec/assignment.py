@@ -9,6 +9,9 @@ import numpy.typing as npt
 
 from kmesh.codec.records import OP, UNIT, Op, XorCode, aligned
 
+#: As plain numbers: members of an enum are slow to look up.
+LITERAL, REF, REF_ROT, XOR = (int(op) for op in (Op.LITERAL, Op.REF, Op.REF_ROT, Op.XOR))
+
 
 @dataclass(frozen=True, slots=True)
 class Piece:
@@ -30,40 +33,37 @@ class Assignment:
     """One entry for each token; all are literal at first."""
 
     def __init__(self, tokens: int) -> None:
-        self.kind = np.full(tokens, Op.LITERAL, dtype=np.uint8)
+        self.kind = np.full(tokens, LITERAL, dtype=np.uint8)
         self.segment = np.zeros(tokens, dtype=np.uint32)
         self.shift = np.zeros(tokens, dtype=np.int64)
         self.turn = np.zeros(tokens, dtype=np.uint16)
 
     def refer(
-        self, piece: Piece, which: npt.NDArray[np.bool_], kind: Op | None = None
+        self, piece: Piece, which: npt.NDArray[np.bool_], kind: int | None = None
     ) -> None:
         """Those tokens of a piece are made from its segment: as they are, unless ``kind`` says."""
         at = piece.token + np.flatnonzero(which)
-        self.kind[at] = kind or (Op.REF_ROT if piece.turn else Op.REF)
+        self.kind[at] = kind or (REF_ROT if piece.turn else REF)
         self.segment[at] = piece.segment
         self.shift[at] = piece.source - piece.token
         self.turn[at] = piece.turn
 
     def literal(self, at: npt.NDArray[np.intp]) -> None:
         """Those tokens are written out."""
-        self.kind[at] = Op.LITERAL
+        self.kind[at] = LITERAL
         for column in (self.segment, self.shift, self.turn):
             column[at] = 0
 
     def gaps(self) -> list[tuple[int, int]]:
         """Ranges of literal tokens."""
-        literal = np.concatenate(([False], self.kind == Op.LITERAL, [False]))
+        literal = np.concatenate(([False], self.kind == LITERAL, [False]))
         edges = np.flatnonzero(literal[1:] != literal[:-1]).tolist()
         return list(zip(edges[::2], edges[1::2], strict=True))
 
-    def pieces(self) -> list[Piece]:
-        """What is referred to without a difference."""
-        return [
-            Piece(*(int(op[name]) for name in ("token", "tokens", "segment", "source", "turn")))
-            for op in self.ops(UNIT, XorCode.DENSE)
-            if op["kind"] in (Op.REF, Op.REF_ROT)
-        ]
+    def identity(self) -> bytes:
+        """The same for assignments that are the same."""
+        columns = (self.kind, self.segment, self.shift, self.turn)
+        return b"".join(column.tobytes() for column in columns)
 
     def ops(self, token_bytes: int, code: XorCode) -> npt.NDArray[np.void]:
         """As few records as say it; data is where it is if nothing is sparse."""
@@ -76,10 +76,10 @@ class Assignment:
         ops["kind"], ops["segment"] = self.kind[first], self.segment[first]
         ops["turn"], ops["token"] = self.turn[first], first
         ops["tokens"] = np.diff(first, append=len(self.kind))
-        referring = ops["kind"] != Op.LITERAL
+        referring = ops["kind"] != LITERAL
         ops["source"] = np.where(referring, first + self.shift[first], 0)
-        ops["code"][ops["kind"] == Op.XOR] = code
-        holds = (ops["kind"] == Op.LITERAL) | (ops["kind"] == Op.XOR)
+        ops["code"][ops["kind"] == XOR] = code
+        holds = (ops["kind"] == LITERAL) | (ops["kind"] == XOR)
         place(ops, np.where(holds, units(ops["tokens"], token_bytes), 0))
         return ops
 

@@ -4,21 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 
 import numpy as np
 import numpy.typing as npt
 
-from kmesh.codec.assignment import Assignment, Piece, place, sparse
+from kmesh.codec.assignment import LITERAL, REF, XOR, Assignment, Piece, place, sparse
 from kmesh.codec.cold import freeze
 from kmesh.codec.description import SpanDescription
 from kmesh.codec.provenance import Provenance, locate
-from kmesh.codec.records import TURN_KERNEL, UNIT, Form, Op, XorCode
+from kmesh.codec.records import TURN_KERNEL, UNIT, Form, XorCode
 from kmesh.codec.segments import Base
 from kmesh.codec.sharing import Finder, Match, equal_tokens
 from kmesh.codec.turning import Turns
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class RunPlan:
     """The ops of one run, and the data of those that are differences, by number of the op.
 
@@ -31,22 +32,39 @@ class RunPlan:
     def write(self, rows: npt.NDArray[np.uint8], out: npt.NDArray[np.uint8]) -> None:
         """The run's data, of rows [head, token, row_bytes], to ``out``, which holds zeros."""
         heads, _, row_bytes = rows.shape
-        for number in np.flatnonzero(self.ops["size"]):
-            op = self.ops[number]
-            at, token, tokens = int(op["data"]) * UNIT, int(op["token"]), int(op["tokens"])
-            if op["kind"] == Op.LITERAL:
+        for number, at, token, tokens, literal in self._written:
+            if literal:
                 size = heads * tokens * row_bytes
                 into = out[at : at + size].reshape(heads, tokens, row_bytes)
                 into[...] = rows[:, token : token + tokens]
             else:
-                data = self.differences[int(number)]
+                data = self.differences[number]
                 out[at : at + len(data)] = np.frombuffer(data, dtype=np.uint8)
 
-    @property
+    @cached_property
+    def _written(self) -> list[tuple[int, int, int, int, bool]]:
+        """Ops that hold data: number, first byte, first token, tokens, whether literal."""
+        numbers = np.flatnonzero(self.ops["size"])
+        ops = self.ops[numbers]
+        at = ops["data"].astype(np.int64) * UNIT
+        literal = ops["kind"] == LITERAL
+        columns = (numbers, at, ops["token"], ops["tokens"], literal)
+        return list(zip(*(column.tolist() for column in columns), strict=True))
+
+    @cached_property
     def length(self) -> int:
         """Bytes of its data."""
         last = self.ops[-1]
         return (int(last["data"]) + int(last["size"])) * UNIT
+
+    @cached_property
+    def pieces(self) -> list[Piece]:
+        """What it refers to as it is."""
+        return [
+            Piece(*(int(op[name]) for name in ("token", "tokens", "segment", "source")))
+            for op in self.ops
+            if op["kind"] == REF
+        ]
 
 
 class Planner:
@@ -81,8 +99,8 @@ class Planner:
                 self._expected[0].append(piece)
             elif given.kernel == TURN_KERNEL:
                 self._expected[0].append(replace(piece, turn=turns.number(given.delta)))
-        # Most runs of a recovered member share the same tokens, so they have the same ops.
-        self._known: dict[tuple[int, bytes], RunPlan] = {}
+        # Most runs of a member share the same tokens, so they have the same ops.
+        self._known: dict[bytes, RunPlan] = {}
         # Where predicted rows differ from the member's, and what keys become when turned.
         self._predicted = np.empty(rows.shape[1:], dtype=np.uint8)
 
@@ -90,25 +108,26 @@ class Planner:
         """Of one run; the tokens ``literal`` are not to be referred to, whatever they hold."""
         expected, rows = self._expected[run % 2], self._rows[run]
         equal = [self._compare(run, piece) for piece in expected]
-        known = (run % 2, b"".join(one.tobytes() for one in equal))
-        all_equal = all(bool(one.all()) for one in equal)
-        if self._given and literal is None and known in self._known:
-            return self._known[known]
         assignment = Assignment(self._member.tokens)
         for piece, which in zip(expected, equal, strict=True):
             assignment.refer(piece, which)
         if literal is not None:
             assignment.literal(literal)
-            return RunPlan(assignment.ops(self._member.token_bytes, XorCode.DENSE))
-        if not self._given:
+        elif not self._given:
             self._search(run, rows, assignment)
-        elif not all_equal:
+        elif not all(bool(which.all()) for which in equal):
             differing = self._differences(run, rows, expected, equal, assignment)
             if differing is not None:
                 return differing
-        plan = RunPlan(assignment.ops(self._member.token_bytes, XorCode.DENSE))
-        if self._given:
-            self._known[known] = plan
+        return self._plan_of(assignment)
+
+    def _plan_of(self, assignment: Assignment) -> RunPlan:
+        """A plan without differences."""
+        identity = assignment.identity()
+        plan = self._known.get(identity)
+        if plan is None:
+            plan = RunPlan(assignment.ops(self._member.token_bytes, XorCode.DENSE))
+            self._known[identity] = plan
         return plan
 
     def _compare(self, run: int, piece: Piece) -> npt.NDArray[np.bool_]:
@@ -138,7 +157,7 @@ class Planner:
             for match in self._finder.find(run, rows, begin, end):
                 piece = Piece(match.token, match.tokens, match.segment, match.source)
                 assignment.refer(piece, np.ones(match.tokens, dtype=np.bool_))
-        self._expected[run % 2][:] = assignment.pieces()
+        self._expected[run % 2][:] = self._plan_of(assignment).pieces
 
     # ---- differences ------------------------------------------------------------
 
@@ -168,11 +187,11 @@ class Planner:
             count = int(one.sum())
             which = one.copy()
             which[np.flatnonzero(one)] = worth[done : done + count]
-            assignment.refer(piece, which, Op.XOR)
+            assignment.refer(piece, which, XOR)
             done += count
         ops = assignment.ops(self._member.token_bytes, code)
         data: dict[int, bytes] = {}
-        for number in np.flatnonzero(ops["kind"] == Op.XOR).tolist():
+        for number in np.flatnonzero(ops["kind"] == XOR).tolist():
             first, count = int(ops[number]["token"]), int(ops[number]["tokens"])
             begin = int(np.searchsorted(at, first))
             part = np.ascontiguousarray(difference[:, begin : begin + count])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 
 import numpy as np
 import numpy.typing as npt
@@ -32,6 +33,18 @@ class _Windows:
     segment: npt.NDArray[np.int64]
     source: npt.NDArray[np.int64]
     tokens: list[npt.NDArray[np.uint64]]
+    #: Which first bits of hashes there are: most of what is not here is told by this alone.
+    heads: npt.NDArray[np.bool_]
+    shift: np.uint64
+
+    def look_up(
+        self, wanted: npt.NDArray[np.uint64]
+    ) -> tuple[npt.NDArray[np.intp], npt.NDArray[np.intp]]:
+        """Which of the hashes are there, and the first window of each."""
+        maybe = np.flatnonzero(self.heads[wanted >> self.shift])
+        at = np.minimum(np.searchsorted(self.hashes, wanted[maybe]), len(self.hashes) - 1)
+        hits = self.hashes[at] == wanted[maybe]
+        return maybe[hits], at[hits]
 
 
 class Finder:
@@ -61,13 +74,11 @@ class Finder:
         part = np.ascontiguousarray(rows[:, begin:end])
         tokens = token_hashes(part)
         mine = _window_hashes(tokens, self._block)
-        at = np.minimum(np.searchsorted(windows.hashes, mine), len(windows.hashes) - 1)
-        hits = np.flatnonzero(windows.hashes[at] == mine)
-        found, token, hit = [], 0, 0
+        hits, at = windows.look_up(mine)
+        found, token = [], 0
         while (hit := int(np.searchsorted(hits, token))) < len(hits):
             token = int(hits[hit])
-            segment = int(windows.segment[at[token]])
-            source = int(windows.source[at[token]])
+            segment, source = int(windows.segment[at[hit]]), int(windows.source[at[hit]])
             count = _same(tokens[token:], windows.tokens[segment][source:])
             match = Match(begin + token, count, segment, source)
             if bool(equal_tokens(self._base.segments[segment].rows[run], rows, match).all()):
@@ -87,7 +98,11 @@ class Finder:
             order = np.argsort(hashes, kind="stable")
             segment = np.repeat(np.arange(len(parts)), [len(one) for one in parts])
             source = np.concatenate([np.arange(len(one)) for one in parts])
-            found = _Windows(hashes[order], segment[order], source[order], tokens)
+            bits = max(12, len(hashes).bit_length() + 3)
+            shift = np.uint64(64 - bits)
+            heads = np.zeros(1 << bits, dtype=np.bool_)
+            heads[hashes >> shift] = True
+            found = _Windows(hashes[order], segment[order], source[order], tokens, heads, shift)
             self._runs[run] = found
         return found
 
@@ -117,16 +132,20 @@ def _window_hashes(tokens: npt.NDArray[np.uint64], block: int) -> npt.NDArray[np
     """Σ token[w + i]·f^i for each window of ``block`` tokens, out of one running sum."""
     if len(tokens) < block:
         return np.empty(0, dtype=np.uint64)
-    with np.errstate(over="ignore"):
-        powers = np.full(len(tokens) + 1, _FACTOR)
-        powers[0] = 1
-        powers = np.multiply.accumulate(powers)
-        back = np.full(len(tokens) + 1, _INVERSE)
-        back[0] = 1
-        back = np.multiply.accumulate(back)
-        sums = np.zeros(len(tokens) + 1, dtype=np.uint64)
-        np.cumsum(tokens * powers[:-1], out=sums[1:])
-        return (sums[block:] - sums[:-block]) * back[: len(tokens) - block + 1]
+    powers, back = _powers(len(tokens) + 1)
+    sums = np.zeros(len(tokens) + 1, dtype=np.uint64)
+    np.cumsum(tokens * powers[:-1], out=sums[1:])
+    hashes: npt.NDArray[np.uint64] = (sums[block:] - sums[:-block]) * back[: len(tokens) - block + 1]
+    return hashes
+
+
+@lru_cache(maxsize=32)
+def _powers(count: int) -> tuple[npt.NDArray[np.uint64], npt.NDArray[np.uint64]]:
+    """f^0, f^1, … and their inverses, mod 2^64."""
+    steps = np.full((2, count), [[_FACTOR], [_INVERSE]], dtype=np.uint64)
+    steps[:, 0] = 1
+    powers = np.multiply.accumulate(steps, axis=1)
+    return powers[0], powers[1]
 
 
 def _same(one: npt.NDArray[np.uint64], other: npt.NDArray[np.uint64]) -> int:
