@@ -38,9 +38,7 @@ class Assignment:
         self.shift = np.zeros(tokens, dtype=np.int64)
         self.turn = np.zeros(tokens, dtype=np.uint16)
 
-    def refer(
-        self, piece: Piece, which: npt.NDArray[np.bool_], kind: int | None = None
-    ) -> None:
+    def refer(self, piece: Piece, which: npt.NDArray[np.bool_], kind: int | None = None) -> None:
         """Those tokens of a piece are made from its segment: as they are, unless ``kind`` says."""
         at = piece.token + np.flatnonzero(which)
         self.kind[at] = kind or (REF_ROT if piece.turn else REF)

@@ -65,9 +65,7 @@ def thaw(
     return literals
 
 
-def _unpack(
-    data: bytes, want: int, decompressor: zstandard.ZstdDecompressor, number: int
-) -> bytes:
+def _unpack(data: bytes, want: int, decompressor: zstandard.ZstdDecompressor, number: int) -> bytes:
     """What a frame claims is compared before memory is taken for it."""
     try:
         claims = zstandard.get_frame_parameters(data)
@@ -77,9 +75,7 @@ def _unpack(
                 field="chunks.stored",
                 record=number,
             )
-        plane: bytes = decompressor.decompress(
-            data, max_output_size=want, allow_extra_data=False
-        )
+        plane: bytes = decompressor.decompress(data, max_output_size=want, allow_extra_data=False)
     except zstandard.ZstdError as error:
         raise RecipeFormatError(str(error), field="chunks.stored", record=number) from None
     if len(plane) != want:

@@ -6,11 +6,11 @@ from array import array
 
 import numpy as np
 import numpy.typing as npt
-from typing_extensions import Buffer
 
 from kmesh import _host
+from kmesh.codec.memory import Bytes, root_of
 from kmesh.codec.recipe import Recipe, raise_wrong
-from kmesh.codec.segments import Base, Segment, check_shared, root_of
+from kmesh.codec.segments import Base, Segment, check_shared
 from kmesh.errors import RecipeChecksumError, RecipeMismatch
 
 #: A recipe of few bytes may describe many: more than this must be asked for.
@@ -49,7 +49,7 @@ class DecodePlan:
             ValueError: ``out`` has another size.
         """
         wrong = _host.recipe_decode(
-            self.recipe.file, self.literals, self.addresses, begin, end, out
+            self.recipe.file.data, self.literals.data, self.addresses, begin, end, out.data
         )
         if wrong is not None:
             raise_wrong(*wrong)
@@ -76,7 +76,7 @@ def match(recipe: Recipe, number: int, base: Base) -> Segment:
 
 
 def decode(
-    recipe: Recipe | Buffer, base: Base | None = None, *, max_bytes: int = MAX_PAYLOAD_BYTES
+    recipe: Recipe | Bytes, base: Base | None = None, *, max_bytes: int = MAX_PAYLOAD_BYTES
 ) -> npt.NDArray[np.uint8]:
     """A member's payload, verified.
 

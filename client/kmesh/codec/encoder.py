@@ -7,10 +7,10 @@ from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
-from typing_extensions import Buffer
 
 from kmesh.codec.decoder import DecodePlan
 from kmesh.codec.description import SpanDescription
+from kmesh.codec.memory import Bytes
 from kmesh.codec.planning import Planner
 from kmesh.codec.provenance import Provenance
 from kmesh.codec.recipe import Recipe
@@ -72,17 +72,14 @@ class Encoder:
     ) -> None:
         if block_tokens not in BLOCK_TOKENS:
             raise RecipeError(f"{block_tokens} is none of {BLOCK_TOKENS}", field="block_tokens")
-        for segment in base if rotary is not None else ():
-            if segment.description.dtype != rotary.dtype:
-                raise RecipeError(f"keys of {rotary.dtype} are turned", field="dtype")
-            if segment.description.head_dim < rotary.dim:
-                raise RecipeError(f"{rotary.dim} elements are turned", field="pairs")
+        if rotary is not None:
+            _check_rotary(rotary, base)
         self._base, self._rotary = base, rotary
         self._block, self._form = block_tokens, form
         self._finder = Finder(base, block_tokens)
 
     def encode(
-        self, member: SpanDescription, payload: Buffer, provenance: Sequence[Provenance] = ()
+        self, member: SpanDescription, payload: Bytes, provenance: Sequence[Provenance] = ()
     ) -> Encoded:
         """A recipe from which the decoder made exactly this payload.
 
@@ -134,6 +131,14 @@ class Encoder:
 
     def _finder_of(self, base: Base) -> Finder:
         return self._finder if base is self._base else Finder(base, self._block)
+
+
+def _check_rotary(rotary: Rotary, base: Base) -> None:
+    for segment in base:
+        if segment.description.dtype != rotary.dtype:
+            raise RecipeError(f"keys of {rotary.dtype} are turned", field="dtype")
+        if segment.description.head_dim < rotary.dim:
+            raise RecipeError(f"{rotary.dim} elements are turned", field="pairs")
 
 
 def _wrong_tokens(

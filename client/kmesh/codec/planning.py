@@ -137,9 +137,7 @@ class Planner:
         if not piece.turn:
             return equal_tokens(source, self._rows[run], match)
         self._predict(source, piece)
-        return equal_tokens(
-            self._predicted, self._rows[run], replace(match, source=piece.token)
-        )
+        return equal_tokens(self._predicted, self._rows[run], replace(match, source=piece.token))
 
     def _predict(self, source: npt.NDArray[np.uint8], piece: Piece) -> None:
         """Writes what a piece says its tokens are to their place in ``_predicted``."""
@@ -194,18 +192,19 @@ class Planner:
         for number in np.flatnonzero(ops["kind"] == XOR).tolist():
             first, count = int(ops[number]["token"]), int(ops[number]["tokens"])
             begin = int(np.searchsorted(at, first))
-            part = np.ascontiguousarray(difference[:, begin : begin + count])
-            data[number] = (
-                sparse(part, self._member.element_bytes)
-                if code is XorCode.SPARSE
-                else part.tobytes()
-            )
+            part = difference[:, begin : begin + count]
+            data[number] = self._written_out(part, code)
         sizes = ops["size"].astype(np.int64)
         if code is XorCode.SPARSE:
-            for number, one in data.items():
-                sizes[number] = len(one) // UNIT
+            for number, written in data.items():
+                sizes[number] = len(written) // UNIT
         place(ops, sizes)
         return RunPlan(ops, data)
+
+    def _written_out(self, difference: npt.NDArray[np.uint8], code: XorCode) -> bytes:
+        part = np.ascontiguousarray(difference)
+        sparsely = code is XorCode.SPARSE
+        return sparse(part, self._member.element_bytes) if sparsely else part.tobytes()
 
     def _worth(
         self, difference: npt.NDArray[np.uint8], rows: npt.NDArray[np.uint8], code: XorCode

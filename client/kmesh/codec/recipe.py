@@ -7,12 +7,12 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from typing_extensions import Buffer
 
 from kmesh import _host
 from kmesh.codec import records
 from kmesh.codec.cold import thaw
 from kmesh.codec.description import SpanDescription
+from kmesh.codec.memory import Bytes, address_of, bytes_of
 from kmesh.codec.records import Form
 from kmesh.errors import RecipeChecksumError, RecipeFormatError, RecipeMismatch
 from kmesh.kernels.rotary import ELEMENTS
@@ -33,16 +33,16 @@ class Recipe:
         RecipeChecksumError: its bytes were changed.
     """
 
-    def __init__(self, data: Buffer) -> None:
-        file = np.frombuffer(data, dtype=np.uint8) if len(memoryview(data)) else np.empty(0, "u1")
-        if _host.address(file) % 8:
+    def __init__(self, data: Bytes) -> None:
+        file = bytes_of(data)
+        if address_of(file) % 8:
             file = file.copy()
         self.file = file
-        wrong = _host.recipe_check(file)
+        wrong = _host.recipe_check(file.data)
         if wrong is not None:
             raise_wrong(*wrong)
         self.head: dict[str, Any] = dict(
-            zip(records.HEAD_FIELDS, records.HEAD.unpack_from(file), strict=True)
+            zip(records.HEAD_FIELDS, records.HEAD.unpack_from(file.data), strict=True)
         )
         head, at = self.head, records.HEAD.size
         self.form = Form(head["form"])

@@ -8,24 +8,13 @@ from functools import cached_property
 
 import numpy as np
 import numpy.typing as npt
-from typing_extensions import Buffer
 
-from kmesh import _host
 from kmesh.codec.description import SpanDescription
+from kmesh.codec.memory import Bytes, address_of, bytes_of, root_of
 from kmesh.errors import RecipeError, RecipeMismatch
-from kmesh.layout import tiles
 
 #: What all spans of a family have in common.
 SHARED_FIELDS = ("namespace", "dtype", "shard", "head_dim")
-
-
-def root_of(payload: Buffer) -> int:
-    """The root of a payload's tile sums (``docs/layout.md``); 0 of nothing."""
-    view = memoryview(payload).cast("B")
-    if not len(view):
-        return 0
-    sums = np.empty(tiles(len(view)), dtype=np.uint64)
-    return _host.tile_sums(_host.address(view), len(view), _host.address(sums))
 
 
 class Segment:
@@ -39,14 +28,14 @@ class Segment:
         RecipeError: the payload is not as long as its description says, or not aligned.
     """
 
-    def __init__(self, description: SpanDescription, payload: Buffer) -> None:
+    def __init__(self, description: SpanDescription, payload: Bytes) -> None:
         self.description = description
         self.rows = rows_of(description, payload)
 
     @cached_property
     def digest(self) -> bytes:
         """SHA-256 of the payload."""
-        return hashlib.sha256(self.rows).digest()
+        return hashlib.sha256(self.rows.data).digest()
 
     @cached_property
     def root(self) -> int:
@@ -55,7 +44,7 @@ class Segment:
 
     @property
     def address(self) -> int:
-        return _host.address(self.rows)
+        return address_of(self.rows)
 
 
 class Base:
@@ -96,16 +85,16 @@ def check_shared(
         )
 
 
-def rows_of(description: SpanDescription, payload: Buffer) -> npt.NDArray[np.uint8]:
+def rows_of(description: SpanDescription, payload: Bytes) -> npt.NDArray[np.uint8]:
     """A payload as rows [run, head, token, row_bytes]; RecipeError if it is not one."""
-    data = np.frombuffer(payload, dtype=np.uint8)
+    data = bytes_of(payload)
     if data.size != description.payload_bytes:
         raise RecipeError(
             f"{data.size} bytes are not the {description.payload_bytes} of"
             f" {description.tokens} tokens",
             field="payload",
         )
-    if _host.address(data) % description.element_bytes:
+    if address_of(data) % description.element_bytes:
         raise RecipeError("not aligned to its elements", field="payload")
     return data.reshape(description.shape)
 

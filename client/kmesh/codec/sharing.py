@@ -110,7 +110,7 @@ class Finder:
 def token_hashes(rows: npt.NDArray[np.uint8]) -> npt.NDArray[np.uint64]:
     """One hash for each token of a contiguous run [head, token, row_bytes]."""
     out = np.empty(rows.shape[1], dtype=np.uint64)
-    _host.token_hashes(rows, rows.shape[0], out)
+    _host.token_hashes(rows.data, rows.shape[0], out.data)
     return out
 
 
@@ -121,9 +121,9 @@ def equal_tokens(
     equal = np.ones(match.tokens, dtype=np.uint8)
     for head in range(rows.shape[0]):
         _host.rows_equal(
-            source[head, match.source : match.source + match.tokens],
-            rows[head, match.token : match.token + match.tokens],
-            equal,
+            source[head, match.source : match.source + match.tokens].data,
+            rows[head, match.token : match.token + match.tokens].data,
+            equal.data,
         )
     return equal.view(np.bool_)
 
@@ -135,7 +135,9 @@ def _window_hashes(tokens: npt.NDArray[np.uint64], block: int) -> npt.NDArray[np
     powers, back = _powers(len(tokens) + 1)
     sums = np.zeros(len(tokens) + 1, dtype=np.uint64)
     np.cumsum(tokens * powers[:-1], out=sums[1:])
-    hashes: npt.NDArray[np.uint64] = (sums[block:] - sums[:-block]) * back[: len(tokens) - block + 1]
+    hashes: npt.NDArray[np.uint64] = (sums[block:] - sums[:-block]) * back[
+        : len(tokens) - block + 1
+    ]
     return hashes
 
 

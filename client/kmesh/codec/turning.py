@@ -29,8 +29,8 @@ class Turns:
         assert self._rotary is not None
         delta = list(self._numbers)[number - 1]
         _host.turn_rows(
-            out,
-            keys,
+            out.data,
+            keys.data,
             keys.shape[-1],
             turns(self._rotary, delta),
             self._rotary.interleaved,

@@ -10,9 +10,10 @@ import numpy.typing as npt
 from kmesh.codec import records
 from kmesh.codec.cold import freeze
 from kmesh.codec.description import SpanDescription
+from kmesh.codec.memory import root_of
 from kmesh.codec.planning import RunPlan
 from kmesh.codec.records import Form
-from kmesh.codec.segments import Base, root_of
+from kmesh.codec.segments import Base
 from kmesh.codec.turning import Turns
 from kmesh.kernels.rotary import ELEMENTS
 
