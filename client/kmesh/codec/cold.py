@@ -26,9 +26,10 @@ def freeze(
     for part in parts:
         for begin in range(0, len(part), CHUNK_BYTES):
             raw = part[begin : begin + CHUNK_BYTES]
+            turned = _left(raw, element_bytes)
             sizes = [0, 0, 0, 0]
             for plane in range(element_bytes):
-                data = _pack(raw[plane::element_bytes].tobytes(), compressor)
+                data = _pack(turned[plane::element_bytes].tobytes(), compressor)
                 sizes[plane] = len(data)
                 stored.append(data)
             chunks.append((len(raw), sizes, 0))
@@ -62,7 +63,19 @@ def thaw(
             literals[begin + plane : begin + int(raw) : element_bytes] = np.frombuffer(data, "u1")
             at = end
         begin += int(raw)
-    return literals
+    return _right(literals, element_bytes)
+
+
+def _left(raw: npt.NDArray[np.uint8], element_bytes: int) -> npt.NDArray[np.uint8]:
+    """Elements turned left by a bit: the sign goes last, and the exponent has its own byte."""
+    words = np.ascontiguousarray(raw).view(f"<u{element_bytes}")
+    return (words << 1 | words >> (8 * element_bytes - 1)).view(np.uint8)
+
+
+def _right(raw: npt.NDArray[np.uint8], element_bytes: int) -> npt.NDArray[np.uint8]:
+    """Inverse of ``_left``."""
+    words = raw.view(f"<u{element_bytes}")
+    return (words >> 1 | words << (8 * element_bytes - 1)).view(np.uint8)
 
 
 def _unpack(data: bytes, want: int, decompressor: zstandard.ZstdDecompressor, number: int) -> bytes:
