@@ -14,7 +14,7 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 CONFIG = ROOT / ".config"
-PACKAGES = ("kmesh", "numpy", "zstandard", "safetensors", "blake3")
+PACKAGES = ("kmesh", "numpy", "zstandard", "blake3")
 
 
 class ProfileError(Exception):
@@ -123,7 +123,9 @@ def versions() -> dict[str, str]:
 
 
 def _git(*arguments: str) -> str:
-    done = subprocess.run(("git", *arguments), cwd=ROOT, check=False, capture_output=True, text=True)
+    done = subprocess.run(
+        ("git", *arguments), cwd=ROOT, check=False, capture_output=True, text=True
+    )
     return done.stdout.strip() if done.returncode == 0 else "unknown"
 
 

@@ -30,7 +30,7 @@ class Bundle:
             old.unlink()
 
     def tensors(self, name: str, tensors: dict[str, npt.NDArray[Any]]) -> None:
-        """A safetensors file, whose form is a length, JSON and data; uint16 are bits of bfloat16."""
+        """A safetensors file: a length, JSON and data. uint16 are bits of bfloat16."""
         path = self._folder / f"{name}.safetensors"
         entries, end = {}, 0
         for key, tensor in tensors.items():

@@ -170,4 +170,3 @@ def totals(result: dict[str, Any]) -> dict[str, dict[str, float]]:
             "cold_ratio": cold / dense,
         }
     return summed
-

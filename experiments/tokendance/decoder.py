@@ -273,7 +273,9 @@ def decode(
     _require(recipe.head["literal_bytes"] <= max_bytes, "literal_bytes")
     heads, row = recipe.heads, recipe.row_bytes
     segments = [
-        np.frombuffer(_find(recipe, one, base).payload, dtype=np.uint8).reshape(-1, heads, one[4], row)
+        np.frombuffer(_find(recipe, one, base).payload, dtype=np.uint8).reshape(
+            -1, heads, one[4], row
+        )
         for one in recipe.segments
     ]
     literals = recipe.literals()
@@ -312,7 +314,9 @@ def _carry_out(
     kind, code, turn, segment, _, tokens, source, data, size, _ = op
     shape = (recipe.heads, tokens, recipe.row_bytes)
     bytes_ = recipe.heads * tokens * recipe.row_bytes
-    mine = np.frombuffer(literals, "u1", size * 16, offset + data * 16) if size else np.empty(0, "u1")
+    mine = (
+        np.frombuffer(literals, "u1", size * 16, offset + data * 16) if size else np.empty(0, "u1")
+    )
     if kind == LITERAL:
         return mine[:bytes_].reshape(shape)
     rows = run[segment][:, source : source + tokens]
@@ -322,13 +326,16 @@ def _carry_out(
         return rows
     if code == 0:
         _require(not mine[bytes_:].any(), "ops.data")
-        return rows ^ mine[:bytes_].reshape(shape)
-    return rows ^ _sparse(mine, bytes_, recipe.element_bytes).reshape(shape)
+        difference = mine[:bytes_]
+    else:
+        difference = _sparse(mine, bytes_, recipe.element_bytes)
+    result: Rows = rows ^ difference.reshape(shape)
+    return result
 
 
 def _sparse(data: Rows, size: int, element_bytes: int) -> Rows:
     elements = size // element_bytes
-    bitmap = -(-(-(-elements // 8)) // 4) * 4
+    bitmap = (elements + 31) // 32 * 4
     _require(bitmap <= len(data), "ops.data")
     bits = np.unpackbits(data[:bitmap], bitorder="little").astype(np.bool_)
     _require(not bits[elements:].any(), "ops.data")

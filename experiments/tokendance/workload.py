@@ -153,7 +153,9 @@ class Workload:
     def siblings(self, percent: int) -> Iterator[Member]:
         """The others, each recovered with that share of its shared tokens computed anew."""
         for number in range(1, len(self.prompts)):
-            yield self._recover(number, np.random.default_rng((self.seed, number, percent)), percent)
+            yield self._recover(
+                number, np.random.default_rng((self.seed, number, percent)), percent
+            )
 
     def _prompt(self, number: int) -> Prompt:
         """Own tokens before, between and behind the segments; order and places are its own.
@@ -198,7 +200,9 @@ class Workload:
         rows = keys.view(np.uint8).reshape(-1, 2 * self.shape.head_dim)
         return turn(rows, self.shape.rotary, delta).view(np.uint16).reshape(keys.shape)
 
-    def _describe(self, tokens: npt.NDArray[np.uint32], position: int, what: str) -> SpanDescription:
+    def _describe(
+        self, tokens: npt.NDArray[np.uint32], position: int, what: str
+    ) -> SpanDescription:
         shape = self.shape
         return SpanDescription(
             key=hashlib.sha256(what.encode() + tokens.astype("<u4").tobytes()).digest(),
