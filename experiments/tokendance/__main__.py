@@ -19,14 +19,7 @@ def plan(config: Profile, said: dict[str, Any]) -> dict[str, Any]:
         "profile": said,
         "executed_kv_reuse": False,
         "model": "none runs: state is drawn from the seed",
-        "workloads": {
-            name: _workload(make(config))
-            for name, make in (
-                ("controlled", codec.controlled),
-                ("long", codec.long),
-                ("gathered", codec.gathered),
-            )
-        },
+        "workloads": {name: _workload(make(config)) for name, make in codec.WORKLOADS.items()},
         "arms": [
             "primer: the prompt that computed the base",
             *(

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 
@@ -40,6 +40,11 @@ def shape_of(config: Profile, layers: int = 0) -> Shape:
     return Shape(layers or config.layers, config.kv_heads, config.head_dim, config.rope_theta)
 
 
+Maker: TypeAlias = Callable[[Profile], Workload]
+
+WORKLOADS: dict[str, Maker] = {"controlled": controlled, "long": long, "gathered": gathered}
+
+
 class Run:
     """One run of the codec over all workloads of a profile."""
 
@@ -49,20 +54,15 @@ class Run:
         self._segments: dict[str, Any] = {}
         self._arms: dict[str, Any] = {}
 
-    def run(self) -> dict[str, Any]:
+    def run(self, workloads: Mapping[str, Maker] = WORKLOADS) -> dict[str, Any]:
         """Encodes everything; returns what ``codec.json`` holds."""
-        workload = controlled(self._config)
-        base = self._base("controlled", workload)
-        self._arm("primer", "controlled", base, workload, [workload.primer()])
-        for percent in self._config.recompute_percent:
-            members = workload.siblings(percent)
-            self._arm(f"recompute-{percent}", "controlled", base, workload, members)
-        members = workload.siblings(0)
-        self._arm("by-content", "controlled", base, workload, members, by_content=True)
-        for name, make in (("long", long), ("gathered", gathered)):
+        for name, make in workloads.items():
             workload = make(self._config)
             base = self._base(name, workload)
-            self._arm(name, name, base, workload, workload.siblings(0))
+            if make is controlled:
+                self._controlled(name, base, workload)
+            else:
+                self._arm(name, name, base, workload, workload.siblings(0))
         result = {"executed_kv_reuse": False, "segments": self._segments, "arms": self._arms}
         self._bundle.document("codec", result)
         self._bundle.close(
@@ -76,6 +76,13 @@ class Run:
             }
         )
         return result
+
+    def _controlled(self, name: str, base: Base, workload: Workload) -> None:
+        """Its siblings with each share of tokens computed anew, and without being told of it."""
+        self._arm("primer", name, base, workload, [workload.primer()])
+        for percent in self._config.recompute_percent:
+            self._arm(f"recompute-{percent}", name, base, workload, workload.siblings(percent))
+        self._arm("by-content", name, base, workload, workload.siblings(0), by_content=True)
 
     def _base(self, name: str, workload: Workload) -> Base:
         """A base, and how it is kept: dense, or each segment as a recipe without segments."""

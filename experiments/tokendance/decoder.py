@@ -182,14 +182,14 @@ class Reader:
         expected = sum(self.lists[number - 1]) if number else 0
         _require(first == expected, "lists.first")
         _require(count >= 1 and first + count <= len(self.ops), "lists.count")
-        if number == len(self.lists) - 1:
-            _require(first + count == len(self.ops), "ops")
         token = data = 0
         turns = False
         for op in self.ops[first : first + count]:
             self._check_op(op, token, data)
             token, data, turns = token + op[5], data + op[8], turns or op[2] != 0
         _require(token == self.head["tokens"], "lists.count")
+        if number == len(self.lists) - 1:
+            _require(first + count == len(self.ops), "ops")
         return data, turns
 
     def _check_op(self, op: tuple[int, ...], at: int, data_at: int) -> None:

@@ -59,8 +59,9 @@ class Base:
         self._by_key: dict[bytes, Segment] = {}
         for number, segment in enumerate(self.segments):
             check_shared(segment.description, self.segments[0].description, "segments", number)
-            if self._by_key.setdefault(segment.description.key, segment) is not segment:
+            if segment.description.key in self._by_key:
                 raise RecipeMismatch("is there twice", field="segments.key", record=number)
+            self._by_key[segment.description.key] = segment
 
     def __len__(self) -> int:
         return len(self.segments)

@@ -18,7 +18,7 @@ from kmesh.layout import DTYPE_BYTES, Shard
 
 NAMESPACE = b"n" * 32
 
-#: Bits that arithmetic would change: nan with a payload, infinities, −0, subnormal numbers.
+#: Bits that arithmetic would change: nan with a payload, infinities, -0, subnormal numbers.
 ODD = {
     "bfloat16": [0x7FC1, 0xFF81, 0x7F80, 0xFF80, 0x8000, 0x0000, 0x0001, 0x807F, 0x7F7F],
     "float16": [0x7E01, 0xFC01, 0x7C00, 0xFC00, 0x8000, 0x0000, 0x0001, 0x83FF, 0x7BFF],

@@ -107,7 +107,7 @@ def test_a_base_that_is_kept_cold_is_a_recipe_without_segments() -> None:
 # ---- differences -----------------------------------------------------------------------
 
 
-def _nearly(geometry: Geometry, changed: int, seed: int = 5):  # type: ignore[no-untyped-def]
+def _nearly(geometry: Geometry, changed: int, seed: int = 5):
     """A member whose shared tokens all differ a little from what they were recovered from."""
     family = recovered(geometry, seed, segments=[64], own=[3, 4])
     rng = np.random.default_rng(seed)
