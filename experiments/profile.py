@@ -14,7 +14,8 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 CONFIG = ROOT / ".config"
-PACKAGES = ("kmesh", "numpy", "zstandard", "blake3")
+GENERATED, CHECKPOINT = "generated", "checkpoint"
+PACKAGES = ("kmesh", "numpy", "zstandard", "blake3", "torch", "transformers")
 
 
 class ProfileError(Exception):
@@ -27,7 +28,8 @@ class Profile:
 
     Attributes:
         profile: name of the target that wrote it, without ``defconfig-``.
-        model: what made the state; ``generated`` if no model runs.
+        model: what made the state: ``GENERATED`` if no model runs, ``CHECKPOINT`` for the one of
+            `make model`, or that of MODEL. Dimensions are the checkpoint's then.
         seed: of all that is drawn.
         layers, kv_heads, head_dim, dtype: of the state.
         rope_theta: of the rotary embedding.
@@ -57,7 +59,7 @@ class Profile:
 PROFILES = {
     "tokendance-cpu": Profile(
         profile="tokendance-cpu",
-        model="generated",
+        model=GENERATED,
         seed=20261129,
         layers=24,
         kv_heads=2,
@@ -72,6 +74,9 @@ PROFILES = {
         bundle=".tokendance",
     )
 }
+PROFILES["tokendance-smollm2"] = dataclasses.replace(
+    PROFILES["tokendance-cpu"], profile="tokendance-smollm2", model=CHECKPOINT
+)
 
 
 def write(name: str, path: Path = CONFIG) -> None:

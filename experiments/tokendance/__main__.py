@@ -5,37 +5,54 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from experiments import profile
-from experiments.profile import PROFILES, ROOT, Profile, ProfileError
+from experiments.profile import CHECKPOINT, GENERATED, PROFILES, ROOT, Profile, ProfileError
 from experiments.tokendance import codec
-from experiments.tokendance.workload import Workload, check_unaligned
+from experiments.tokendance.workload import Workload, check_unaligned, digest
+
+if TYPE_CHECKING:
+    from experiments.tokendance.captured import Captured
+
+
+MODELS = {
+    GENERATED: "none runs: state is drawn from the seed",
+    CHECKPOINT: "a checkpoint computes state on the CPU; a plain reference recovers siblings",
+}
+ARMS = {
+    GENERATED: (
+        "primer: the prompt that computed the base",
+        "by-content: the same siblings, found by content alone",
+        "long: one sibling of 16,384 tokens",
+        "gathered: nine siblings of 20,000 tokens, 5.7 % of them own",
+    ),
+    CHECKPOINT: ("computed: the same siblings, all of whose tokens were computed",),
+}
 
 
 def plan(config: Profile, said: dict[str, Any]) -> dict[str, Any]:
     """What a run will do, with digests of what it does it to."""
     return {
         "profile": said,
-        "executed_kv_reuse": False,
-        "model": "none runs: state is drawn from the seed",
-        "workloads": {name: _workload(make(config)) for name, make in codec.WORKLOADS.items()},
+        "executed_kv_reuse": config.model != GENERATED,
+        "model": MODELS[config.model],
+        "workloads": {
+            name: _workload(make(config)) for name, make in codec.WORKLOADS[config.model].items()
+        },
         "arms": [
-            "primer: the prompt that computed the base",
             *(
                 f"recompute-{percent}: siblings with {percent} % of their shared tokens anew"
                 for percent in config.recompute_percent
             ),
-            "by-content: the same siblings, found by content alone",
-            "long: one sibling of 16,384 tokens",
-            "gathered: nine siblings of 20,000 tokens, 5.7 % of them own",
+            *ARMS[config.model],
         ],
         "forms": list(codec.FORMS),
         "writes": config.bundle,
     }
 
 
-def _workload(workload: Workload) -> dict[str, Any]:
+def _workload(workload: Workload | Captured) -> dict[str, Any]:
     tokens = [len(prompt.tokens) for prompt in workload.prompts]
     shape = workload.shape
     token_bytes = shape.layers * 2 * shape.heads * shape.head_dim * 2
@@ -47,7 +64,7 @@ def _workload(workload: Workload) -> dict[str, Any]:
         "starts": [list(prompt.starts) for prompt in workload.prompts],
         "layers": shape.layers,
         "dense_bytes_of_siblings": sum(tokens[1:]) * token_bytes,
-        "token_ids_sha256": workload.digest(),
+        "token_ids_sha256": digest(workload.prompts),
         "state_sha256": {one.name: one.state_digest() for one in workload.segments},
         "aligned_blocks_compared_none_equal": check_unaligned(workload.prompts),
     }
@@ -61,7 +78,7 @@ def show(result: dict[str, Any]) -> None:
             f"{name:14} {row['members']:7} {row['dense']:13,} {row['addressable']:14,}"
             f" {row['addressable_ratio']:6.4f} {row['cold']:13,} {row['cold_ratio']:6.4f}"
         )
-    print("stored bytes are with the base; state was drawn, no model ran")
+    print("stored bytes are with the base where it is needed")
 
 
 def main(argv: list[str] | None = None) -> int:

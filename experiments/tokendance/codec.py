@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 
 from experiments import profile
-from experiments.profile import Profile
+from experiments.profile import CHECKPOINT, GENERATED, Profile
 from experiments.tokendance.bundle import Bundle, described
 from experiments.tokendance.workload import Member, Shape, Workload
 from kmesh.codec import Base, Encoder, Form, Segment
+
+if TYPE_CHECKING:
+    from experiments.tokendance.captured import Captured
 
 FORMS = {"addressable": Form.ADDRESSABLE, "cold": Form.COLD}
 
@@ -36,13 +40,26 @@ def gathered(config: Profile) -> Workload:
     return Workload(shape_of(config, layers=1), [4715] * 4, 1140, 10, config.seed + 2)
 
 
+def captured(config: Profile) -> Captured:
+    """Five ragged prompts with the state of a checkpoint, one passage in all of them."""
+    from experiments.tokendance.captured import Captured
+    from tools import prepare_model
+
+    if not os.environ.get("MODEL") and not prepare_model.is_prepared():
+        prepare_model.convert(prepare_model.gguf_file(), prepare_model.TARGET)
+    return Captured(prepare_model.model_path(), config.shared_tokens, config.prompts)
+
+
 def shape_of(config: Profile, layers: int = 0) -> Shape:
     return Shape(layers or config.layers, config.kv_heads, config.head_dim, config.rope_theta)
 
 
-Maker: TypeAlias = Callable[[Profile], Workload]
+Maker: TypeAlias = "Callable[[Profile], Workload | Captured]"
 
-WORKLOADS: dict[str, Maker] = {"controlled": controlled, "long": long, "gathered": gathered}
+WORKLOADS: dict[str, dict[str, Maker]] = {
+    GENERATED: {"controlled": controlled, "long": long, "gathered": gathered},
+    CHECKPOINT: {"captured": captured},
+}
 
 
 class Run:
@@ -54,16 +71,28 @@ class Run:
         self._segments: dict[str, Any] = {}
         self._arms: dict[str, Any] = {}
 
-    def run(self, workloads: Mapping[str, Maker] = WORKLOADS) -> dict[str, Any]:
-        """Encodes everything; returns what ``codec.json`` holds."""
-        for name, make in workloads.items():
+    def run(self, workloads: Mapping[str, Maker] | None = None) -> dict[str, Any]:
+        """Encodes everything, or those workloads; returns what ``codec.json`` holds."""
+        for name, make in (workloads or WORKLOADS[self._config.model]).items():
             workload = make(self._config)
             base = self._base(name, workload)
-            if make is controlled:
-                self._controlled(name, base, workload)
-            else:
+            if isinstance(workload, Workload) and name != "controlled":
                 self._arm(name, name, base, workload, workload.siblings(0))
-        result = {"executed_kv_reuse": False, "segments": self._segments, "arms": self._arms}
+                continue
+            for percent in self._config.recompute_percent:
+                arm = f"recompute-{percent}"
+                self._arm(arm, name, base, workload, workload.siblings(percent))
+            if isinstance(workload, Workload):
+                self._arm("primer", name, base, workload, [workload.primer()])
+                members = workload.siblings(0)
+                self._arm("by-content", name, base, workload, members, by_content=True)
+            else:
+                self._arm("computed", name, base, workload, workload.computed())
+        result = {
+            "executed_kv_reuse": self._config.model != GENERATED,
+            "segments": self._segments,
+            "arms": self._arms,
+        }
         self._bundle.document("codec", result)
         self._bundle.close(
             {
@@ -72,19 +101,12 @@ class Run:
                 "seed": self._config.seed,
                 "source": profile.source(),
                 "versions": profile.versions(),
-                "executed_kv_reuse": False,
+                "executed_kv_reuse": result["executed_kv_reuse"],
             }
         )
         return result
 
-    def _controlled(self, name: str, base: Base, workload: Workload) -> None:
-        """Its siblings with each share of tokens computed anew, and without being told of it."""
-        self._arm("primer", name, base, workload, [workload.primer()])
-        for percent in self._config.recompute_percent:
-            self._arm(f"recompute-{percent}", name, base, workload, workload.siblings(percent))
-        self._arm("by-content", name, base, workload, workload.siblings(0), by_content=True)
-
-    def _base(self, name: str, workload: Workload) -> Base:
+    def _base(self, name: str, workload: Workload | Captured) -> Base:
         """A base, and how it is kept: dense, or each segment as a recipe without segments."""
         base = Base(Segment(one.description, one.state) for one in workload.segments)
         cold = Encoder(Base(), form=Form.COLD)
@@ -106,7 +128,7 @@ class Run:
         arm: str,
         base_name: str,
         base: Base,
-        workload: Workload,
+        workload: Workload | Captured,
         members: Iterable[Member],
         *,
         by_content: bool = False,
@@ -135,6 +157,7 @@ class Run:
                     "table_bytes": len(encoded.data) - keys - values,
                     "ops": len(encoded.recipe.ops),
                     "lists": len(encoded.recipe.lists),
+                    "depends_on_base": encoded.depends,
                     "seconds": round(seconds, 6),
                 }
         self._bundle.tensors(f"members-{arm}", dense)
@@ -154,20 +177,25 @@ def _dense(member: Member) -> dict[str, Any]:
         "dense_k_bytes": state[:, 0].nbytes,
         "dense_v_bytes": state[:, 1].nbytes,
         "computed_tokens": member.computed,
+        **member.seen,
     }
 
 
 def totals(result: dict[str, Any]) -> dict[str, dict[str, float]]:
-    """For each arm: dense bytes, stored bytes of both forms with the base, and their ratios."""
+    """For each arm: dense bytes, stored bytes of both forms, and their ratios.
+
+    The base counts once, if any member needs it.
+    """
     summed = {}
     for name, arm in result["arms"].items():
         rows = arm["members"].values()
         dense = sum(row["dense_bytes"] for row in rows)
         segments = [result["segments"][one] for one in arm["segments"]]
-        addressable = sum(one["dense_bytes"] for one in segments)
-        cold = sum(one["cold_bytes"] for one in segments)
-        addressable += sum(row["addressable"]["bytes"] for row in rows)
-        cold += sum(row["cold"]["bytes"] for row in rows)
+        addressable, cold = (
+            sum(row[form]["bytes"] for row in rows)
+            + sum(one[kept] for one in segments) * any(row[form]["depends_on_base"] for row in rows)
+            for form, kept in (("addressable", "dense_bytes"), ("cold", "cold_bytes"))
+        )
         summed[name] = {
             "members": len(arm["members"]),
             "dense": dense,

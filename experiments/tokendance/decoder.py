@@ -1,6 +1,6 @@
 """A second decoder of recipes, written from docs/recipe-format.md alone: numpy and zstandard.
 
-It shares no code with KMesh. It is slow, and it refuses what the page calls wrong.
+It shares no code with KMesh, is slow, and refuses what the page calls wrong.
 """
 
 from __future__ import annotations
@@ -324,11 +324,7 @@ def _carry_out(
         rows = _turn(recipe, rows, turn - 1)
     if kind != XOR:
         return rows
-    if code == 0:
-        _require(not mine[bytes_:].any(), "ops.data")
-        difference = mine[:bytes_]
-    else:
-        difference = _sparse(mine, bytes_, recipe.element_bytes)
+    difference = _sparse(mine, bytes_, recipe.element_bytes) if code else mine[:bytes_]
     result: Rows = rows ^ difference.reshape(shape)
     return result
 
@@ -345,7 +341,7 @@ def _sparse(data: Rows, size: int, element_bytes: int) -> Rows:
     _require(bool(words.any(axis=1).all()), "ops.data")
     difference = np.zeros((elements, element_bytes), dtype=np.uint8)
     difference[bits[:elements]] = words
-    return difference.reshape(-1)
+    return difference.ravel()
 
 
 def _turn(recipe: Reader, rows: Rows, number: int) -> Rows:

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -85,6 +85,7 @@ class Member:
         state: [layer, plane, head, token, dim], bits of bfloat16.
         provenance: what its recovery wrote down; empty for the one that primed.
         computed: tokens that were computed, own ones included.
+        seen: what else was seen of it, for ``codec.json``.
     """
 
     name: str
@@ -92,6 +93,7 @@ class Member:
     state: State
     provenance: tuple[Provenance, ...]
     computed: int
+    seen: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -140,11 +142,6 @@ class Workload:
             for number, tokens in enumerate(self.segment_tokens)
         ]
 
-    def digest(self) -> str:
-        """SHA-256 of all token ids, prompt by prompt."""
-        tokens = b"".join(prompt.tokens.astype("<u4").tobytes() for prompt in self.prompts)
-        return hashlib.sha256(tokens).hexdigest()
-
     def primer(self) -> Member:
         """The first prompt: its own tokens, and the segments as it computed them."""
         member = self._recover(0, np.random.default_rng((self.seed, 0)), 0)
@@ -188,17 +185,13 @@ class Workload:
             part = state[:, :, :, start : start + count]
             part[:, 1] = segment.state[:, 1]
             keys = np.ascontiguousarray(segment.state[:, 0])
-            part[:, 0] = self._turned(keys, delta) if delta else keys
+            part[:, 0] = turned(keys, self.shape.rotary, delta)
             anew = rng.choice(count, count * percent // 100, replace=False)
             part[..., anew, :] = _moved(part[..., anew, :], rng)
             computed += len(anew)
             provenance.append(Provenance(start, count, frame.key, 0, delta))
         description = self._describe(prompt.tokens, 0, "member")
         return Member(f"member-{number}", description, state, tuple(provenance), computed)
-
-    def _turned(self, keys: State, delta: int) -> State:
-        rows = keys.view(np.uint8).reshape(-1, 2 * self.shape.head_dim)
-        return turn(rows, self.shape.rotary, delta).view(np.uint16).reshape(keys.shape)
 
     def _describe(
         self, tokens: npt.NDArray[np.uint32], position: int, what: str
@@ -227,6 +220,20 @@ class Workload:
         size = (shape.layers, 2, shape.heads, tokens, shape.head_dim)
         values = (rng or self._rng).standard_normal(size, dtype=np.float32)
         return to_bfloat16(values * scales.astype(np.float32))
+
+
+def digest(prompts: Sequence[Prompt]) -> str:
+    """SHA-256 of all token ids, prompt by prompt."""
+    tokens = b"".join(prompt.tokens.astype("<u4").tobytes() for prompt in prompts)
+    return hashlib.sha256(tokens).hexdigest()
+
+
+def turned(keys: State, rotary: Rotary, delta: int) -> State:
+    """Keys [..., dim] as the reference of the kernels turns them."""
+    if not delta:
+        return keys
+    rows = np.ascontiguousarray(keys).view(np.uint8).reshape(-1, 2 * keys.shape[-1])
+    return turn(rows, rotary, delta).view(np.uint16).reshape(keys.shape)
 
 
 def check_unaligned(prompts: Sequence[Prompt]) -> dict[str, Any]:
