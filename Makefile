@@ -132,9 +132,9 @@ bench-gpu-check: env ## compare the last run with benchmarks/gpu/targets.toml (B
 defconfig-tokendance-cpu: env ## choose the experiment's profile for machines without a GPU
 	@$(PY) -m experiments.tokendance defconfig tokendance-cpu
 
-.PHONY: defconfig-tokendance-smollm2
-defconfig-tokendance-smollm2: env ## choose the profile with the state of a real model (MODEL=PATH for another)
-	@$(PY) -m experiments.tokendance defconfig tokendance-smollm2
+.PHONY: defconfig-tokendance-model
+defconfig-tokendance-model: env ## choose the profile with the state of a real model (MODEL=PATH for another)
+	@$(PY) -m experiments.tokendance defconfig tokendance-model
 
 # What reads the profile chooses the one for CPUs if none was chosen.
 .config:

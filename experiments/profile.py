@@ -74,8 +74,8 @@ PROFILES = {
         bundle=".tokendance",
     )
 }
-PROFILES["tokendance-smollm2"] = dataclasses.replace(
-    PROFILES["tokendance-cpu"], profile="tokendance-smollm2", model=CHECKPOINT
+PROFILES["tokendance-model"] = dataclasses.replace(
+    PROFILES["tokendance-cpu"], profile="tokendance-model", model=CHECKPOINT
 )
 
 

@@ -5,11 +5,12 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from experiments import profile
 from experiments.profile import CHECKPOINT, GENERATED, PROFILES, ROOT, Profile, ProfileError
-from experiments.tokendance import codec
+from experiments.tokendance import codec, evidence
 from experiments.tokendance.workload import Workload, check_unaligned, digest
 
 if TYPE_CHECKING:
@@ -90,7 +91,14 @@ def main(argv: list[str] | None = None) -> int:
         commands.add_parser(name, help=text).add_argument(
             "--json", action="store_true", help="print JSON instead of lines for people"
         )
+    record = commands.add_parser("evidence", help="write two verified bundles down as evidence")
+    record.add_argument("generated", type=Path, help="bundle of the profile tokendance-cpu")
+    record.add_argument("captured", type=Path, help="bundle of the profile tokendance-model")
+    record.add_argument("--out", type=Path, required=True, help="file to write")
     given = parser.parse_args(argv)
+    if given.command == "evidence":
+        evidence.write(given.out, given.generated, given.captured)
+        return 0
     if given.command == "defconfig":
         profile.write(given.profile)
         print(f"{profile.CONFIG.name}: {given.profile}")
