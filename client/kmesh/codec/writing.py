@@ -81,7 +81,7 @@ def write(
         "tables_root": root_of(tables),
         "stored_root": root_of(stored),
     }
-    return b"".join((head_bytes(fields), tables, stored.tobytes()))
+    return b"".join((head_bytes(fields), tables, stored.data))
 
 
 def head_bytes(fields: dict[str, bytes | int]) -> bytes:
