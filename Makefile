@@ -33,7 +33,7 @@ PIP := $(PY) -m pip --disable-pip-version-check
 PIP_INSTALL := $(PIP) install $(if $(CI),-q --progress-bar off)
 
 # Python that is ours; generated code is left alone by pyproject.toml.
-CODE := client kmesh_spand vllm_connector tests tools demo benchmarks
+CODE := client kmesh_spand vllm_connector tests tools demo benchmarks experiments
 
 .PHONY: help
 help: ## list the targets
@@ -141,12 +141,40 @@ bench-gpu: env native ## measure the GPU's kernels, write .bench/bench-gpu.json 
 bench-gpu-check: env ## compare the last run with benchmarks/gpu/targets.toml (BENCH_RESULT=file for another)
 	@$(PY) -m benchmarks.gpu check $(BENCH_RESULT)
 
+.PHONY: defconfig-tokendance-cpu
+defconfig-tokendance-cpu: env ## choose the experiment's profile for machines without a GPU
+	@$(PY) -m experiments.tokendance defconfig tokendance-cpu
+
+.PHONY: defconfig-tokendance-model
+defconfig-tokendance-model: env ## choose the profile with the state of a real model (MODEL=PATH for another)
+	@$(PY) -m experiments.tokendance defconfig tokendance-model
+
+# What reads the profile chooses the one for CPUs if none was chosen.
+.config:
+	@$(MAKE) --no-print-directory defconfig-tokendance-cpu
+
+.PHONY: tokendance-plan
+tokendance-plan: env .config ## print what the experiment will do, and to what
+	@$(PY) -m experiments.tokendance plan
+
+.PHONY: tokendance-test
+tokendance-test: env native ## the tests of recipes and of the experiment
+	@$(PY) -m pytest tests/unit/codec $(PYTEST_ARGS)
+
+.PHONY: tokendance-codec
+tokendance-codec: env native .config ## encode the experiment's workloads, write the bundle
+	@$(PY) -m experiments.tokendance codec
+
+.PHONY: tokendance-verify
+tokendance-verify: env ## restore the bundle with a second decoder that shares no code with KMesh
+	@$(PY) -m experiments.tokendance.verify
+
 .PHONY: verify-evidence
 verify-evidence: env ## recompute the figures of evidence/ and compare them with the documents
 	@$(PY) tools/verify_evidence.py
 
 .PHONY: clean
 clean: ## remove what was built, but neither .venv nor the model
-	@rm -rf build dist .demo .bench .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
+	@rm -rf build dist .demo .bench .tokendance .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
 	@rm -rf client/*.egg-info *.egg-info $(NATIVE)
 	@find . -name __pycache__ -not -path './.venv/*' -prune -exec rm -rf {} +

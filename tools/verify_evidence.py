@@ -141,10 +141,60 @@ def derive_chaos(raw: Mapping[str, Any]) -> dict[str, float]:
     }
 
 
+def derive_codec(raw: Mapping[str, Any]) -> dict[str, float]:
+    """Sizes of families against dense ones, and how fast one thread encoded and decoded."""
+    figures: dict[str, float] = {}
+    for kind in ("generated", "captured"):
+        part = raw[kind]
+        figures[f"{kind}_members"] = sum(len(arm["members"]) for arm in part["arms"].values())
+        figures[f"{kind}_refused"] = part["verified"]["refused"]
+        for name, arm in part["arms"].items():
+            base = [part["segments"][one] for one in arm["segments"]]
+            found = _derive_arm(list(arm["members"].values()), base)
+            prefix = f"{kind}_{name.replace('-', '_')}"
+            figures.update({f"{prefix}_{key}": value for key, value in found.items()})
+    for name, row in raw["speed"].items():
+        figures[f"{name}_gb_s"] = row["bytes"] / _median(row["seconds"]) / 1e9
+    return figures
+
+
+def _derive_arm(
+    members: list[Mapping[str, Any]], base: list[Mapping[str, Any]]
+) -> dict[str, float]:
+    """A base counts once, and only where a member needs it."""
+    dense = sum(row["dense_bytes"] for row in members)
+    own = [row["dense_bytes"] // row["tokens"] * row["computed_tokens"] for row in members]
+    recipes = [row["addressable"]["bytes"] for row in members]
+    figures = {
+        "dense_bytes": dense,
+        "overhead_percent": max(100 * (r / o - 1) for r, o in zip(recipes, own, strict=True)),
+        "times_least": min(row["dense_bytes"] / r for row, r in zip(members, recipes, strict=True)),
+        "depending": sum(row["addressable"]["depends_on_base"] for row in members),
+        "cold_base_ratio": sum(one["cold_bytes"] for one in base)
+        / sum(one["dense_bytes"] for one in base),
+    }
+    for form, kept in (("addressable", "dense_bytes"), ("cold", "cold_bytes")):
+        stored = sum(row[form]["bytes"] for row in members)
+        figures[f"{form}_members_ratio"] = stored / dense
+        if any(row[form]["depends_on_base"] for row in members):
+            stored += sum(one[kept] for one in base)
+        figures[f"{form}_bytes"], figures[f"{form}_ratio"] = stored, stored / dense
+    for plane in ("k", "v"):
+        figures[f"cold_{plane}_ratio"] = sum(
+            row["cold"][f"{plane}_bytes"] for row in members
+        ) / sum(row[f"dense_{plane}_bytes"] for row in members)
+    if all("divergence_from_full_prefill" in row for row in members):
+        figures["divergence_max"] = max(row["divergence_from_full_prefill"] for row in members)
+        figures["divergence_min"] = min(row["divergence_from_full_prefill"] for row in members)
+        figures["same_first_token"] = sum(row["same_first_token"] for row in members)
+    return figures
+
+
 DERIVE: dict[str, Callable[[Mapping[str, Any]], dict[str, float]]] = {
     "chaos": derive_chaos,
     "demo": derive_demo,
     "bench": derive_bench,
+    "codec": derive_codec,
     "gpu-memory": derive_gpu_memory,
 }
 

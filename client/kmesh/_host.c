@@ -10,6 +10,7 @@
 
 #include "_host_args.h"
 #include "_host_batch.h"
+#include "_host_codec.h"
 #include "_host_index.h"
 #include "_host_job.h"
 #include "_host_paged.h"
@@ -362,6 +363,11 @@ static PyMethodDef host_methods[] = {
     {"rows_unlink", host_rows_unlink, METH_VARARGS, NULL},
     {"pack_field", host_pack_field, METH_VARARGS, NULL},
     {"unpack_field", host_unpack_field, METH_VARARGS, NULL},
+    {"recipe_check", host_recipe_check, METH_VARARGS, NULL},
+    {"recipe_decode", host_recipe_decode, METH_VARARGS, NULL},
+    {"turn_rows", host_turn_rows, METH_VARARGS, NULL},
+    {"rows_equal", host_rows_equal, METH_VARARGS, NULL},
+    {"token_hashes", host_token_hashes, METH_VARARGS, NULL},
     {"load", host_load, METH_VARARGS, NULL},
     {"store", host_store, METH_VARARGS, NULL},
     {NULL, NULL, 0, NULL},

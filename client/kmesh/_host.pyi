@@ -149,6 +149,49 @@ def unpack_field(data: Buffer, number: int, out: Buffer, fixed: bool, /) -> int:
         ValueError: ``data`` is no message, or ``out`` too short or its items too small.
     """
 
+def recipe_check(recipe: Buffer, /) -> tuple[str, int] | None:
+    """What is wrong with a recipe (``docs/recipe-format.md``): a field, and of which record.
+
+    None: everything that can be said without its segments and without decompressing is right.
+
+    Raises:
+        ValueError: the buffer is not aligned to 8 bytes.
+    """
+
+def recipe_decode(
+    recipe: Buffer, literals: Buffer, segments: Buffer, begin: int, end: int, out: Buffer, /
+) -> tuple[str, int] | None:
+    """Writes runs [begin, end) of a recipe's member to ``out``; sums are not looked at.
+
+    literals: the literal area, as ops see it. segments: address and length, as u64, of each
+    segment's dense payload. Returns what is wrong, as ``recipe_check`` does.
+
+    Raises:
+        ValueError: a buffer has the wrong length or alignment.
+    """
+
+def turn_rows(
+    dst: Buffer, src: Buffer, row_bytes: int, turns: Buffer, interleaved: bool, element: int, /
+) -> None:
+    """Rows of keys turned, with the bits of ``kmesh.kernels.reference.turn``.
+
+    turns: cosines and sines as float32, side by side. element: see ``kernels.rotary.ELEMENTS``.
+    dst and src must not overlap.
+
+    Raises:
+        ValueError: a buffer has the wrong length or alignment, or rows are too short for ``turns``.
+    """
+
+def rows_equal(a: Buffer, b: Buffer, equal: Buffer, /) -> None:
+    """Sets those bytes of ``equal``, one for each row, to 0 whose rows differ."""
+
+def token_hashes(run: Buffer, heads: int, hashes: Buffer, /) -> None:
+    """A hash of each token of a run [head, token, row], as u64; no defence against anybody.
+
+    Raises:
+        ValueError: a buffer has the wrong length or alignment.
+    """
+
 def load(address: int, bits: int, /) -> int:
     """Atomic load-acquire of an aligned u32 or u64 (``bits`` 32 or 64)."""
 

@@ -8,6 +8,10 @@ KMeshError
 │   └── DaemonUnavailable  no daemon answers on the socket
 ├── ProtocolError          the peer broke the protocol
 ├── CorruptionError        bytes do not match their checksum
+├── RecipeError            a family's recipe can't be made or used; has field
+│   ├── RecipeFormatError  these bytes are no recipe that this version reads
+│   ├── RecipeMismatch     a recipe and what it is used with do not belong together
+│   └── RecipeChecksumError   (a CorruptionError too)
 └── RequestError           the daemon refused a call; has code and field
     ├── InvalidArgument    ├── NotFound           ├── PermissionDenied
     ├── Unauthenticated    ├── VersionMismatch    ├── NamespaceMismatch
@@ -60,6 +64,33 @@ class ProtocolError(KMeshError):
 
 class CorruptionError(KMeshError):
     """Bytes that were read do not match their checksum."""
+
+
+class RecipeError(KMeshError):
+    """A recipe can't be made or used.
+
+    Attributes:
+        field: of ``docs/recipe-format.md``, such as ``ops.source``.
+        record: number of the record of that table, 0 where there is one only.
+    """
+
+    def __init__(self, message: str, *, field: str, record: int = 0) -> None:
+        table, _, rest = field.partition(".")
+        super().__init__(f"{table}[{record}].{rest}: {message}" if rest else f"{field}: {message}")
+        self.field = field
+        self.record = record
+
+
+class RecipeFormatError(RecipeError):
+    """These bytes are no recipe that this version reads."""
+
+
+class RecipeMismatch(RecipeError):
+    """A recipe and the base, span or geometry that it is used with do not belong together."""
+
+
+class RecipeChecksumError(RecipeError, CorruptionError):
+    """Bytes of a recipe, or those that it gave, do not match their checksum."""
 
 
 class RequestError(KMeshError):

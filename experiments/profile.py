@@ -1,0 +1,138 @@
+"""The chosen profile of an experiment: ``make defconfig-*`` writes it to ``.config``."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.metadata
+import json
+import platform
+import subprocess
+import tomllib
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+CONFIG = ROOT / ".config"
+GENERATED, CHECKPOINT = "generated", "checkpoint"
+PACKAGES = ("kmesh", "numpy", "zstandard", "blake3", "torch", "transformers")
+
+
+class ProfileError(Exception):
+    """``.config`` is not what a profile writes; says what to do."""
+
+
+@dataclass(frozen=True)
+class Profile:
+    """What an experiment runs with; everything of it is written into its results.
+
+    Attributes:
+        profile: name of the target that wrote it, without ``defconfig-``.
+        model: what made the state: ``GENERATED`` if no model runs, ``CHECKPOINT`` for the one of
+            `make model`, or that of MODEL. Dimensions are the checkpoint's then.
+        seed: of all that is drawn.
+        layers, kv_heads, head_dim, dtype: of the state.
+        rope_theta: of the rotary embedding.
+        prompts: of the controlled workload: one primes, the others are its siblings.
+        prompt_tokens, shared_tokens: of each; what is not shared is its own.
+        recompute_percent: shares of the shared tokens that siblings compute anew.
+        block_tokens: what the encoder looks at as a block.
+        bundle: folder for the results, relative to the repository.
+    """
+
+    profile: str
+    model: str
+    seed: int
+    layers: int
+    kv_heads: int
+    head_dim: int
+    dtype: str
+    rope_theta: float
+    prompts: int
+    prompt_tokens: int
+    shared_tokens: int
+    recompute_percent: tuple[int, ...]
+    block_tokens: int
+    bundle: str
+
+
+PROFILES = {
+    "tokendance-cpu": Profile(
+        profile="tokendance-cpu",
+        model=GENERATED,
+        seed=20261129,
+        layers=24,
+        kv_heads=2,
+        head_dim=64,
+        dtype="bfloat16",
+        rope_theta=10000.0,
+        prompts=5,
+        prompt_tokens=512,
+        shared_tokens=416,
+        recompute_percent=(0, 5, 15),
+        block_tokens=16,
+        bundle=".tokendance",
+    )
+}
+PROFILES["tokendance-model"] = dataclasses.replace(
+    PROFILES["tokendance-cpu"], profile="tokendance-model", model=CHECKPOINT
+)
+
+
+def write(name: str, path: Path = CONFIG) -> None:
+    """Writes a profile and where it was chosen, as TOML. KeyError for an unknown name."""
+    values = dataclasses.asdict(PROFILES[name])
+    lines = [f"# Written by `make defconfig-{name}`; the targets of the experiment read it."]
+    lines += [f"{key} = {_toml(value)}" for key, value in values.items()]
+    lines += ["", "[source]", *(f"{key} = {_toml(value)}" for key, value in source().items())]
+    lines += ["", "[versions]", *(f"{k} = {_toml(value)}" for k, value in versions().items())]
+    path.write_text("\n".join(lines) + "\n")
+
+
+def read(path: Path = CONFIG) -> tuple[Profile, dict[str, Any]]:
+    """The chosen profile, and all that the file says.
+
+    Raises:
+        ProfileError: there is no such file, or it names other fields than a profile has.
+    """
+    try:
+        said = tomllib.loads(path.read_text())
+    except FileNotFoundError:
+        raise ProfileError(f"no {path.name}: run `make defconfig-tokendance-cpu`") from None
+    except tomllib.TOMLDecodeError as error:
+        raise ProfileError(f"{path.name}: {error}") from None
+    names = {field.name for field in dataclasses.fields(Profile)}
+    differing = names ^ (said.keys() - {"source", "versions"})
+    if differing:
+        raise ProfileError(f"{path.name}: {', '.join(sorted(differing))} missing or unknown")
+    values = {name: said[name] for name in names}
+    values["recompute_percent"] = tuple(values["recompute_percent"])
+    return Profile(**values), said
+
+
+def source() -> dict[str, Any]:
+    """The commit, and whether all was committed."""
+    dirty = _git("status", "--porcelain", "--untracked-files=no")
+    return {"commit": _git("rev-parse", "HEAD"), "clean": dirty == ""}
+
+
+def versions() -> dict[str, str]:
+    """Python and the packages that results depend on."""
+    found = {"python": platform.python_version()}
+    for name in PACKAGES:
+        try:
+            found[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return found
+
+
+def _git(*arguments: str) -> str:
+    done = subprocess.run(
+        ("git", *arguments), cwd=ROOT, check=False, capture_output=True, text=True
+    )
+    return done.stdout.strip() if done.returncode == 0 else "unknown"
+
+
+def _toml(value: object) -> str:
+    return json.dumps(list(value) if isinstance(value, tuple) else value)

@@ -1,0 +1,1 @@
+"""Sibling requests that hold the same content at other positions, stored as exact recipes."""

@@ -1,0 +1,445 @@
+"""Families: what is shared is found, what does not belong together is refused by its field."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+import pytest
+from codec_cases import Geometry, recovered, second_base
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from experiments.tokendance import decoder as second
+from kmesh.codec import (
+    Base,
+    DecodePlan,
+    Encoder,
+    Form,
+    Op,
+    Provenance,
+    Recipe,
+    Segment,
+    SpanDescription,
+    decode,
+    sharing,
+)
+from kmesh.codec.sharing import Finder
+from kmesh.errors import RecipeChecksumError, RecipeError, RecipeMismatch
+from kmesh.kernels.rotary import Rotary
+from kmesh.layout import Shard
+
+GEOMETRY = Geometry(layers=1, heads=2, head_dim=16)
+
+
+def _segments(*counts: int, geometry: Geometry = GEOMETRY) -> tuple[Base, list[np.ndarray]]:
+    rng = np.random.default_rng(7)
+    states = [geometry.draw(rng, count) for count in counts]
+    described = [geometry.describe(b"segment %d" % i, n) for i, n in enumerate(counts)]
+    return Base(map(Segment, described, states)), states
+
+
+def _referred(recipe: Recipe) -> list[tuple[int, int, bytes, int]]:
+    """What the first run refers to: token, tokens, key of the segment, source."""
+    first, count = recipe.lists[recipe.runs["list"][0]].tolist()
+    return [
+        (
+            int(op["token"]),
+            int(op["tokens"]),
+            recipe.segments[op["segment"]]["key"].tobytes().rstrip(b"\0"),
+            int(op["source"]),
+        )
+        for op in recipe.ops[first : first + count]
+        if op["kind"] == Op.REF
+    ]
+
+
+# ---- sharing that nobody told about ---------------------------------------------------------
+
+
+@pytest.mark.parametrize("block_tokens", [16, 32, 64])
+def test_content_is_found_wherever_it_is(block_tokens: int) -> None:
+    base, (one, two) = _segments(100, 150)
+    rng = np.random.default_rng(9)
+    own = GEOMETRY.draw(rng, 200)
+    # Odd places, a part of a segment from its middle, the same part twice, and a run too short.
+    parts = [
+        own[:, :, :, :7],
+        two[:, :, :, 41:133],
+        own[:, :, :, 7:10],
+        one,
+        two[:, :, :, 41 : 41 + block_tokens],
+        own[:, :, :, 10:40],
+        one[:, :, :, 5 : 4 + block_tokens],
+        own[:, :, :, 40:41],
+    ]
+    state = np.concatenate(parts, axis=3)
+    member = GEOMETRY.describe(b"member", state.shape[3])
+    encoded = Encoder(base, block_tokens=block_tokens).encode(member, state)
+    assert _referred(encoded.recipe) == [
+        (7, 92, b"segment 1", 41),
+        (102, 100, b"segment 0", 0),
+        (202, block_tokens, b"segment 1", 41),
+    ]
+    assert encoded.recipe.head["block_tokens"] == block_tokens
+    assert decode(encoded.data, base).tobytes() == state.tobytes()
+
+
+def test_planes_are_shared_apart() -> None:
+    """Keys at another position are other bytes; values are the same."""
+    base, (one,) = _segments(64)
+    state = GEOMETRY.draw(np.random.default_rng(1), 64)
+    state[:, 1] = one[:, 1]
+    encoded = Encoder(base).encode(GEOMETRY.describe(b"member", 64), state)
+    keys, values = (encoded.recipe.ops[list_["first"]] for list_ in encoded.recipe.lists)
+    assert (keys["kind"], values["kind"]) == (Op.LITERAL, Op.REF)
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    cuts=st.lists(st.tuples(st.integers(0, 90), st.integers(1, 60)), min_size=1, max_size=8),
+    alphabet=st.integers(1, 3),
+    seed=st.integers(0, 1000),
+)
+def test_runs_of_few_different_tokens(
+    cuts: list[tuple[int, int]], alphabet: int, seed: int
+) -> None:
+    """Where nearly all tokens look alike, windows match in many places at once."""
+    rng = np.random.default_rng(seed)
+    letters = GEOMETRY.draw(rng, alphabet)
+    source = letters[:, :, :, rng.integers(0, alphabet, 120)]
+    base = Base([Segment(GEOMETRY.describe(b"segment", 120), source)])
+    state = np.concatenate([source[:, :, :, at : at + count] for at, count in cuts], axis=3)
+    member = GEOMETRY.describe(b"member", state.shape[3])
+    encoded = Encoder(base).encode(member, state)
+    assert decode(encoded.data, base).tobytes() == state.tobytes()
+
+
+def test_equal_hashes_are_not_equal_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a hash that takes all tokens for equal, bytes still decide."""
+    monkeypatch.setattr(
+        sharing, "token_hashes", lambda rows: np.ones(rows.shape[1], dtype=np.uint64)
+    )
+    base, _ = _segments(64)
+    rows = np.random.default_rng(1).integers(0, 256, (2, 40, 32), dtype=np.uint8)
+    assert Finder(base, 16).find(0, rows, 0, 40) == []
+    same = base.segments[0].rows[0]
+    (match,) = Finder(base, 16).find(0, same, 0, 64)
+    assert (match.token, match.tokens, match.source) == (0, 64, 0)
+
+
+def test_a_member_that_shares_nothing_depends_on_nothing() -> None:
+    base, _ = _segments(64)
+    state = GEOMETRY.draw(np.random.default_rng(99), 64)
+    member = GEOMETRY.describe(b"member", 64)
+    for provenance in ((), (Provenance(0, 64, base.segments[0].description.key, 0, 0),)):
+        encoded = Encoder(base).encode(member, state, provenance)
+        assert not encoded.depends
+        assert decode(encoded.data).tobytes() == state.tobytes()
+
+
+# ---- provenance --------------------------------------------------------------------------------
+
+
+def test_keys_turned_by_another_kernel_are_literal() -> None:
+    family = recovered(Geometry(), 1)
+    (given,) = family.provenance
+    other = dataclasses.replace(given, kernel=2)
+    encoded = Encoder(family.base, family.rotary).encode(family.member, family.state, [other])
+    assert len(encoded.recipe.turns) == 0
+    assert {Op.LITERAL, Op.REF} == set(encoded.recipe.ops["kind"])
+    assert decode(encoded.data, family.base).tobytes() == family.state.tobytes()
+
+
+@pytest.mark.parametrize(
+    ("changes", "field"),
+    [
+        ({"segment": b"?" * 32}, "provenance.segment"),
+        ({"token": -1}, "provenance.token"),
+        ({"tokens": 0}, "provenance.token"),
+        ({"tokens": 60}, "provenance.token"),
+        ({"token": 6, "source": 2}, "provenance.source"),
+        ({"source": -1}, "provenance.source"),
+        ({"delta": 1}, "provenance.delta"),
+    ],
+)
+def test_provenance_that_contradicts_itself(changes: dict[str, object], field: str) -> None:
+    family = recovered(Geometry(), 1)
+    wrong = dataclasses.replace(family.provenance[0], **changes)
+    with pytest.raises(RecipeError) as refused:
+        Encoder(family.base, family.rotary).encode(family.member, family.state, [wrong])
+    assert refused.value.field == field
+
+
+def test_provenance_that_overlaps() -> None:
+    family = recovered(Geometry(), 1)
+    with pytest.raises(RecipeError) as refused:
+        Encoder(family.base, family.rotary).encode(
+            family.member, family.state, family.provenance * 2
+        )
+    assert refused.value.field == "provenance.token"
+
+
+def test_turned_keys_need_a_rotary_of_the_family() -> None:
+    family = recovered(Geometry(), 1)
+    with pytest.raises(RecipeError) as refused:
+        Encoder(family.base).encode(family.member, family.state, family.provenance)
+    assert refused.value.field == "pairs"
+    for rotary, field in (
+        (Geometry(dtype="float16").rotary(), "dtype"),
+        (Geometry(head_dim=16).rotary(), "pairs"),
+    ):
+        with pytest.raises(RecipeError) as refused:
+            Encoder(family.base, rotary)
+        assert refused.value.field == field
+
+
+# ---- a decoder that does not give the member back ------------------------------------------------
+
+
+@pytest.mark.parametrize("form", Form)
+def test_what_does_not_come_back_is_literal(form: Form, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A decoder with a fault in two tokens of what is referred to is believed, not the encoder."""
+    family = recovered(Geometry(layers=2), 1)
+    honest = DecodePlan.run
+
+    def faulty(self: DecodePlan, begin: int, end: int, out: np.ndarray) -> None:
+        honest(self, begin, end, out)
+        recipe = self.recipe
+        first, count = recipe.lists[recipe.runs["list"][begin]].tolist()
+        for op in recipe.ops[first : first + count]:
+            for token in (10, 11):
+                at = token - int(op["token"])
+                if begin == 1 and op["kind"] != Op.LITERAL and 0 <= at < op["tokens"]:
+                    out[1, token, 3] ^= 0x80
+
+    monkeypatch.setattr(DecodePlan, "run", faulty)
+    encoded = Encoder(family.base, family.rotary, form=form).encode(
+        family.member, family.state, family.provenance
+    )
+    monkeypatch.undo()
+    assert encoded.refused == 1
+    recipe = encoded.recipe
+    first, count = recipe.lists[recipe.runs["list"][1]].tolist()
+    assert recipe.ops[first : first + count]["tokens"].tolist() == [5, 5, 2, 33, 9]
+    assert recipe.ops[first : first + count]["kind"].tolist() == [1, 2, 1, 2, 1]
+    assert decode(encoded.data, family.base).tobytes() == family.state.tobytes()
+
+
+def test_a_decoder_that_loses_literals_ends_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    family = recovered(Geometry(), 1)
+    honest = DecodePlan.run
+
+    def faulty(self: DecodePlan, begin: int, end: int, out: np.ndarray) -> None:
+        honest(self, begin, end, out)
+        out[0, 0, 0] ^= 1
+
+    monkeypatch.setattr(DecodePlan, "run", faulty)
+    with pytest.raises(RecipeError, match="payload_root"):
+        Encoder(family.base, family.rotary).encode(family.member, family.state, family.provenance)
+
+
+# ---- what does not belong together ---------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("namespace", b"x" * 32),
+        ("dtype", "float16"),
+        ("shard", Shard(0, 2, 1, 3)),
+        ("shard", Shard(3, 5, 0, 2)),
+        ("head_dim", 4),
+    ],
+)
+def test_a_member_of_another_family(field: str, value: object) -> None:
+    family = recovered(Geometry(), 1)
+    other = dataclasses.replace(family.member, **{field: value})
+    state = np.zeros(other.payload_bytes, dtype=np.uint8)
+    with pytest.raises(RecipeMismatch) as refused:
+        Encoder(family.base, family.rotary).encode(other, state)
+    assert refused.value.field == field
+    segment = family.base.segments[0]
+    moved = dataclasses.replace(other, key=b"o" * 32)
+    with pytest.raises(RecipeMismatch) as refused:
+        Base([segment, Segment(moved, state)])
+    assert refused.value.field == f"segments.{field}"
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("key", b"short"),
+        ("namespace", b""),
+        ("dtype", "int8"),
+        ("head_dim", 0),
+        ("head_dim", 8193),
+        ("tokens", 0),
+        ("tokens", 2**31),
+        ("position", -1),
+        ("position", 2**31 - 50),
+        ("generation", 2**64),
+    ],
+)
+def test_descriptions_that_are_none(field: str, value: object) -> None:
+    good = recovered(Geometry(), 1).member
+    with pytest.raises(RecipeError) as refused:
+        dataclasses.replace(good, **{field: value})
+    assert refused.value.field == field
+
+
+def test_payloads_of_another_size() -> None:
+    family = recovered(Geometry(), 1)
+    raw = family.state.tobytes()
+    room = bytearray(len(raw) + 1)
+    room[1:] = raw
+    for payload in (b"", raw[:-1], raw + b"\0", memoryview(room)[1:]):
+        with pytest.raises(RecipeError) as refused:
+            Encoder(family.base, family.rotary).encode(family.member, payload)
+        assert refused.value.field == "payload"
+
+
+def test_a_member_is_no_segment_of_its_base() -> None:
+    """No recipe refers to itself, and segments are dense: there are no chains."""
+    family = recovered(Geometry(), 1)
+    (segment,) = family.base
+    with pytest.raises(RecipeError) as refused:
+        Encoder(family.base).encode(segment.description, segment.rows)
+    assert refused.value.field == "key"
+    with pytest.raises(RecipeMismatch) as twice:
+        Base([segment, segment])
+    assert twice.value.field == "segments.key"
+
+
+def test_a_block_is_one_of_three() -> None:
+    with pytest.raises(RecipeError) as refused:
+        Encoder(Base(), block_tokens=48)
+    assert refused.value.field == "block_tokens"
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("key", b"o" * 32),
+        ("namespace", b"o" * 32),
+        ("shard", Shard(4, 6, 1, 3)),
+        ("position", 6),
+        ("generation", 6),
+        ("dtype", "float16"),
+    ],
+)
+def test_a_base_that_is_another(field: str, value: object) -> None:
+    family = recovered(Geometry(), 1)
+    data = Encoder(family.base, family.rotary).encode(
+        family.member, family.state, family.provenance
+    )
+    (segment,) = family.base
+    described = dataclasses.replace(segment.description, **{field: value})
+    other = Base([Segment(described, segment.rows)])
+    with pytest.raises(RecipeMismatch) as refused:
+        decode(data.data, other)
+    assert refused.value.field == f"segments.{field}"
+    with pytest.raises(second.Refused):
+        second.decode(data.data, second_base(other))
+
+
+def test_a_master_that_was_stored_again_with_other_bytes() -> None:
+    family = recovered(Geometry(), 1)
+    data = Encoder(family.base, family.rotary).encode(
+        family.member, family.state, family.provenance
+    )
+    (segment,) = family.base
+    payload = segment.rows.copy()
+    payload[0, 0, 0, 0] ^= 1
+    with pytest.raises(RecipeMismatch) as refused:
+        decode(data.data, Base([Segment(segment.description, payload)]))
+    assert refused.value.field == "segments.root"
+    # Moving bytes about may keep a root, but no digest.
+    same_root = Segment(segment.description, payload)
+    same_root.__dict__["root"] = segment.root
+    with pytest.raises(RecipeMismatch) as refused:
+        decode(data.data, Base([same_root]))
+    assert refused.value.field == "segments.digest"
+
+
+def test_a_base_that_changed_behind_its_back_is_noticed() -> None:
+    """Sums of a segment are taken once; the payload's are taken of what comes out."""
+    family = recovered(Geometry(), 1)
+    data = Encoder(family.base, family.rotary).encode(
+        family.member, family.state, family.provenance
+    )
+    (segment,) = family.base
+    payload = segment.rows.copy()
+    changing = Base([Segment(segment.description, payload)])
+    decode(data.data, changing)
+    payload[0, 0, 0, 0] ^= 1
+    with pytest.raises(RecipeChecksumError) as refused:
+        decode(data.data, changing)
+    assert refused.value.field == "payload_root"
+
+
+def test_a_recipe_of_something_else_than_was_asked_for() -> None:
+    family = recovered(Geometry(), 1)
+    recipe = Encoder(family.base, family.rotary).encode(
+        family.member, family.state, family.provenance
+    )
+    recipe.recipe.require(family.member)
+    for field, value in (("generation", 9), ("key", b"k" * 32), ("position", 0)):
+        wanted = dataclasses.replace(family.member, **{field: value})
+        with pytest.raises(RecipeMismatch) as refused:
+            recipe.recipe.require(wanted)
+        assert refused.value.field == field
+
+
+# ---- sizes of families ------------------------------------------------------------------------
+
+
+def test_two_families_that_share_a_master() -> None:
+    base, (one, two) = _segments(64, 48)
+    families = (Base(base.segments), Base(base.segments[:1]))
+    for number, family in enumerate(families):
+        member = GEOMETRY.describe(b"member %d" % number, 64)
+        encoded = Encoder(family).encode(member, one)
+        for other in families:
+            assert decode(encoded.data, other).tobytes() == one.tobytes()
+    late = Encoder(families[0]).encode(GEOMETRY.describe(b"late", 48), two)
+    with pytest.raises(RecipeMismatch) as refused:
+        decode(late.data, families[1])
+    assert refused.value.field == "segments.key"
+
+
+def test_a_family_of_one_and_members_of_one_token() -> None:
+    state = GEOMETRY.draw(np.random.default_rng(3), 1)
+    for form in Form:
+        encoded = Encoder(Base(), form=form).encode(GEOMETRY.describe(b"alone", 1), state)
+        assert decode(encoded.data).tobytes() == state.tobytes()
+        assert second.decode(encoded.data, {})[1] == state.tobytes()
+
+
+def test_a_thousand_members() -> None:
+    geometry = Geometry(layers=1, heads=1, head_dim=16)
+    rng = np.random.default_rng(5)
+    shared = geometry.draw(rng, 64)
+    base = Base([Segment(geometry.describe(b"segment", 64, 3), shared)])
+    rotary = Rotary((1.0, 0.5), interleaved=False, dtype="bfloat16")
+    encoder = Encoder(base, rotary)
+    stored = 0
+    for number in range(1000):
+        own = geometry.draw(rng, 8)
+        state = np.concatenate([own, shared], axis=3)
+        state[:, 0, :, 8:] = own[:, 0, :, :1]
+        member = geometry.describe(b"member %d" % number, 72, number)
+        told = Provenance(8, 64, base.segments[0].description.key, 0, number + 5)
+        encoded = encoder.encode(member, state, [told])
+        stored += len(encoded.data)
+        if number % 100 == 0:
+            assert decode(encoded.data, base).tobytes() == state.tobytes()
+    assert stored < 1000 * state.nbytes
+
+
+@pytest.mark.parametrize("position", [0, 1])
+def test_descriptions_say_what_a_payload_takes(position: int) -> None:
+    described = SpanDescription(b"k" * 32, b"n" * 32, "float32", Shard(0, 3, 0, 2), 5, 7, position)
+    assert described.payload_bytes == 3 * 2 * 2 * 7 * 5 * 4
+    assert described.shape == (6, 2, 7, 20)
+    assert described.runs * described.run_bytes == described.payload_bytes
