@@ -20,7 +20,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TypeVar
 
-from google.protobuf.message import DecodeError
+from google.protobuf.message import DecodeError, Message
 
 from kmesh import errors, packets
 from kmesh.fake_model import Model
@@ -180,6 +180,16 @@ class FakeDaemon:
         return self._look(lambda model: sum(len(p.reservations) for p in model.peers.values()))
 
     @property
+    def flights(self) -> int:
+        """Flights that are in the air."""
+        return self._look(lambda model: len(model.flights.flights))
+
+    @property
+    def waits(self) -> int:
+        """Answers that are owed to those who wait for flights."""
+        return self._look(lambda model: sum(len(f.waits) for f in model.flights.flights.values()))
+
+    @property
     def spans(self) -> int:
         """Committed spans, each once."""
 
@@ -257,12 +267,24 @@ class FakeDaemon:
             elif connection.peer is None or kind in ("", "hello"):
                 raise errors.Unauthenticated("Hello comes first, and once", field="body")
             else:
-                answer, fd = self._model.handle(connection.peer, getattr(request, kind))
+
+                def reply(later: Message) -> None:
+                    getattr(response, kind).CopyFrom(later)
+                    self._respond(kind, connection, response, -1)
+
+                answer, fd = self._model.handle(connection.peer, getattr(request, kind), reply)
+                if answer is None:
+                    return
                 getattr(response, _ANSWERS.get(kind, kind)).CopyFrom(answer)
         except errors.RequestError as refused:
             code = common_pb2.Code.ValueType(refused.code)
             status = common_pb2.Status(code=code, message=refused.message, field=refused.field)
             response.status.CopyFrom(status)
+        self._respond(kind, connection, response, fd)
+
+    def _respond(
+        self, kind: str, connection: _Connection, response: session_socket_pb2.Response, fd: int
+    ) -> None:
         delays = self._delays.get(kind)
         due = time.monotonic() + delays.pop(0) if delays else 0.0
         self._count += 1
