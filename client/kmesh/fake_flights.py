@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
@@ -10,8 +11,8 @@ from google.protobuf.message import Message
 from kmesh import errors
 from kmesh.v1 import flights_pb2 as pb
 
-#: Answers an Await.
-Reply = Callable[[Message], None]
+#: Answers an Await, or refuses it.
+Reply = Callable[[Message | errors.RequestError], None]
 #: Whether a key is stored in all of these shards, by their codes; whether it is or is on its way.
 Known = Callable[[bytes, Sequence[int], bytes], bool]
 
@@ -23,6 +24,7 @@ class _Wait:
     end: int
     shards: list[int]
     reply: Reply
+    until: float
 
 
 @dataclass(eq=False, slots=True)
@@ -93,9 +95,14 @@ class FakeFlights:
         )
 
     def wait(
-        self, session: int, body: pb.AwaitRequest, shards: list[int], reply: Reply
+        self,
+        session: int,
+        body: pb.AwaitRequest,
+        shards: list[int],
+        reply: Reply,
+        seconds: float,
     ) -> Message | None:
-        """Answers Await, or keeps ``reply`` for later (None)."""
+        """Answers Await, or keeps ``reply`` for later (None), for so many seconds."""
         flight = self.flights.get(body.flight)
         if flight is None:
             return pb.AwaitResponse(arrival=pb.ARRIVAL_LANDED)
@@ -106,8 +113,23 @@ class FakeFlights:
             raise errors.InvalidArgument("not in the flight", field="await_flight.covered")
         if not max(body.first, flight.frontier) < min(end, flight.end):
             return pb.AwaitResponse(arrival=pb.ARRIVAL_LANDED)
-        flight.waits.append(_Wait(session, body.first, end, shards, reply))
+        until = self._clock() + seconds
+        flight.waits.append(_Wait(session, body.first, end, shards, reply, until))
         return None
+
+    @property
+    def next_deadline(self) -> float:
+        """When ``expire`` has to be called next; infinity if nobody waits."""
+        waits = [wait.until for flight in self.flights.values() for wait in flight.waits]
+        return min(waits, default=math.inf)
+
+    def expire(self) -> None:
+        """Ends the waits whose deadline has passed."""
+        now = self._clock()
+        for flight in self.flights.values():
+            for wait in [wait for wait in flight.waits if wait.until <= now]:
+                flight.waits.remove(wait)
+                wait.reply(errors.DeadlineExceeded("not done in time"))
 
     def leave(self, session: int, number: int) -> pb.LeaveResponse:
         """Answers Leave."""

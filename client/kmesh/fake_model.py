@@ -124,10 +124,12 @@ class Model:
             peer.staging.close()
         self.flights.closed(session)
 
-    def handle(self, peer: Peer, body: Message, reply: Reply) -> tuple[Message | None, int]:
+    def handle(
+        self, peer: Peer, body: Message, reply: Reply, seconds: float
+    ) -> tuple[Message | None, int]:
         """The answer and the descriptor to go with it (-1: none; the caller closes it).
 
-        No answer: it comes later, through ``reply``.
+        No answer: it comes later, through ``reply``, within so many seconds.
         """
         if isinstance(body, sessions_pb2.AttachIndex):
             fd = reopen_read_only(self._index_fd)
@@ -165,7 +167,8 @@ class Model:
             self._batch(len(keys), "claim.keys")
             return self.flights.claim(peer.id, keys, shards, body.salt), -1
         if isinstance(body, flights_pb2.AwaitRequest):
-            return self.flights.wait(peer.id, body, _shards(body.shards), reply), -1
+            shards = _shards(body.shards)
+            return self.flights.wait(peer.id, body, shards, reply, seconds), -1
         if isinstance(body, flights_pb2.LeaveRequest):
             return self.flights.leave(peer.id, body.flight), -1
         if isinstance(body, flights_pb2.LandRequest):

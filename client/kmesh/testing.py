@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import heapq
+import math
 import os
 import select
 import selectors
@@ -215,8 +216,12 @@ class FakeDaemon:
             with self._lock:
                 if self._stopping:
                     break
-                timeout = self._late[0].due - time.monotonic() if self._late else None
-            ready = self._selector.select(None if timeout is None else max(timeout, 0))
+                due = min(
+                    self._late[0].due if self._late else math.inf,
+                    self._model.flights.next_deadline,
+                )
+            timeout = None if due == math.inf else max(due - time.monotonic(), 0)
+            ready = self._selector.select(timeout)
             with self._lock:
                 for key, _ in ready:
                     if isinstance(key.data, _Connection):
@@ -226,6 +231,7 @@ class FakeDaemon:
                         self._accept()
                     else:
                         os.eventfd_read(self._wake)
+                self._model.flights.expire()
                 self._send_late()
         self._finish()
 
@@ -268,18 +274,20 @@ class FakeDaemon:
                 raise errors.Unauthenticated("Hello comes first, and once", field="body")
             else:
 
-                def reply(later: Message) -> None:
-                    getattr(response, kind).CopyFrom(later)
+                def reply(later: Message | errors.RequestError) -> None:
+                    if isinstance(later, errors.RequestError):
+                        response.status.CopyFrom(_status(later))
+                    else:
+                        getattr(response, kind).CopyFrom(later)
                     self._respond(kind, connection, response, -1)
 
-                answer, fd = self._model.handle(connection.peer, getattr(request, kind), reply)
+                body, seconds = getattr(request, kind), request.deadline_ms / 1000
+                answer, fd = self._model.handle(connection.peer, body, reply, seconds)
                 if answer is None:
                     return
                 getattr(response, _ANSWERS.get(kind, kind)).CopyFrom(answer)
         except errors.RequestError as refused:
-            code = common_pb2.Code.ValueType(refused.code)
-            status = common_pb2.Status(code=code, message=refused.message, field=refused.field)
-            response.status.CopyFrom(status)
+            response.status.CopyFrom(_status(refused))
         self._respond(kind, connection, response, fd)
 
     def _respond(
@@ -340,6 +348,11 @@ class FakeDaemon:
                 os.unlink(self._path)
             self._selector.close()
             os.close(self._wake)
+
+
+def _status(refused: errors.RequestError) -> common_pb2.Status:
+    code = common_pb2.Code.ValueType(refused.code)
+    return common_pb2.Status(code=code, message=refused.message, field=refused.field)
 
 
 _ANSWERS = {

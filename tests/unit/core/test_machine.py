@@ -351,21 +351,43 @@ class CoreMachine(RuleBasedStateMachine):
             end = answer.first + answer.covered
             assert list(flight.keys[answer.first : end]) == keys[: answer.covered]
 
-    @precondition(having("claims"))
-    @rule(data=st.data(), shard=st.sampled_from(SHARDS))
-    def wait(self, data: st.DataObject, shard: int) -> None:
-        world = self.world
-        session, flight = data.draw(st.sampled_from(sorted(world.claims)))
-        if world.led.get(flight) == session:
+    @precondition(having("led"))
+    @rule(data=st.data(), shard=st.sampled_from(SHARDS), old=seldom)
+    def join(self, data: st.DataObject, shard: int, old: bool) -> None:
+        """Somebody else wants what a flight brings, or believes an old claim."""
+        world, flights = self.world, self.world.core.flights.by_id
+        led = [number for number in flights if number in world.led]
+        if old and world.claims:
+            session, number = data.draw(st.sampled_from(sorted(world.claims)))
+            found = world.claims[session, number][0]
+        elif led:
+            number = data.draw(st.sampled_from(led))
+            flight = flights[number]
+            group, salt, _ = flight.who
+            others = [
+                session
+                for session in sorted(world.open)
+                if session != world.led[number] and world.who(session)[0] == group
+            ]
+            session = (
+                data.draw(st.sampled_from(others))
+                if others
+                else world.connect(uid=world.uids[world.led[number]])
+            )
+            first = data.draw(st.integers(flight.frontier, flight.end - 1))
+            found = world.claim(session, list(flight.keys[first:]), salt=salt)
+        else:
+            return
+        if found.standing != Standing.COMPUTING or world.led.get(number) == session:
             return
         waits = sum(at[0] == session for at in world.waits)
-        answer = world.wait(session, world.claims[session, flight][0], [shard])
-        if waits >= world.config.max_waits and flight in world.core.flights.by_id:
+        answer = world.wait(session, found, [shard])
+        if number not in flights:
+            assert answer == fx.AwaitResult(Arrival.LANDED)
+        elif waits >= world.config.max_waits:
             assert isinstance(answer, fx.Refused | fx.AwaitResult)
         else:
             assert answer in (None, fx.AwaitResult(Arrival.LANDED))
-        if flight not in world.core.flights.by_id:
-            assert answer == fx.AwaitResult(Arrival.LANDED)
 
     @precondition(having("led"))
     @rule(data=st.data(), length=lengths, fail=seldom, steps=st.integers(1, 4))
