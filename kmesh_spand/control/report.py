@@ -50,7 +50,10 @@ class Report:
 
     def counters(self) -> dict[str, int]:
         """All counters, by the names of ``docs/metrics.md``."""
-        found = {f"spans_{name}": value for name, value in self._handler.core.counters.items()}
+        found = {
+            name if name.startswith("flight_") else f"spans_{name}": value
+            for name, value in self._handler.core.counters.items()
+        }
         found.update(self._handler.counters)
         found.update(self._worker.counters)
         found["index_full"] = self._handler.applier.index_full
@@ -156,6 +159,11 @@ class Report:
         """Catalog records in use, spans that are leased, spans that wait to be verified."""
         core = self._handler.core.status()
         return core.slots, core.leased_spans, core.recovering
+
+    def flying(self) -> tuple[int, int]:
+        """Flights in the air, and Awaits that wait for them."""
+        flights = self._handler.core.flights.by_id.values()
+        return len(flights), sum(len(flight.waiters) for flight in flights)
 
     @property
     def observer(self) -> Observer:

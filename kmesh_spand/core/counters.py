@@ -36,7 +36,7 @@ COUNTERS = (
     "wiped",
     "wipe_failed",
     "refused",
-    "claims",
+    "flight_claims",
     "flight_leads",
     "flight_joins",
     "flight_promotions",

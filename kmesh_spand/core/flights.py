@@ -34,7 +34,7 @@ _LAND_CAUSES = (
     FlightCause.NOT_STORED,
 )
 #: Names of the counters of flights that did not land, by cause.
-ENDED = {
+ENDED: dict[FlightCause, str] = {
     cause: f"flight_ended_{cause.name.lower()}"
     for cause in FlightCause
     if cause not in (FlightCause.DONE, FlightCause.LEFT)
@@ -77,7 +77,7 @@ class Flights:
         at = {key: i for i, key in enumerate(keys)}
         if len(at) < len(keys):
             return invalid("keys", "one occurs twice")
-        self._count("claims")
+        self._count("flight_claims")
         shards = tuple(event.shards)
         who = session.group, event.salt, event.tier
         if self.draining or self.deaths.held(who, keys[0], self._store.now_ms):

@@ -41,8 +41,8 @@ def worth_waiting(outlook: Outlook) -> bool:
     """Whether to wait on.
 
     All that this request would have taken in the end, with the time that it has waited, must stay
-    within ``patience`` times what it would have taken alone. So a leader that is slow, hangs or dies again and
-    again costs at most that, and then the time alone.
+    within ``patience`` times what it would have taken alone. So a leader that is slow, hangs or
+    dies again and again costs at most that, and then the time alone.
     """
     finish = remaining(outlook) + outlook.covered / outlook.restore
     finish += (outlook.missing - outlook.covered) / outlook.prefill
