@@ -22,7 +22,8 @@ class CoreConfig:
         patience_ms: how long after a slab last grew Reserve still answers "not ready"
             instead of evicting.
         remembered_keys: endings of keys that are remembered, to explain misses; may be 0.
-        max_flights: flights that one session leads; each takes up to 300 bytes a key.
+        max_flights, max_flight_keys: flights that one session leads, and keys in them; a key takes
+            some 400 bytes.
         max_flight_shards: shards that one Claim names.
         max_waits: Awaits of one session that are not answered; half of the requests that it may
             have pending, so that waiting leaves room for work.
@@ -43,6 +44,7 @@ class CoreConfig:
     patience_ms: int = 5000
     remembered_keys: int = 0x8000
     max_flights: int = 256
+    max_flight_keys: int = 65_536
     max_flight_shards: int = 64
     max_waits: int = 128
     death_memory_ms: int = 60_000

@@ -88,10 +88,9 @@ class Flights:
         flight = held.get(keys[0])
         if flight is not None:
             return self._standing(session, flight, keys)
-        if len(session.flights) >= self._config.max_flights:
-            limit = self._config.max_flights
-            return Refused(Code.EXHAUSTED, f"a session leads at most {limit} flights", "keys")
         count = next((i for i, key in enumerate(keys) if key in held), len(keys))
+        if not self._may_lead(session, count):
+            return Refused(Code.EXHAUSTED, "the session leads too many flights", "keys")
         mine = tuple(keys[:count])
         flight = Flight(
             next(self._ids),
@@ -265,7 +264,7 @@ class Flights:
                 return
         while flight.waiters:
             waiter = next(iter(flight.waiters.values()))
-            if len(waiter.session.flights) >= self._config.max_flights:
+            if not self._may_lead(waiter.session, waiter.end - waiter.first):
                 flight.leave(waiter)
                 self._answer(waiter, AwaitResult(Arrival.ENDED, cause))
             elif self._promote(flight, waiter):
@@ -330,6 +329,13 @@ class Flights:
             self._end(flight, None if flight.end == flight.promised else flight.cause)
 
     # Parts
+
+    def _may_lead(self, session: Session, keys: int) -> bool:
+        led = sum(flight.promised - flight.begin for flight in session.flights.values())
+        return (
+            len(session.flights) < self._config.max_flights
+            and led + keys <= self._config.max_flight_keys
+        )
 
     def _missing(self, who: Who, keys: Sequence[bytes], shards: tuple[int, ...]) -> list[int]:
         """For each key the shards, as bits, in which it is not stored."""

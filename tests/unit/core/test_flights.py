@@ -375,6 +375,18 @@ def test_limits_of_a_session() -> None:
     )
 
 
+def test_keys_of_a_sessions_flights_are_limited() -> None:
+    world = World({0: 8}, max_flight_keys=3)
+    leader, other = world.connect(), world.connect()
+    assert world.claim(leader, [A, B]).covered == 2
+    assert refused(world.ask(ev.Claim, leader, C + D, [SHARD])) == (Code.EXHAUSTED, "keys")
+    assert world.claim(leader, [C]).standing == Standing.LEAD
+    world.claim(other, [E, F])
+    waiting = join(world, other, [A, B])
+    world.close(leader)
+    assert answer(world, other, waiting) == ended(FlightCause.CLOSED)
+
+
 def test_a_shard_that_occurs_twice_is_refused(world: World) -> None:
     asked = world.ask(ev.Claim, world.connect(), A, [SHARD, SHARD])
     assert refused(asked) == (Code.INVALID_ARGUMENT, "shards")
