@@ -6,6 +6,7 @@ import pytest
 from asking import A, B, C, D, E, F, refused
 from world import OTHER_SHARD, SHARD, World, key
 
+from kmesh.layout import Shard
 from kmesh_spand.core import effects as fx
 from kmesh_spand.core import events as ev
 from kmesh_spand.core.codes import Arrival, Code, FlightCause, Standing
@@ -218,6 +219,23 @@ def test_a_key_has_landed_when_every_shard_of_the_leader_has(world: World) -> No
     assert answer(world, other, waiting) == LANDED
     assert world.core.counters["flight_shared_bytes"] == 2 * 65536
     assert world.core.counters["flight_shared_tokens"] == 64
+
+
+def test_what_has_landed_is_there_for_other_shardings_and_counts_once(world: World) -> None:
+    leader, other = world.connect(), world.connect()
+    world.claim(leader, [A, B], [SHARD, OTHER_SHARD])
+    waiting = join(world, other, [A])
+    for _ in range(2):
+        world.store(leader, [A])
+        (row,) = world.core.spans(now_ms=world.now)
+        world.send(ev.Evict([row.slot]))
+    world.store(leader, [A], shard=OTHER_SHARD)
+    assert answer(world, other, waiting) == LANDED
+    assert world.core.counters["flight_shared_bytes"] == 2 * 65536
+    # Whoever stores it in shards of its own finds it in these.
+    third = Shard(0, 8, 0, 2).code()
+    assert world.claim(other, [A, B], [third]).standing == Standing.STORED
+    assert world.claim(other, [B], [third]).standing == Standing.COMPUTING
 
 
 def test_a_sub_key_lands_with_its_tail(world: World) -> None:
