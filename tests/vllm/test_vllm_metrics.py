@@ -13,7 +13,6 @@ import subprocess
 import sys
 import tempfile
 import threading
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -372,6 +371,7 @@ def test_every_counter_arrives(server: Server, spand: Daemon, folder: Path) -> N
         spand.wait_status(lambda s: s.leases > 0)
         os.kill(spand.child("control"), signal.SIGKILL)
         # What is mapped already could still be read, until the worker knows.
-        time.sleep(0.5)
+        log = folder / "server.log"
+        wait_for(lambda: log.read_text().count("lost KMesh at") >= 2, 60, "both halves know")
     server.wait_count("load_failed_lost")
     assert all(server.counts().values())
