@@ -38,7 +38,7 @@ def hashings(tokens: Sequence[int], asks: int) -> int:
         session = spand.connect(Role.SCHEDULER, "bench", NAMESPACE)
         half = SchedulerHalf(
             Identity(NAMESPACE, SHARDING, 16, 1 << 16),
-            Settings(str(spand.socket_dir)),
+            Settings(str(spand.socket_dir), min_flight_tokens=0),
             Holder(session),
         )
         inner, count = KeyChain.extend, 0

@@ -34,11 +34,11 @@ class Holder:
 
 
 class Bench:
-    """A scheduler half over one session."""
+    """A scheduler half over one session; without flights unless ``min_flight_tokens`` says so."""
 
-    def __init__(self, spand: Spand, session: Session) -> None:
+    def __init__(self, spand: Spand, session: Session, min_flight_tokens: int = 0) -> None:
         identity = Identity(NAMESPACE, SHARDING, 16, 1 << 16)
-        settings = Settings(str(spand.socket_dir))
+        settings = Settings(str(spand.socket_dir), min_flight_tokens=min_flight_tokens)
         self.half = SchedulerHalf(identity, settings, Holder(session))
         self._rng = random.Random(1)
         self._digest = NAMESPACE.digest()
@@ -82,6 +82,26 @@ class Bench:
         for name in names:
             self.half.finished(name)
         return taken[3:]
+
+    def claims(self, rounds: int) -> dict[str, list[float]]:
+        """Microseconds of the questions about a miss that nobody computes yet: the first claims
+        it, those after it wait for the answer, the last ones lead."""
+        taken: dict[str, list[float]] = {"first": [], "leading": []}
+        for number in range(rounds + 3):
+            tokens = self.prompt()
+            name = self.add(tokens, hashed=True)
+            first, _ = self.ask(name, tokens)
+            until = time.monotonic() + 5
+            while self.ask(name, tokens)[1] is None and time.monotonic() < until:
+                time.sleep(0.0005)
+            leading = [self.ask(name, tokens) for _ in range(10)]
+            if self.half._states[name].part is None or leading[-1][1] != 0:
+                raise RuntimeError(f"a claim was answered with {leading[-1][1]}")
+            self.half.finished(name)
+            if number >= 3:
+                taken["first"].append(first * 1e6)
+                taken["leading"] += [took * 1e6 for took, _ in leading]
+        return taken
 
     def hits(self, tokens: list[int], rounds: int) -> dict[str, list[float]]:
         """Microseconds of the first question about a stored prompt, and of those after it."""
@@ -134,6 +154,14 @@ def run(quick: bool) -> Iterator[Row]:
             yield Row("scheduler_hit_waiting", "µs", "median", {"waiting": hits["waiting"]}, later)
             note = "the lease is there, but no blocks yet"
             yield Row("scheduler_hit_leased", "µs", "median", {"leased": hits["leased"]}, note)
+            flying = Bench(spand, session, 512)
+            claims = flying.claims(rounds)
+            flying.half.shutdown()
+            note = "a miss, with flights: the question that claims it"
+            yield Row("scheduler_claim_first", "µs", "median", {"first": claims["first"]}, note)
+            note = "the same request, asked again when it leads"
+            leading = {"leading": claims["leading"]}
+            yield Row("scheduler_claim_leading", "µs", "median", leading, note)
         finally:
             bench.half.shutdown()
             session.close()

@@ -15,7 +15,7 @@ from typing import Any
 from google.protobuf.message import DecodeError, Message
 from rawclient import DIGEST, SHARD
 
-from kmesh.v1 import common_pb2, session_socket_pb2, sessions_pb2, spans_pb2
+from kmesh.v1 import common_pb2, flights_pb2, session_socket_pb2, sessions_pb2, spans_pb2
 
 MAX_BYTES = 128 * 1024
 # An enum's operators take longer than the calls they are for.
@@ -48,6 +48,7 @@ class Hostile:
         self._keys = [self.rng.randbytes(32) for _ in range(48)]
         self._reservations: deque[int] = deque([1, 2], maxlen=40)
         self._leases: deque[int] = deque([1], maxlen=40)
+        self._flights: deque[int] = deque([1], maxlen=8)
         self._sent: deque[bytes] = deque([b"\x08\x01"], maxlen=300)
         self._last = 10
 
@@ -55,6 +56,8 @@ class Hostile:
         self._reservations.extend(n for n in answer.reserve.reservation if n)
         if answer.acquire.lease:
             self._leases.append(answer.acquire.lease)
+        if answer.claim.flight:
+            self._flights.append(answer.claim.flight)
 
     def batch(self) -> list[bytes]:
         """Packets to be sent in a row. In most batches none ends its connection, or the rest
@@ -114,6 +117,9 @@ class Hostile:
         if rng.random() < 0.05:
             made.deadline_ms = rng.choice((1, 2, *_ODD))
         name, body = self.body()
+        if name == "await_flight":
+            # One byte, so that a flipped bit does not make it a long wait.
+            made.deadline_ms = rng.choice((1, 2))
         if name:
             getattr(made, name).CopyFrom(body)
             getattr(made, name).SetInParent()
@@ -129,8 +135,10 @@ class Hostile:
             self._abort,
             self._report,
             self._attach,
+            self._claim,
+            self._fly,
         )
-        return self.rng.choices(makers, (6, 8, 8, 6, 2, 2, 1))[0]()
+        return self.rng.choices(makers, (6, 8, 8, 6, 2, 2, 1, 3, 3))[0]()
 
     def _some(self, kept: deque[int], count: int) -> list[int]:
         rng = self.rng
@@ -197,6 +205,30 @@ class Hostile:
         lease = rng.choice(self._leases)
         entry = [rng.choice((0, 0, 1, *_ODD)) for _ in range(rng.randint(0, 2))]
         return "report_corrupt", spans_pb2.ReportCorruptRequest(lease=lease, entry=entry)
+
+    def _claim(self) -> tuple[str, Message]:
+        rng = self.rng
+        keys = b"".join(rng.sample(self._keys, k=rng.randint(0, 6)))
+        if rng.random() < 0.05:
+            keys = rng.choice((keys + keys, rng.randbytes(31), rng.randbytes(32 * 1025)))
+        shards = [SHARD] * rng.choices((0, 1, 2, 70), (1, 20, 1, 1))[0]
+        return "claim", flights_pb2.ClaimRequest(keys=keys, shards=shards, salt=self._salt())
+
+    def _fly(self) -> tuple[str, Message]:
+        rng = self.rng
+        flight = rng.choice(self._flights) if rng.random() < 0.9 else rng.choice(_WIDE)
+        waits = flights_pb2.AwaitRequest(flight=flight, covered=rng.randint(0, 3), shards=[SHARD])
+        if rng.random() < 0.2:
+            waits.first = rng.choice((1, *_ODD))
+        cause = flights_pb2.FlightCause.ValueType(rng.choice((1, 2, 3, 4, 5, 99)))
+        return rng.choices(
+            (
+                ("await_flight", waits),
+                ("leave", flights_pb2.LeaveRequest(flight=flight)),
+                ("land", flights_pb2.LandRequest(flight=flight, cause=cause)),
+            ),
+            (3, 1, 1),
+        )[0]
 
     def _attach(self) -> tuple[str, Message]:
         rng = self.rng

@@ -25,6 +25,7 @@ from google.protobuf.message import Message
 from kmesh import calls, errors, memory, packets
 from kmesh.calls import Procedure, Reservations, ReserveBatch, Welcome
 from kmesh.channel import MAX_UNSENT
+from kmesh.flight import Arrived, Claim, FlightCause
 from kmesh.handles import COMMON, Handle, HandleKind, Preferences, SpanHandle
 from kmesh.index import IndexReader
 from kmesh.keys import Namespace
@@ -33,7 +34,14 @@ from kmesh.lease import Lease
 from kmesh.memory import SlabMapping, Staging
 from kmesh.session import Role, hello
 from kmesh.v1 import sessions_pb2
-from kmesh.wire import DEFAULT_TIMEOUT, MAX_MESSAGE_BYTES, MAX_UNANSWERED, Answer, Exchange
+from kmesh.wire import (
+    DEFAULT_TIMEOUT,
+    MAX_MESSAGE_BYTES,
+    MAX_UNANSWERED,
+    Answer,
+    Exchange,
+    awaited,
+)
 
 logger = logging.getLogger("kmesh")
 
@@ -88,7 +96,7 @@ class AsyncChannel:
         def done(answer: Answer | None, error: BaseException | None) -> None:
             if future.done():
                 if answer is not None:
-                    self._undo(answer)
+                    self._undo(body, answer)
             elif error is not None:
                 future.set_exception(error)
             elif answer is not None:
@@ -104,7 +112,7 @@ class AsyncChannel:
             return await future
         except asyncio.CancelledError:
             if future.done() and not future.cancelled() and future.exception() is None:
-                self._undo(future.result())
+                self._undo(body, future.result())
             else:
                 self.exchange.abandon(call.id)
             raise
@@ -160,8 +168,8 @@ class AsyncChannel:
         if self._sock.fileno() >= 0:
             self._sock.close()
 
-    def _undo(self, answer: Answer) -> None:
-        for packet in self.exchange.undo(answer):
+    def _undo(self, body: Message, answer: Answer) -> None:
+        for packet in self.exchange.undo(answer, awaited(body)):
             self._send(packet)
 
     def _send(self, packet: bytes) -> None:
@@ -339,6 +347,30 @@ class AsyncSession:
         self, lease: Lease, entries: Sequence[int], timeout: float | None = None
     ) -> int:
         return await self._run(calls.report_corrupt(self.welcome, lease, entries), timeout)
+
+    async def claim(
+        self,
+        keys: bytes,
+        shards: Sequence[Shard],
+        *,
+        timeout: float | None = None,
+        salt: bytes = b"",
+        device: str = "",
+    ) -> Claim:
+        return await self._run(calls.claim(self.welcome, keys, shards, salt, device), timeout)
+
+    async def await_flight(self, claim: Claim, timeout: float | None = None) -> Arrived:
+        try:
+            return await self._run(calls.await_flight(claim), timeout)
+        except asyncio.CancelledError:
+            await self.leave(claim.flight)
+            raise
+
+    async def leave(self, flight: int) -> None:
+        self._channel.forget(calls.leave(flight))
+
+    async def land(self, flight: int, cause: FlightCause = FlightCause.DONE) -> None:
+        self._channel.forget(calls.land(flight, cause))
 
     async def slab(self, slab_id: int, timeout: float | None = None) -> SlabMapping:
         found = self._slabs.get(slab_id)

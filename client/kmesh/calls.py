@@ -14,11 +14,12 @@ from typing import TypeVar
 from google.protobuf.message import Message
 
 from kmesh import errors, negotiation
+from kmesh.flight import Arrival, Arrived, Claim, FlightCause, Standing
 from kmesh.handles import Agreement, HandleKind, Tier
 from kmesh.keys import KEY_BYTES
 from kmesh.layout import Shard
 from kmesh.lease import Lease
-from kmesh.v1 import common_pb2, sessions_pb2, spans_pb2
+from kmesh.v1 import common_pb2, flights_pb2, sessions_pb2, spans_pb2
 from kmesh.wire import Answer
 
 T = TypeVar("T")
@@ -30,6 +31,13 @@ logger = logging.getLogger("kmesh")
 
 _TIERS = {Tier.HOST: "host memory", Tier.GPU: "GPU memory"}
 
+#: Causes by which a leader ends its flight.
+_ENDS = (
+    FlightCause.DONE,
+    FlightCause.ABORTED,
+    FlightCause.PREEMPTED,
+    FlightCause.NOT_STORED,
+)
 #: No kernel sends a larger packet unless it was tuned for it.
 _MAX_MESSAGE_BYTES = 16 << 20
 #: Bytes of a packet left to the frame around a batch.
@@ -271,6 +279,68 @@ def report_corrupt(limits: Welcome, lease: Lease, entries: Sequence[int]) -> Pro
             )
             accepted += _body(spans_pb2.ReportCorruptResponse, (yield request)).accepted
     return accepted
+
+
+def claim(
+    limits: Welcome, keys: bytes, shards: Sequence[Shard], salt: bytes = b"", device: str = ""
+) -> Procedure[Claim]:
+    """Raises ConfigError for malformed arguments, else what the daemon says."""
+    if not keys or len(keys) % KEY_BYTES:
+        raise errors.ConfigError("keys: not a multiple of 32 bytes, or none")
+    _check_salt(salt)
+    messages = [_shard(shard) for shard in shards]
+    # More than a message holds, and than the daemon takes, has no place in one flight.
+    room = limits.max_message_bytes - _FRAME_BYTES - sum(m.ByteSize() + 2 for m in messages)
+    most = min(limits.max_batch, max(room // KEY_BYTES, 1))
+    request = flights_pb2.ClaimRequest(
+        keys=keys[: most * KEY_BYTES], shards=messages, salt=salt, device=device
+    )
+    answer = _body(flights_pb2.ClaimResponse, (yield request))
+    try:
+        standing = Standing(answer.standing)
+    except ValueError:
+        raise errors.ProtocolError(f"a claim's standing {answer.standing}") from None
+    return Claim(
+        standing=standing,
+        flight=answer.flight,
+        first=answer.first,
+        covered=answer.covered,
+        ahead=answer.ahead,
+        landed=answer.landed,
+        age_ms=answer.age_ms,
+        shards=tuple(shards),
+    )
+
+
+def await_flight(found: Claim) -> Procedure[Arrived]:
+    """Returns when there is something to say; raises ConfigError for a claim without a flight."""
+    if found.standing is not Standing.COMPUTING:
+        raise errors.ConfigError(f"claim: {found.standing.name} is nothing to wait for")
+    request = flights_pb2.AwaitRequest(
+        flight=found.flight,
+        first=found.first,
+        covered=found.covered,
+        shards=[_shard(shard) for shard in found.shards],
+    )
+    answer = _body(flights_pb2.AwaitResponse, (yield request))
+    try:
+        return Arrived(Arrival(answer.arrival), FlightCause(answer.cause))
+    except ValueError:
+        raise errors.ProtocolError(f"a flight's arrival {answer.arrival}") from None
+
+
+def leave(flight: int) -> Message:
+    """Ends the session's waits for a flight; each of them ends with LEFT."""
+    return flights_pb2.LeaveRequest(flight=flight)
+
+
+def land(flight: int, cause: FlightCause) -> Message:
+    """A leader's own end of its flight."""
+    if cause not in _ENDS:
+        raise errors.ConfigError(f"cause: {cause.name} is not one that a leader ends by")
+    return flights_pb2.LandRequest(
+        flight=flight, cause=flights_pb2.FlightCause.ValueType(cause.value)
+    )
 
 
 def ping() -> Procedure[None]:

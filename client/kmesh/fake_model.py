@@ -8,17 +8,19 @@ from __future__ import annotations
 
 import os
 import secrets
-from collections.abc import Iterable
+import time
+from collections.abc import Iterable, Sequence
 
 from google.protobuf.message import Message
 
 from kmesh import _host, errors, keys, layout, negotiation
+from kmesh.fake_flights import FakeFlights, Reply
 from kmesh.fake_state import Limits, Peer, Slab, Span, create_memfd, reopen_read_only
 from kmesh.handles import HandleKind, HandleRefusal, Offer, Tier, agree
 from kmesh.index import IndexWriter, capacity_for, index_size, tag
 from kmesh.layout import STAGING_ALIGN
 from kmesh.mapping import Mapping
-from kmesh.v1 import common_pb2, sessions_pb2, spans_pb2
+from kmesh.v1 import common_pb2, flights_pb2, sessions_pb2, spans_pb2
 
 _OFFERED: dict[int, tuple[Offer, ...]] = {
     Tier.HOST: (
@@ -44,6 +46,7 @@ class Model:
         self.peers: dict[int, Peer] = {}
         self.spans: dict[tuple[bytes, int], Span] = {}
         self._last = 0
+        self.flights = FakeFlights(self._stored, self._known, time.monotonic)
         size = index_size(capacity_for(limits.max_spans * 4))
         self._index_size = size
         self._index_fd = create_memfd("kmesh-index", size)
@@ -119,9 +122,15 @@ class Model:
             self._release(peer, lease)
         if peer.staging is not None:
             peer.staging.close()
+        self.flights.closed(session)
 
-    def handle(self, peer: Peer, body: Message) -> tuple[Message, int]:
-        """The answer and the descriptor to go with it (-1: none; the caller closes it)."""
+    def handle(
+        self, peer: Peer, body: Message, reply: Reply, seconds: float
+    ) -> tuple[Message | None, int]:
+        """The answer and the descriptor to go with it (-1: none; the caller closes it).
+
+        No answer: it comes later, through ``reply``, within so many seconds.
+        """
         if isinstance(body, sessions_pb2.AttachIndex):
             fd = reopen_read_only(self._index_fd)
             kind = common_pb2.HANDLE_KIND_MEMFD
@@ -151,7 +160,28 @@ class Model:
             return spans_pb2.AbortResponse(aborted=len(ended)), -1
         if isinstance(body, spans_pb2.ReportCorruptRequest):
             return self._report_corrupt(peer, body), -1
+        if isinstance(body, flights_pb2.ClaimRequest):
+            _host_only(body.device, "claim.device")
+            shards = _shards(body.shards)
+            keys = _split(body.keys, "claim.keys")
+            self._batch(len(keys), "claim.keys")
+            return self.flights.claim(peer.id, keys, shards, body.salt), -1
+        if isinstance(body, flights_pb2.AwaitRequest):
+            shards = _shards(body.shards)
+            return self.flights.wait(peer.id, body, shards, reply, seconds), -1
+        if isinstance(body, flights_pb2.LeaveRequest):
+            return self.flights.leave(peer.id, body.flight), -1
+        if isinstance(body, flights_pb2.LandRequest):
+            return self.flights.land(peer.id, body), -1
         raise errors.InvalidArgument("no such request", field="body")
+
+    def _stored(self, key: bytes, shards: Sequence[int], salt: bytes) -> bool:
+        found = [self.spans.get((key, shard)) for shard in shards]
+        return all(span and span.committed and span.salt == salt for span in found)
+
+    def _known(self, key: bytes, shards: Sequence[int], salt: bytes) -> bool:
+        found = [self.spans.get((key, shard)) for shard in shards]
+        return all(span and span.salt == salt for span in found)
 
     def _next(self) -> int:
         self._last += 1
@@ -253,6 +283,8 @@ class Model:
             reason, reservation = self._reserve_one(peer, [key, *mine], shard, tokens, length)
             if reservation:
                 peer.reservations[reservation].salt = body.salt
+            elif reason in (POOL_FULL, TOO_LARGE):
+                self.flights.refused(key, body.salt)
             answer.reason.append(reason)
             answer.reservation.append(reservation)
         return answer
@@ -304,6 +336,7 @@ class Model:
                     self.spans.setdefault((key, span.shard), span)
                     self._index.insert(tag(key, span.shard), span.slot)
         self._index.bump()
+        self.flights.changed()
         return answer
 
     def _report_corrupt(self, peer: Peer, body: spans_pb2.ReportCorruptRequest) -> Message:
@@ -331,6 +364,7 @@ class Model:
                 del self.spans[key, span.shard]
                 self._index.remove(tag(key, span.shard), span.slot)
         self._index.bump()
+        self.flights.changed()
         span.dropped = True
         if not span.leases:
             self.slabs[span.slab].give(span.offset, span.length)

@@ -22,6 +22,7 @@ import kmesh
 from kmesh import calls, errors, memory, negotiation, packets
 from kmesh.calls import Procedure, Reservations, ReserveBatch, Welcome
 from kmesh.channel import Channel
+from kmesh.flight import Arrived, Claim, FlightCause
 from kmesh.handles import COMMON, Handle, HandleKind, Preferences, SpanHandle
 from kmesh.index import IndexReader
 from kmesh.keys import Namespace
@@ -263,6 +264,65 @@ class Session:
     ) -> int:
         """Tells that entries of a lease hold wrong bytes; returns how many reports were taken."""
         return self._run(calls.report_corrupt(self.welcome, lease, entries), timeout)
+
+    def claim(
+        self,
+        keys: bytes,
+        shards: Sequence[Shard],
+        *,
+        timeout: float | None = None,
+        salt: bytes = b"",
+        device: str = "",
+    ) -> Claim:
+        """Asks who computes the spans of these keys: the caller itself, if nobody does yet.
+
+        A flight that is ours ends when all of its keys are stored, with ``land``, or with the
+        session.
+
+        Args:
+            keys: 32 bytes each, in chain order, at least one; of more than ``welcome.max_batch``
+                the first are claimed.
+            shards: in which this engine stores, at least one.
+            salt, device: as for ``reserve``.
+
+        Raises:
+            ConfigError: an argument is malformed.
+            Exhausted: the session leads too many flights.
+        """
+        return self._run(calls.claim(self.welcome, keys, shards, salt, device), timeout)
+
+    def claim_async(
+        self,
+        keys: bytes,
+        shards: Sequence[Shard],
+        *,
+        timeout: float | None = None,
+        salt: bytes = b"",
+        device: str = "",
+    ) -> Future[Claim]:
+        """As ``claim``, without waiting. A flight that comes too late is given back by itself."""
+        return self._start(calls.claim(self.welcome, keys, shards, salt, device), timeout)
+
+    def await_flight_async(self, claim: Claim, timeout: float | None = None) -> Future[Arrived]:
+        """Waits, in the background, for a flight that another session leads; ``leave`` ends that.
+
+        Args:
+            claim: whose standing is COMPUTING.
+        """
+        return self._start(calls.await_flight(claim), timeout)
+
+    def leave(self, flight: int) -> None:
+        """Ends this session's waits for a flight, without waiting for the answer."""
+        self._channel.forget(calls.leave(flight))
+
+    def land(self, flight: int, cause: FlightCause = FlightCause.DONE) -> None:
+        """Ends a flight that this session leads, without waiting for the answer.
+
+        Args:
+            cause: DONE or NOT_STORED: what is reserved or stored by now still lands, the rest is
+                given up. ABORTED or PREEMPTED: the first that waits leads.
+        """
+        self._channel.forget(calls.land(flight, cause))
 
     def slab(self, slab_id: int, timeout: float | None = None) -> SlabMapping:
         """A slab, mapped at the first call; later calls cost a dictionary look-up.

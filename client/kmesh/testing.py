@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import heapq
+import math
 import os
 import select
 import selectors
@@ -20,7 +21,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TypeVar
 
-from google.protobuf.message import DecodeError
+from google.protobuf.message import DecodeError, Message
 
 from kmesh import errors, packets
 from kmesh.fake_model import Model
@@ -180,6 +181,16 @@ class FakeDaemon:
         return self._look(lambda model: sum(len(p.reservations) for p in model.peers.values()))
 
     @property
+    def flights(self) -> int:
+        """Flights that are in the air."""
+        return self._look(lambda model: len(model.flights.flights))
+
+    @property
+    def waits(self) -> int:
+        """Answers that are owed to those who wait for flights."""
+        return self._look(lambda model: sum(len(f.waits) for f in model.flights.flights.values()))
+
+    @property
     def spans(self) -> int:
         """Committed spans, each once."""
 
@@ -205,8 +216,12 @@ class FakeDaemon:
             with self._lock:
                 if self._stopping:
                     break
-                timeout = self._late[0].due - time.monotonic() if self._late else None
-            ready = self._selector.select(None if timeout is None else max(timeout, 0))
+                due = min(
+                    self._late[0].due if self._late else math.inf,
+                    self._model.flights.next_deadline,
+                )
+            timeout = None if due == math.inf else max(due - time.monotonic(), 0)
+            ready = self._selector.select(timeout)
             with self._lock:
                 for key, _ in ready:
                     if isinstance(key.data, _Connection):
@@ -216,6 +231,7 @@ class FakeDaemon:
                         self._accept()
                     else:
                         os.eventfd_read(self._wake)
+                self._model.flights.expire()
                 self._send_late()
         self._finish()
 
@@ -257,12 +273,26 @@ class FakeDaemon:
             elif connection.peer is None or kind in ("", "hello"):
                 raise errors.Unauthenticated("Hello comes first, and once", field="body")
             else:
-                answer, fd = self._model.handle(connection.peer, getattr(request, kind))
+
+                def reply(later: Message | errors.RequestError) -> None:
+                    if isinstance(later, errors.RequestError):
+                        response.status.CopyFrom(_status(later))
+                    else:
+                        getattr(response, kind).CopyFrom(later)
+                    self._respond(kind, connection, response, -1)
+
+                body, seconds = getattr(request, kind), request.deadline_ms / 1000
+                answer, fd = self._model.handle(connection.peer, body, reply, seconds)
+                if answer is None:
+                    return
                 getattr(response, _ANSWERS.get(kind, kind)).CopyFrom(answer)
         except errors.RequestError as refused:
-            code = common_pb2.Code.ValueType(refused.code)
-            status = common_pb2.Status(code=code, message=refused.message, field=refused.field)
-            response.status.CopyFrom(status)
+            response.status.CopyFrom(_status(refused))
+        self._respond(kind, connection, response, fd)
+
+    def _respond(
+        self, kind: str, connection: _Connection, response: session_socket_pb2.Response, fd: int
+    ) -> None:
         delays = self._delays.get(kind)
         due = time.monotonic() + delays.pop(0) if delays else 0.0
         self._count += 1
@@ -318,6 +348,11 @@ class FakeDaemon:
                 os.unlink(self._path)
             self._selector.close()
             os.close(self._wake)
+
+
+def _status(refused: errors.RequestError) -> common_pb2.Status:
+    code = common_pb2.Code.ValueType(refused.code)
+    return common_pb2.Status(code=code, message=refused.message, field=refused.field)
 
 
 _ANSWERS = {

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from google.protobuf.message import DecodeError, Message
 
 from kmesh import errors
-from kmesh.v1 import session_socket_pb2, sessions_pb2, spans_pb2
+from kmesh.v1 import flights_pb2, session_socket_pb2, sessions_pb2, spans_pb2
 
 logger = logging.getLogger("kmesh")
 
@@ -42,6 +42,10 @@ _NAMES: dict[type[Message], tuple[str, str]] = {
     spans_pb2.CommitRequest: ("commit", "commit"),
     spans_pb2.AbortRequest: ("abort", "abort"),
     spans_pb2.ReportCorruptRequest: ("report_corrupt", "report_corrupt"),
+    flights_pb2.ClaimRequest: ("claim", "claim"),
+    flights_pb2.AwaitRequest: ("await_flight", "await_flight"),
+    flights_pb2.LeaveRequest: ("leave", "leave"),
+    flights_pb2.LandRequest: ("land", "land"),
 }
 #: Seconds that a call may take, whatever its caller says: more has no place in a message.
 _LONGEST = 1_000_000.0
@@ -81,6 +85,7 @@ class _Pending:
     answer: str
     deadline: float
     done: Done
+    flight: int = 0
 
 
 class Exchange:
@@ -95,7 +100,8 @@ class Exchange:
         self._lock = threading.Lock()
         self._last_id = 0
         self._pending: dict[int, _Pending] = {}
-        self._abandoned: dict[int, str] = {}
+        # What is owed, and for an Await the flight that it is for.
+        self._abandoned: dict[int, tuple[str, int]] = {}
         self._alarm = math.inf
         self._closed: BaseException | None = None
 
@@ -120,7 +126,7 @@ class Exchange:
         deadline = min(deadline, now + _LONGEST)
         with self._lock:
             call = self._number(kind, body, max(deadline - now, 0.001))
-            self._pending[call.id] = _Pending(answer, deadline, done)
+            self._pending[call.id] = _Pending(answer, deadline, done, awaited(body))
             if deadline < self._alarm:
                 self._alarm = deadline
                 return Call(call.id, call.packet, True)
@@ -131,7 +137,7 @@ class Exchange:
         kind, answer = _NAMES[type(body)]
         with self._lock:
             call = self._number(kind, body, DEFAULT_TIMEOUT)
-            self._abandoned[call.id] = answer
+            self._abandoned[call.id] = answer, 0
             return call
 
     def abandon(self, call_id: int) -> None:
@@ -139,7 +145,7 @@ class Exchange:
         with self._lock:
             call = self._pending.pop(call_id, None)
             if call is not None:
-                self._abandoned[call_id] = call.answer
+                self._abandoned[call_id] = call.answer, call.flight
 
     def next_deadline(self, now: float) -> float:
         """When ``expire`` has to be called next; infinity if nothing waits."""
@@ -156,7 +162,7 @@ class Exchange:
             late = {i: call for i, call in self._pending.items() if call.deadline <= now}
             for call_id, call in late.items():
                 del self._pending[call_id]
-                self._abandoned[call_id] = call.answer
+                self._abandoned[call_id] = call.answer, call.flight
         for call in late.values():
             call.done(None, errors.DeadlineExceeded(f"no answer in time ({call.answer})"))
 
@@ -174,9 +180,9 @@ class Exchange:
             response = self._parse(packet, left)
             with self._lock:
                 call = self._pending.pop(response.id, None)
-                late = None if call else self._abandoned.pop(response.id, None)
-            expected = call.answer if call else late
-            if expected is None:
+                late = ("", 0) if call else self._abandoned.pop(response.id, ("", 0))
+            expected = call.answer if call else late[0]
+            if not expected:
                 raise errors.ProtocolError(f"answer to a request never made: {response.id}")
             try:
                 answer: Answer | BaseException = self._answer(response, expected, left)
@@ -188,15 +194,19 @@ class Exchange:
             for fd in left:
                 os.close(fd)
         if call is None:
-            return self.undo(answer) if isinstance(answer, Answer) else []
+            return self.undo(answer, late[1]) if isinstance(answer, Answer) else []
         if isinstance(answer, Answer):
             call.done(answer, None)
         else:
             call.done(None, answer)
         return []
 
-    def undo(self, answer: Answer) -> list[bytes]:
-        """Packets that give back what an unwanted answer brought; closes its descriptor."""
+    def undo(self, answer: Answer, flight: int = 0) -> list[bytes]:
+        """Packets that give back what an unwanted answer brought; closes its descriptor.
+
+        Args:
+            flight: that an Await was for.
+        """
         if answer.fd >= 0:
             os.close(answer.fd)
         body = answer.body
@@ -208,6 +218,10 @@ class Exchange:
                 if reservations:
                     request = spans_pb2.AbortRequest(reservation=reservations)
                     return [self.forget(request).packet]
+            if flight := _led(body, flight):
+                aborted = flights_pb2.FLIGHT_CAUSE_ABORTED
+                land = flights_pb2.LandRequest(flight=flight, cause=aborted)
+                return [self.forget(land).packet]
         except errors.ConnectionClosed:
             return []
         if isinstance(body, spans_pb2.ReleaseResponse) and body.refused:
@@ -270,3 +284,16 @@ class Exchange:
         elif response.epoch != self.epoch:
             raise errors.ProtocolError("the epoch changed within a connection")
         return Answer(getattr(response, kind), response.epoch, fds.pop() if fds else -1)
+
+
+def awaited(body: Message) -> int:
+    return body.flight if isinstance(body, flights_pb2.AwaitRequest) else 0
+
+
+def _led(body: Message, flight: int) -> int:
+    """The flight that an answer lets us lead; 0 if none."""
+    if isinstance(body, flights_pb2.ClaimResponse):
+        return body.flight if body.standing == flights_pb2.STANDING_LEAD else 0
+    if isinstance(body, flights_pb2.AwaitResponse):
+        return flight if body.arrival == flights_pb2.ARRIVAL_LEAD else 0
+    return 0

@@ -16,7 +16,13 @@ from collections.abc import Callable
 from google.protobuf.message import DecodeError, Message
 
 from kmesh import _host, errors
-from kmesh.v1 import common_pb2, session_socket_pb2, sessions_pb2, spans_pb2
+from kmesh.v1 import (
+    common_pb2,
+    flights_pb2,
+    session_socket_pb2,
+    sessions_pb2,
+    spans_pb2,
+)
 from kmesh_spand.control import limits
 from kmesh_spand.control.handler import Handler
 from kmesh_spand.control.registry import Member, Peer
@@ -35,7 +41,12 @@ _HALF_SECONDS = 0.05
 
 #: Sent at the end of a turn, behind answers that somebody waits for: each wakes the client. Pong
 #: says that all that was asked before is answered, so nothing waits behind it.
-_UNHURRIED = (spans_pb2.ReleaseResponse, spans_pb2.AbortResponse)
+_UNHURRIED = (
+    spans_pb2.ReleaseResponse,
+    spans_pb2.AbortResponse,
+    flights_pb2.LeaveResponse,
+    flights_pb2.LandResponse,
+)
 
 #: Number in Response of each answer.
 _ANSWERS = {

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from google.protobuf.message import Message
 
 from kmesh import errors, layout, negotiation
-from kmesh.v1 import common_pb2, sessions_pb2, spans_pb2
+from kmesh.v1 import common_pb2, flights_pb2, sessions_pb2, spans_pb2
 from kmesh_spand import logs
 from kmesh_spand.control import broker as brokers
 from kmesh_spand.control import limits, translate
@@ -242,6 +242,8 @@ class Handler:
                 return self.broker.gpus.tier(body.device, "acquire.device")
             case spans_pb2.ReserveRequest():
                 return self.broker.gpus.tier(body.device, "reserve.device")
+            case flights_pb2.ClaimRequest():
+                return self.broker.gpus.tier(body.device, "claim.device")
         return 0
 
     def _uid(self, session: int) -> int:
@@ -303,17 +305,19 @@ class Handler:
         pending.late = True
         try:
             with logs.about(pending.session, number):
-                self._end_late(pending, body)
+                self._end_late(pending, number, body)
         except Exception:
             logger.exception("ending a late request failed", extra={"request": number})
         self._answer(number, None)
 
-    def _end_late(self, pending: _Pending, body: Message) -> None:
+    def _end_late(self, pending: _Pending, number: int, body: Message) -> None:
         if pending.name == "commit":
             # Not a request of anyone: no answer to it is expected.
             self.event(events.Abort(pending.session, 0, tuple(body.reservation)))  # type: ignore[attr-defined]
         elif isinstance(body, sessions_pb2.AttachStaging):
             self.staging.drop(pending.session)
+        elif isinstance(body, flights_pb2.AwaitRequest):
+            self.event(events.Leave(pending.session, 0, body.flight, number))
 
     def _broke(self, number: int) -> None:
         pending = self._pending.get(number)

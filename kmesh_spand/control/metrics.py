@@ -47,6 +47,7 @@ class Metrics(Collector):
 
     def _gauges(self, status: admin_pb2.StatusResponse) -> Iterator[Metric]:
         records, leased_spans, recovering = self._report.catalog()
+        flights, waits = self._report.flying()
         gauges = {
             "up": 1,
             "draining": int(status.draining),
@@ -64,6 +65,8 @@ class Metrics(Collector):
             "staging_bytes": status.staging_bytes,
             "max_staging_bytes": status.max_staging_bytes,
             "index_entries": status.index_entries,
+            "flights": flights,
+            "flight_waits": waits,
         }
         for name, value in gauges.items():
             yield GaugeMetricFamily(f"kmesh_{name}", _text(name), value)

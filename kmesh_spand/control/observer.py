@@ -19,6 +19,8 @@ logger = logging.getLogger(__name__)
 
 #: Requests whose handling time is kept, and that have a span in a trace.
 TIMED = ("acquire", "reserve", "commit")
+#: Takes as long as others compute: never slow.
+_WAITS = "await_flight"
 
 
 @dataclass(slots=True)
@@ -97,7 +99,7 @@ class Observer:
                 good = sum(1 for reason in body.reason if not reason)
                 call.span.set_attribute("kmesh.good_entries", good)
             call.span.end()
-        if seconds >= self._slow:
+        if seconds >= self._slow and call.name != _WAITS:
             self.slow_calls += 1
             logger.warning("slow call", extra=_told(call, seconds, failed))
         elif logger.isEnabledFor(logging.DEBUG):

@@ -8,7 +8,7 @@ from kmesh import errors, negotiation
 from kmesh.handles import HandleKind
 from kmesh.keys import KEY_BYTES
 from kmesh.layout import Shard
-from kmesh.v1 import admin_pb2, sessions_pb2
+from kmesh.v1 import admin_pb2, flights_pb2, sessions_pb2
 from kmesh_spand.control.gpus import Gpus
 from kmesh_spand.control.growth import Growth
 from kmesh_spand.control.handler import Handler
@@ -53,7 +53,10 @@ class Report:
 
     def counters(self) -> dict[str, int]:
         """All counters, by the names of ``docs/metrics.md``."""
-        found = {f"spans_{name}": value for name, value in self._handler.core.counters.items()}
+        found = {
+            name if name.startswith("flight_") else f"spans_{name}": value
+            for name, value in self._handler.core.counters.items()
+        }
         found.update(self._handler.counters)
         found.update(self._growth.counters)
         found["index_full"] = self._handler.applier.index_full
@@ -160,6 +163,11 @@ class Report:
         core = self._handler.core.status()
         return core.slots, core.leased_spans, core.recovering
 
+    def flying(self) -> tuple[int, int]:
+        """Flights in the air, and Awaits that wait for them."""
+        flights = self._handler.core.flights.by_id.values()
+        return len(flights), sum(len(flight.waiters) for flight in flights)
+
     @property
     def observer(self) -> Observer:
         return self._handler.observer
@@ -179,12 +187,7 @@ class Report:
         core, now = self._handler.core, self._handler.now_ms()
         if len(request.namespace) not in (0, KEY_BYTES):
             raise errors.InvalidArgument(f"not {KEY_BYTES} bytes", field="namespace")
-        if request.limit > _MAX_LIMIT:
-            raise errors.InvalidArgument(f"over {_MAX_LIMIT}", field="limit")
-        if not request.page_token.isdigit() and request.page_token:
-            raise errors.InvalidArgument("not from an earlier answer", field="page_token")
-        after = int(request.page_token[:10] or -1)
-        limit = request.limit or _DEFAULT_LIMIT
+        after, limit = _page(request)
         group = None if member is None else self.group(member)
         rows = core.spans(after, limit + 1, request.namespace, now_ms=now, group=group)
         answer = admin_pb2.ListResponse()
@@ -221,6 +224,37 @@ class Report:
                         spans=space.spans,
                         bytes=space.bytes,
                     )
+        return answer
+
+    def flights(
+        self, request: flights_pb2.ListFlightsRequest, member: Member
+    ) -> flights_pb2.ListFlightsResponse:
+        """Answer of Flights.List: what the member may see.
+
+        Raises:
+            InvalidArgument: of which field.
+        """
+        after, limit = _page(request)
+        rows = self._handler.core.flight_rows(
+            after, limit + 1, now_ms=self._handler.now_ms(), group=self.group(member)
+        )
+        answer = flights_pb2.ListFlightsResponse()
+        if len(rows) > limit:
+            rows = rows[:limit]
+            answer.next_page_token = str(rows[-1].flight)
+        for row in rows:
+            answer.flights.add(
+                flight=row.flight,
+                state=row.state,
+                tenant=row.tenant,
+                leader=row.leader,
+                keys=row.keys,
+                landed=row.landed,
+                waiters=row.waiters,
+                deaths=row.deaths,
+                age_ms=row.age_ms,
+                key=row.key,
+            )
         return answer
 
     def session(self, member: Member) -> sessions_pb2.SessionInfo:
@@ -263,6 +297,15 @@ class Report:
                 if group in (None, tenancy.group(other.peer.uid))
             ]
         )
+
+
+def _page(request: admin_pb2.ListRequest | flights_pb2.ListFlightsRequest) -> tuple[int, int]:
+    """After what the page begins, and how long it is. InvalidArgument names the field."""
+    if request.limit > _MAX_LIMIT:
+        raise errors.InvalidArgument(f"over {_MAX_LIMIT}", field="limit")
+    if not request.page_token.isdigit() and request.page_token:
+        raise errors.InvalidArgument("not from an earlier answer", field="page_token")
+    return int(request.page_token[:18] or -1), request.limit or _DEFAULT_LIMIT
 
 
 def _conditions(found: dict[str, str]) -> list[admin_pb2.Condition]:

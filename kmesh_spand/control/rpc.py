@@ -22,6 +22,8 @@ from kmesh.v1 import (
     admin_pb2,
     admin_pb2_grpc,
     common_pb2,
+    flights_pb2,
+    flights_pb2_grpc,
     sessions_pb2,
     sessions_pb2_grpc,
     spans_pb2,
@@ -38,7 +40,7 @@ logger = logging.getLogger(__name__)
 
 TOKEN_KEY = "kmesh-session"
 _HEALTH_PREFIX = "/grpc.health.v1.Health/"
-_SERVICES = ("kmesh.v1.Sessions", "kmesh.v1.Spans", "kmesh.v1.Admin")
+_SERVICES = ("kmesh.v1.Sessions", "kmesh.v1.Spans", "kmesh.v1.Flights", "kmesh.v1.Admin")
 
 _STATUS = {
     1: grpc.StatusCode.INVALID_ARGUMENT,
@@ -181,6 +183,13 @@ class Sessions(_Service, sessions_pb2_grpc.SessionsServicer):
         return await self._shown(context, lambda: self._report.sessions(self._member(context)))
 
 
+class Flights(_Service, flights_pb2_grpc.FlightsServicer):
+    async def List(self, request: flights_pb2.ListFlightsRequest, context: Context) -> Any:
+        return await self._shown(
+            context, lambda: self._report.flights(request, self._member(context))
+        )
+
+
 class Admin(_Service, admin_pb2_grpc.AdminServicer):
     def __init__(self, handler: Handler, report: Report, operator: Operator) -> None:
         super().__init__(handler, report)
@@ -251,6 +260,7 @@ class RpcServer:
         )
         spans_pb2_grpc.add_SpansServicer_to_server(Spans(handler, report), self._server)
         sessions_pb2_grpc.add_SessionsServicer_to_server(Sessions(handler, report), self._server)
+        flights_pb2_grpc.add_FlightsServicer_to_server(Flights(handler, report), self._server)
         admin = Admin(handler, report, operator)
         admin_pb2_grpc.add_AdminServicer_to_server(admin, self._server)
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)

@@ -6,12 +6,13 @@ The core checks batches; only what an event cannot even express is refused here.
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 
 from google.protobuf.message import Message
 
 from kmesh import _host, errors
 from kmesh.layout import Shard
-from kmesh.v1 import common_pb2, sessions_pb2, spans_pb2
+from kmesh.v1 import common_pb2, flights_pb2, sessions_pb2, spans_pb2
 from kmesh_spand.control.limits import MAX_BATCH
 from kmesh_spand.core import effects, events
 
@@ -28,6 +29,10 @@ NAMES: dict[type[Message], str] = {
     spans_pb2.CommitRequest: "commit",
     spans_pb2.AbortRequest: "abort",
     spans_pb2.ReportCorruptRequest: "report_corrupt",
+    flights_pb2.ClaimRequest: "claim",
+    flights_pb2.AwaitRequest: "await_flight",
+    flights_pb2.LeaveRequest: "leave",
+    flights_pb2.LandRequest: "land",
 }
 
 
@@ -44,13 +49,22 @@ def shard_code(shard: common_pb2.Shard, field: str) -> int:
         raise errors.InvalidArgument(str(failed), field=field) from None
 
 
+def _codes(shards: Sequence[common_pb2.Shard], field: str) -> list[int]:
+    if len(shards) > MAX_BATCH:
+        # Here already: the core would see as many objects first.
+        raise errors.TooLarge(
+            f"{len(shards)} entries, at most {MAX_BATCH} are allowed", field=field
+        )
+    return [shard_code(shard, f"{field}[{i}]") for i, shard in enumerate(shards)]
+
+
 def to_event(
     session: int, request: int, body: Message, staging_size: int, tier: int = 0
 ) -> events.Event:
     """The event that a span request is.
 
     Args:
-        tier: the core's, for the device that Acquire or Reserve names.
+        tier: the core's, for the device that Acquire, Reserve or Claim names.
 
     Raises:
         InvalidArgument: a shard is none; ``field`` names it.
@@ -58,13 +72,7 @@ def to_event(
     """
     match body:
         case spans_pb2.AcquireRequest():
-            if len(body.shards) > MAX_BATCH:
-                # Here already: the core would see as many objects first.
-                raise errors.TooLarge(
-                    f"{len(body.shards)} entries, at most {MAX_BATCH} are allowed",
-                    field="acquire.shards",
-                )
-            shards = [shard_code(s, f"acquire.shards[{i}]") for i, s in enumerate(body.shards)]
+            shards = _codes(body.shards, "acquire.shards")
             return events.Acquire(session, request, body.keys, shards, body.prefix, body.salt, tier)
         case spans_pb2.ReleaseRequest():
             return events.Release(session, request, tuple(body.leases))
@@ -94,6 +102,16 @@ def to_event(
             return events.Abort(session, request, tuple(body.reservation))
         case spans_pb2.ReportCorruptRequest():
             return events.ReportCorrupt(session, request, body.lease, tuple(body.entry))
+        case flights_pb2.ClaimRequest():
+            shards = _codes(body.shards, "claim.shards")
+            return events.Claim(session, request, body.keys, shards, body.salt, tier)
+        case flights_pb2.AwaitRequest():
+            shards = _codes(body.shards, "await_flight.shards")
+            return events.Await(session, request, body.flight, body.first, body.covered, shards)
+        case flights_pb2.LeaveRequest():
+            return events.Leave(session, request, body.flight)
+        case flights_pb2.LandRequest():
+            return events.Land(session, request, body.flight, body.cause)
         case _:
             raise TypeError(f"{type(body).__name__} is no span request")
 
@@ -144,3 +162,22 @@ def to_message(result: effects.Result, name: str) -> Message:
             return spans_pb2.AbortResponse(aborted=result.aborted)
         case effects.ReportCorruptResult():
             return spans_pb2.ReportCorruptResponse(accepted=result.accepted)
+        case effects.ClaimResult():
+            return flights_pb2.ClaimResponse(
+                standing=flights_pb2.Standing.ValueType(result.standing),
+                flight=result.flight,
+                first=result.first,
+                covered=result.covered,
+                ahead=result.ahead,
+                landed=result.landed,
+                age_ms=result.age_ms,
+            )
+        case effects.AwaitResult():
+            return flights_pb2.AwaitResponse(
+                arrival=flights_pb2.Arrival.ValueType(result.arrival),
+                cause=flights_pb2.FlightCause.ValueType(result.cause),
+            )
+        case effects.LeaveResult():
+            return flights_pb2.LeaveResponse(left=result.left)
+        case effects.LandResult():
+            return flights_pb2.LandResponse(ended=result.ended)

@@ -6,6 +6,8 @@ from collections import Counter
 
 from kmesh.layout import tiles
 from kmesh_spand.core.allocator import QUARANTINE, Slab
+from kmesh_spand.core.flight import Flight, FlightState
+from kmesh_spand.core.flights import Flights
 from kmesh_spand.core.policy import LRU
 from kmesh_spand.core.sessions import SessionBook
 from kmesh_spand.core.states import EVICTABLE, KEYED, STORED, State
@@ -27,6 +29,56 @@ def check(
     _check_tenants(store)
     _check_leases(store, book)
     _check_jobs(store, book, writing, verifier)
+
+
+def check_flights(flights: Flights, book: SessionBook) -> None:
+    """Raise AssertionError unless flights, their leaders and those who wait fit together."""
+    for number, flight in flights.by_id.items():
+        assert flight.id == number
+        _check_flight(flights, flight, book)
+    promised = {
+        (who, key): flight for who, held in flights.by_key.items() for key, flight in held.items()
+    }
+    assert all(flights.by_key.values())
+    assert promised == {
+        (flight.who, key): flight
+        for flight in flights.by_id.values()
+        for key in flight.keys[flight.begin : flight.end]
+    }
+    led = sum(flight.leader is not None for flight in flights.by_id.values())
+    assert sum(len(session.flights) for session in book.sessions.values()) == led
+    waiting = sum(len(flight.waiters) for flight in flights.by_id.values())
+    assert sum(len(session.waits) for session in book.sessions.values()) == waiting
+
+
+def _check_flight(flights: Flights, flight: Flight, book: SessionBook) -> None:
+    assert 0 <= flight.begin <= flight.frontier < flight.end <= flight.promised
+    assert flight.promised <= len(flight.keys)
+    assert flight.left[flight.frontier], "the frontier did not advance"
+    assert not any(flight.left[flight.begin : flight.frontier])
+    sums = [(0, 0)]
+    for at in range(flight.frontier):
+        landed = not flight.left[at]
+        tokens, size = flight.tokens[at] * landed, flight.sizes[at] * landed
+        sums.append((sums[-1][0] + tokens, sums[-1][1] + size))
+    assert flight.shared[: flight.frontier + 1] == sums
+    assert flight.state is not FlightState.GONE
+    assert (flight.leader is not None) == (flight.state is FlightState.LED)
+    if flight.leader is not None:
+        assert book.sessions[flight.leader.id] is flight.leader
+        assert flight.leader.flights[flight.id] is flight
+    else:
+        for at in range(flight.frontier, flight.end):
+            assert not flight.left[at] or flights.pending(flight, at), "it would never land"
+    for (session, request), waiter in flight.waiters.items():
+        assert waiter.flight is flight
+        assert waiter.session is book.sessions[session]
+        assert waiter.session.waits[request] is waiter
+        assert waiter.session is not flight.leader, "a leader waits for itself"
+        assert 0 <= waiter.first < waiter.end <= len(flight.keys)
+        assert waiter.end > flight.frontier
+    ends = Counter(waiter.end for waiter in flight.waiters.values())
+    assert flight.waiting == ends
 
 
 def _check_rows(store: SpanStore, waiting: int) -> None:

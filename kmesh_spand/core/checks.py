@@ -10,7 +10,7 @@ from kmesh_spand.core.batch import KEY_BYTES
 from kmesh_spand.core.codes import Code
 from kmesh_spand.core.config import CoreConfig
 from kmesh_spand.core.effects import Refused
-from kmesh_spand.core.events import Acquire, Reserve
+from kmesh_spand.core.events import Acquire, Claim, Reserve
 from kmesh_spand.core.tenants import SALT_BYTES
 
 _U32 = 0xFFFF_FFFF
@@ -74,6 +74,33 @@ def check_reserve(event: Reserve, config: CoreConfig) -> Refused | None:
         return invalid("length", "must be positive")
     if len(event.sub_keys) != sub_keys * KEY_BYTES:
         return invalid("sub_keys", f"{sub_keys} keys are needed for these tokens")
+    return None
+
+
+def check_claim(event: Claim, config: CoreConfig) -> Refused | None:
+    """Why a Claim is refused."""
+    count, uneven = divmod(len(event.keys), KEY_BYTES)
+    if uneven:
+        return invalid("keys", f"length is no multiple of {KEY_BYTES}")
+    if not count:
+        return invalid("keys", "at least one is needed")
+    if refused := too_many("keys", count, config.max_batch):
+        return refused
+    if len(event.salt) not in (0, SALT_BYTES):
+        return invalid("salt", f"must be empty or {SALT_BYTES} bytes")
+    return check_flight_shards(event.shards, config)
+
+
+def check_flight_shards(shards: Sequence[int], config: CoreConfig) -> Refused | None:
+    """Why the shards of a Claim or an Await are refused."""
+    if not shards:
+        return invalid("shards", "at least one is needed")
+    if refused := too_many("shards", len(shards), config.max_flight_shards):
+        return refused
+    if len(set(shards)) < len(shards):
+        return invalid("shards", "one occurs twice")
+    if not all(is_shard(code) for code in shards):
+        return invalid("shards", "a range is empty or out of bounds")
     return None
 
 

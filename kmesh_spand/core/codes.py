@@ -55,3 +55,33 @@ class Cause(IntEnum):
     RECOVERY = 4
     ABORTED = 5
     COPY_FAILED = 6
+
+
+class Standing(IntEnum):
+    """What a Claim found (``kmesh.v1.Standing``)."""
+
+    LEAD = 1
+    COMPUTING = 2
+    STORED = 3
+    NONE = 4
+
+
+class Arrival(IntEnum):
+    """How an Await ended (``kmesh.v1.Arrival``)."""
+
+    LANDED = 1
+    LEAD = 2
+    ENDED = 3
+
+
+class FlightCause(IntEnum):
+    """Why a flight, or a wait for one, ended (``kmesh.v1.FlightCause``)."""
+
+    DONE = 1
+    ABORTED = 2
+    PREEMPTED = 3
+    NOT_STORED = 4
+    CLOSED = 5
+    BACK_OFF = 6
+    DRAINING = 7
+    LEFT = 8

@@ -22,6 +22,15 @@ class CoreConfig:
         patience_ms: how long after a slab last grew Reserve still answers "not ready"
             instead of evicting.
         remembered_keys: endings of keys that are remembered, to explain misses; may be 0.
+        max_flights, max_flight_keys: flights that one session leads, and keys in them; a key takes
+            some 400 bytes.
+        max_flight_shards: shards that one Claim names.
+        max_waits: Awaits of one session that are not answered; half of the requests that it may
+            have pending, so that waiting leaves room for work.
+        death_memory_ms, hold_ms, longest_hold_ms: a key whose leaders died twice within the first
+            is left alone for the second, twice as long after each further death, at most for the
+            third.
+        remembered_deaths: keys whose leaders died that are remembered.
     """
 
     max_spans: int
@@ -34,6 +43,14 @@ class CoreConfig:
     max_verify: int = 4
     patience_ms: int = 5000
     remembered_keys: int = 0x8000
+    max_flights: int = 256
+    max_flight_keys: int = 65_536
+    max_flight_shards: int = 64
+    max_waits: int = 128
+    death_memory_ms: int = 60_000
+    hold_ms: int = 10_000
+    longest_hold_ms: int = 600_000
+    remembered_deaths: int = 1024
 
     def __post_init__(self) -> None:
         for name in self.__slots__:

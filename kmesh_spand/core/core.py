@@ -9,12 +9,14 @@ from kmesh.handles import Location
 from kmesh.layout import TILE_BYTES
 from kmesh_spand.core import events as ev
 from kmesh_spand.core.batch import Batch
-from kmesh_spand.core.check import check
+from kmesh_spand.core.check import check, check_flights
 from kmesh_spand.core.codes import Code
 from kmesh_spand.core.config import CoreConfig
+from kmesh_spand.core.counters import COUNTERS
 from kmesh_spand.core.effects import Effect, Refused, Reply, Result
 from kmesh_spand.core.endings import Endings
 from kmesh_spand.core.fates import Fates
+from kmesh_spand.core.flights import Flights
 from kmesh_spand.core.policy import LRU, Policy
 from kmesh_spand.core.reading import Reading
 from kmesh_spand.core.recovery import Recovery
@@ -26,6 +28,7 @@ from kmesh_spand.core.tenants import Tenancy, Tenant, tenant_name
 from kmesh_spand.core.verify import Verifier
 from kmesh_spand.core.views import (
     CoreStatus,
+    FlightRow,
     NamespaceRow,
     SessionRow,
     SlabStatus,
@@ -33,42 +36,6 @@ from kmesh_spand.core.views import (
     TenantRow,
 )
 from kmesh_spand.core.writing import Writing
-
-COUNTERS = (
-    "acquires",
-    "hits",
-    "misses",
-    "pending",
-    "released",
-    "release_refused",
-    "reserve_ok",
-    "reserve_exists",
-    "reserve_pending",
-    "reserve_pool_full",
-    "reserve_not_ready",
-    "reserve_too_large",
-    "reserve_catalog_full",
-    "reserve_quota",
-    "committed",
-    "commit_stale",
-    "commit_aborted",
-    "copy_failed",
-    "aborted",
-    "evicted",
-    "evicted_bytes",
-    "discarded",
-    "discarded_bytes",
-    "policy_faults",
-    "reported",
-    "corrupt",
-    "corrupt_false",
-    "verified",
-    "recovered",
-    "recovered_dropped",
-    "wiped",
-    "wipe_failed",
-    "refused",
-)
 
 
 class Core:
@@ -81,9 +48,10 @@ class Core:
         batch: operations over many rows; plain Python by default.
 
     Attributes:
-        counters: see ``COUNTERS``; they only grow.
+        counters: see ``counters.COUNTERS``; they only grow.
         fates: what has become of keys.
         sweep: which spans an operator's wish names.
+        flights: who computes what is not stored.
     """
 
     def __init__(
@@ -112,7 +80,9 @@ class Core:
         self._book = SessionBook()
         self._verifier = Verifier(self._store, config.max_verify, jobs)
         self._reading = Reading(config, self._store, self._book, self._verifier)
-        self._writing = Writing(config, self._store, self._book, self._verifier, jobs)
+        self.flights = Flights(config, self._store)
+        self._store.watch = self.flights
+        self._writing = Writing(config, self._store, self._book, self._verifier, jobs, self.flights)
         self._recovery = Recovery(self._store, config)
         self._requests: dict[type, Callable[..., Result | None]] = {
             ev.Acquire: self._reading.acquire,
@@ -121,6 +91,10 @@ class Core:
             ev.Reserve: self._writing.reserve,
             ev.Commit: self._writing.commit,
             ev.Abort: self._writing.abort,
+            ev.Claim: self.flights.claim,
+            ev.Await: self.flights.wait,
+            ev.Leave: self.flights.leave,
+            ev.Land: self.flights.land,
         }
 
     def handle(self, event: ev.Event, now_ms: int) -> list[Effect]:
@@ -179,8 +153,9 @@ class Core:
                         store.discard(slot + 1)
             case ev.Drain():
                 self._writing.draining = True
+                self.flights.drain()
             case ev.Resume():
-                self._writing.draining = False
+                self._writing.draining = self.flights.draining = False
 
     def _close(self, number: int) -> None:
         session = self._book.sessions.pop(number, None)
@@ -191,11 +166,13 @@ class Core:
             self._reading.end_lease(lease)
         for reservation in list(session.reservations.values()):
             self._writing.end_reservation(reservation)
+        self.flights.closed(session)
         self._writing.drop_staging(session)
 
     def check(self) -> None:
         """Raise AssertionError unless every ledger is exact. O(everything), for tests."""
         check(self._store, self._book, self._writing, self._verifier, self._recovery.waiting)
+        check_flights(self.flights, self._book)
 
     # Views
 
@@ -333,6 +310,37 @@ class Core:
             ),
             key=lambda row: row.name,
         )
+
+    def flight_rows(
+        self, after: int, limit: int, *, now_ms: int, group: int | None = None
+    ) -> list[FlightRow]:
+        """Up to ``limit`` flights with a number above ``after``, in order.
+
+        Args:
+            group: whose; None for all.
+        """
+        return [
+            FlightRow(
+                flight=flight.id,
+                state=flight.state.name.lower(),
+                tenant=tenant_name(*flight.who),
+                leader=flight.leader.id if flight.leader else 0,
+                keys=flight.promised - flight.begin,
+                landed=flight.frontier - flight.begin,
+                waiters=len(flight.waiters),
+                deaths=flight.deaths,
+                age_ms=max(0, now_ms - flight.began_ms),
+                key=flight.keys[flight.frontier],
+            )
+            for flight in itertools.islice(
+                (
+                    flight
+                    for number, flight in self.flights.by_id.items()
+                    if number > after and group in (None, flight.who[0])
+                ),
+                limit,
+            )
+        ]
 
     def may_map(self, slab: int, uid: int) -> bool:
         """Whether a slab holds, and only ever held, what processes of a uid may see."""

@@ -49,6 +49,37 @@ class ReportCorruptResult:
 
 
 @dataclass(frozen=True, slots=True)
+class ClaimResult:
+    """Fields as in ``kmesh.v1.ClaimResponse``."""
+
+    standing: int
+    flight: int = 0
+    first: int = 0
+    covered: int = 0
+    ahead: int = 0
+    landed: int = 0
+    age_ms: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class AwaitResult:
+    """``arrival`` is a ``codes.Arrival``, ``cause`` a ``codes.FlightCause`` or 0."""
+
+    arrival: int
+    cause: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class LeaveResult:
+    left: int
+
+
+@dataclass(frozen=True, slots=True)
+class LandResult:
+    ended: bool
+
+
+@dataclass(frozen=True, slots=True)
 class Refused:
     """The whole call failed; ``code`` is a number of ``kmesh.v1.Code``."""
 
@@ -64,6 +95,10 @@ Result = (
     | CommitResult
     | AbortResult
     | ReportCorruptResult
+    | ClaimResult
+    | AwaitResult
+    | LeaveResult
+    | LandResult
     | Refused
 )
 

@@ -1,7 +1,7 @@
 """What happens to the core. Times are milliseconds of one monotonic clock.
 
 Every event that carries ``request`` is answered by exactly one ``effects.Reply``,
-at once or (``Commit``) later.
+at once or (``Commit``, ``Await``) later.
 """
 
 from __future__ import annotations
@@ -104,6 +104,50 @@ class ReportCorrupt:
 
 
 @dataclass(frozen=True, slots=True)
+class Claim:
+    """``keys`` are 32 bytes each, in chain order; ``shards`` those in which the caller stores."""
+
+    session: int
+    request: int
+    keys: bytes
+    shards: Sequence[int]
+    salt: bytes = b""
+    tier: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Await:
+    """For keys [first, first + covered) of a flight; answered when that has come to an end."""
+
+    session: int
+    request: int
+    flight: int
+    first: int
+    covered: int
+    shards: Sequence[int]
+
+
+@dataclass(frozen=True, slots=True)
+class Leave:
+    """The session's Awaits of a flight end, or only the one with the number ``only``."""
+
+    session: int
+    request: int
+    flight: int
+    only: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Land:
+    """The leader's own end; ``cause`` is a ``codes.FlightCause``."""
+
+    session: int
+    request: int
+    flight: int
+    cause: int
+
+
+@dataclass(frozen=True, slots=True)
 class CopyDone:
     """The store worker wrote a payload and its tile sums, which fold to ``root``."""
 
@@ -200,7 +244,9 @@ class Resume:
 
 
 #: What a session asks for, and is answered.
-Request = Acquire | Release | Reserve | Commit | Abort | ReportCorrupt
+Request = (
+    Acquire | Release | Reserve | Commit | Abort | ReportCorrupt | Claim | Await | Leave | Land
+)
 
 Event = (
     Request

@@ -4,6 +4,10 @@ from __future__ import annotations
 
 from array import array
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from kmesh_spand.core.flight import Flight, Waiter
 
 
 @dataclass(slots=True, eq=False)
@@ -49,7 +53,8 @@ class Session:
     """One connection. ``copies`` counts jobs that read its staging, also after its end.
 
     ``hits``, ``misses`` and ``pending`` count entries of Acquire, ``reasons`` those of Reserve and
-    Commit that were not OK, ``committed`` its spans that became visible.
+    Commit that were not OK, ``committed`` its spans that became visible. ``flights`` are those that
+    it leads, ``waits`` its Awaits by request.
     """
 
     id: int
@@ -69,6 +74,8 @@ class Session:
     reasons: dict[int, int] = field(default_factory=dict)
     committed: int = 0
     committed_bytes: int = 0
+    flights: dict[int, Flight] = field(default_factory=dict)
+    waits: dict[int, Waiter] = field(default_factory=dict)
     closed: bool = False
 
     def refused(self, reason: int) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from typing import Protocol
 
 from kmesh.layout import TILE_BYTES, tiles
 from kmesh_spand.core.allocator import QUARANTINE
@@ -37,6 +38,18 @@ _CAUSES = {
 }
 
 
+class Watch(Protocol):
+    """Told what becomes of rows, while it is not empty."""
+
+    def __len__(self) -> int: ...
+
+    def stored(self, row: int) -> None:
+        """A row is committed."""
+
+    def gone(self, row: int, cause: Cause) -> None:
+        """A row's names are about to go."""
+
+
 class SpanStore(Grounds):
     """Owns the table; its slabs and tenants are ``Grounds``.
 
@@ -53,6 +66,7 @@ class SpanStore(Grounds):
         by_state: number of rows in each state (FREE and ALIAS are not counted).
         space_spans, space_bytes: stored spans by namespace number.
         endings: keys that are gone.
+        watch: who else wants to know of spans that come and names that go; empty at first.
         policy_faults, place_failures: how often the eviction policy failed, or no room was found
             although something may be evicted, since that last went well; and when last (ms).
     """
@@ -81,6 +95,7 @@ class SpanStore(Grounds):
         self.space_spans: dict[int, int] = {}
         self.space_bytes: dict[int, int] = {}
         self.endings = endings
+        self.watch: Watch | None = None
         self.policy_faults = (0, 0)
         self.place_failures = (0, 0)
         self._first_alias: dict[int, int] = {}
@@ -138,6 +153,8 @@ class SpanStore(Grounds):
                 self.out.append(Publish(row - 1, tags, self.tenant_of(row).group))
             if old in (State.COPYING, State.VERIFYING):
                 self.out.append(SpanCommitted(*self._about(row)))
+            if self.watch:
+                self.watch.stored(row)
         if new in EVICTABLE and old not in EVICTABLE and idle:
             self._allow([row])
         if new is State.FREE:
@@ -153,6 +170,8 @@ class SpanStore(Grounds):
         shard = self.shard(row)
         for name in (row, *self.aliases(row)):
             self.endings.add(self.table.key_of(name), shard, cause, self.tick)
+        if self.watch:
+            self.watch.gone(row, cause)
         if recorded:
             self.out.append(SpanEnded(*self._about(row), cause))
 

@@ -93,6 +93,32 @@ class TenantRow:
 
 
 @dataclass(frozen=True, slots=True)
+class FlightRow:
+    """One flight, for ``kmesh flights``.
+
+    Attributes:
+        state: a name of ``docs/states.md``.
+        tenant: its tenant's name.
+        leader: its session; 0 when there is none any more.
+        keys, landed: promised by the present leader; of those, landed from the first on.
+        deaths: leaders whose session ended.
+        age_ms: since the present leader began.
+        key: the first that has not landed.
+    """
+
+    flight: int
+    state: str
+    tenant: str
+    leader: int
+    keys: int
+    landed: int
+    waiters: int
+    deaths: int
+    age_ms: int
+    key: bytes
+
+
+@dataclass(frozen=True, slots=True)
 class SessionRow:
     """What one session holds. ``leased_*`` count a span once for each lease on it.
 

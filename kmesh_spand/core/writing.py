@@ -21,6 +21,7 @@ from kmesh_spand.core.effects import (
 )
 from kmesh_spand.core.events import Abort, Commit, Reserve
 from kmesh_spand.core.eviction import Evictor
+from kmesh_spand.core.flights import Flights
 from kmesh_spand.core.sessions import PendingCommit, Reservation, Session, SessionBook
 from kmesh_spand.core.states import State, Trigger
 from kmesh_spand.core.store import SpanStore
@@ -46,9 +47,11 @@ class Writing:
         book: SessionBook,
         verifier: Verifier,
         job_ids: Iterator[int],
+        flights: Flights,
     ) -> None:
         self._config = config
         self._store = store
+        self._flights = flights
         self._book = book
         self._verifier = verifier
         self._job_ids = job_ids
@@ -88,6 +91,8 @@ class Writing:
                 tenant.counters[f"reserve_{reason.name.lower()}"] += 1
             if reason:
                 session.refused(reason)
+            if self._flights and reason not in (Reason.OK, Reason.EXISTS, Reason.PENDING):
+                self._flights.refused(session, tenant, key)
         self._verifier.pump()
         return ReserveResult(reasons, numbers)
 

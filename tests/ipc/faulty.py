@@ -23,6 +23,7 @@ from kmesh_spand.__main__ import main
 from kmesh_spand.control import process
 from kmesh_spand.control.handler import Handler
 from kmesh_spand.control.readiness import Readiness
+from kmesh_spand.core.flights import Flights
 from kmesh_spand.core.policy import LRU
 
 DIRECTORY = "KMESH_TEST_FAULTS"
@@ -123,6 +124,7 @@ def install() -> None:
     _replace(Handler, "_attach_slab", "internal", _bug)
     _replace(IndexWriter, "insert", "index", lambda *_: False)
     _replace(IndexWriter, "remove", "remove", lambda *_: None)
+    _replace(Flights, "claim", "claim", _bug)
     _replace(process.Control, "_tell_health", "loop", _hang)
     _replace(Readiness, "turn", "turn", _bug)
     _replace(hoststore.HostStore, "copy", "copy", _bug)

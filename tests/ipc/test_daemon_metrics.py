@@ -22,7 +22,14 @@ from gpus import Faults as GpuFaults
 from probe import Faults, get, readiness, samples, wait_for_reasons
 from rawclient import DIGEST, SHARD, RawClient, Refused, engine
 
-from kmesh.v1 import admin_pb2, admin_pb2_grpc, common_pb2, sessions_pb2, spans_pb2
+from kmesh.v1 import (
+    admin_pb2,
+    admin_pb2_grpc,
+    common_pb2,
+    flights_pb2,
+    sessions_pb2,
+    spans_pb2,
+)
 from kmesh_spand.core.record import RECORD_BYTES
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
@@ -351,6 +358,59 @@ def tenants(seen: Seen) -> None:
         wait_for(lambda: seen.look(daemon)["kmesh_population_paused"])
 
 
+def flights(seen: Seen) -> None:
+    """Each way in which a flight, and a wait for one, may end."""
+    with running() as (daemon, _):
+        daemon.wait_populated()
+        path = daemon.socket_dir
+
+        def claim(client: RawClient, number: int) -> Any:
+            request = flights_pb2.ClaimRequest(keys=key(number), shards=[SHARD])
+            return client.call(claim=request)[0]
+
+        def wait(client: RawClient, flight: int) -> None:
+            request = {"flight": flight, "covered": 1, "shards": [SHARD]}
+            client.send(await_flight=flights_pb2.AwaitRequest(**request))
+            client.call(ping={})
+
+        with RawClient(path) as leader, RawClient(path) as other:
+            leader.attach_staging(MIB)
+            found = claim(leader, 100)
+            wait(other, claim(other, 100).flight)
+            seen.look(daemon)
+            assert leader.store(key(100), b"bytes") == 0
+            assert other.receive()[0].await_flight.arrival == flights_pb2.ARRIVAL_LANDED
+            for number, cause in ((101, 2), (102, 3), (103, 4)):
+                found = claim(leader, number)
+                if cause == 2:
+                    wait(other, found.flight)
+                    leave = flights_pb2.LeaveRequest(flight=found.flight)
+                    other.send(leave=leave)
+                    other.receive()
+                    other.receive()
+                land = flights_pb2.LandRequest(flight=found.flight, cause=cause)
+                assert leader.call(land=land)[0].ended
+        with RawClient(path) as survivor:
+            for _ in range(2):
+                with RawClient(path) as leader:
+                    found = claim(leader, 104)
+                    if found.standing == flights_pb2.STANDING_LEAD:
+                        second = RawClient(path)
+                        wait(second, found.flight)
+            arrived = second.receive()[0].await_flight.arrival
+            assert arrived == flights_pb2.ARRIVAL_LEAD
+            wait(survivor, found.flight)
+            second.close()
+            assert survivor.receive()[0].await_flight.cause == flights_pb2.FLIGHT_CAUSE_BACK_OFF
+            with RawClient(path) as leader:
+                claim(leader, 105)
+            claim(survivor, 106)
+            with daemon.rpc() as (channel, metadata):
+                admin = admin_pb2_grpc.AdminStub(channel)
+                list(admin.Drain(admin_pb2.DrainRequest(), metadata=metadata, timeout=20))
+            seen.look(daemon)
+
+
 def gpus(seen: Seen) -> None:
     """A device worker dies and can't come back at once."""
     with tempfile.TemporaryDirectory(prefix="kmesh-") as base:
@@ -388,6 +448,7 @@ def seen() -> Seen:
     restarts(found)
     poor_machines(found)
     tenants(found)
+    flights(found)
     gpus(found)
     return found
 

@@ -72,6 +72,8 @@ def test_hostile_packets_on_the_session_socket(calm: Daemon) -> None:
     assert counters["protocol_errors"] > 20
     assert counters["spans_committed"] > 20
     assert counters["spans_hits"] > 20
+    assert counters["flight_leads"] > 20
+    assert counters["flight_joins"] > 5
 
 
 _UNARY = (
@@ -83,6 +85,7 @@ _UNARY = (
     "Admin/List",
     "Admin/Explain",
     "Admin/Evict",
+    "Flights/List",
 )
 _NAMES = {
     "acquire": "Spans/Acquire",

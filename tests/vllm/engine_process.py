@@ -33,6 +33,7 @@ class EngineProcess:
         )
         self.adapters: dict[str, int] = {}
         self.peak = 0
+        self.computed = 0
         self.outputs: dict[str, Any] = {}
         self.open: threading.Event | None = None
 
@@ -128,6 +129,22 @@ class EngineProcess:
             return blocks
 
         pool.get_new_blocks = get_new_blocks
+
+    def count_tokens(self) -> None:
+        """From now on, ``tokens`` says how many tokens steps have computed."""
+        scheduler = self._scheduler()
+        inner = scheduler.schedule
+
+        def schedule(*arguments: Any, **named: Any) -> Any:
+            output = inner(*arguments, **named)
+            self.computed += output.total_num_scheduled_tokens
+            return output
+
+        scheduler.schedule = schedule
+
+    def tokens(self) -> int:
+        """Tokens that the model has computed since ``count_tokens``."""
+        return self.computed
 
     def add(self, name: str, prompt: list[int], **options: Any) -> None:
         """Adds a request without running it."""

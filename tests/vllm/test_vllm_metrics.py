@@ -13,7 +13,6 @@ import subprocess
 import sys
 import tempfile
 import threading
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -26,6 +25,11 @@ from faulty import COMMAND, DIRECTORY
 from rawclient import RawClient
 
 from demo.processes import Process
+from kmesh.flight import FlightCause, Standing
+from kmesh.keys import KeyChain
+from kmesh.layout import Shard
+from kmesh.session import ReserveBatch, Role, Session
+from kmesh.store import put_spans
 from kmesh.v1 import admin_pb2, admin_pb2_grpc, common_pb2, spans_pb2
 from kmesh_vllm.counts import NAMES
 
@@ -146,6 +150,8 @@ def server(folder: Path, spand: Daemon, model: Path, cache: Path) -> Iterator[Se
             "load_timeout_ms": 3000,
             "reserve_timeout_ms": 500,
             "retry_after_ms": 1,
+            "flight_patience": 1_000_000,
+            "flight_wait_ms": 10_000,
         },
     }
     command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server"]
@@ -217,6 +223,78 @@ def drop_but_keep_in_index(daemon: Daemon, folder: Path) -> None:
         daemon.wait_status(lambda s: s.counters["spans_corrupt"] == before + len(spans))
 
 
+class Other:
+    """Another engine, which computes a prompt of 640 tokens that this one will miss."""
+
+    def __init__(self, daemon: Daemon, seed: int) -> None:
+        self._daemon = daemon
+        self.prompt = tokens(640, seed=seed)
+        chain = KeyChain(stored(daemon)[0].namespace)
+        chain.extend(self.prompt)
+        self.keys, self.digest = chain.keys, stored(daemon)[0].namespace
+        self.session = Session.connect(daemon.socket_dir, role=Role.TOOL)
+        self.claim = self.session.claim(self.keys, [Shard(0, 4, 0, 2)])
+        assert self.claim.standing is Standing.LEAD
+
+    def store(self) -> None:
+        """Zeros, in which nobody looks for sense."""
+        count = len(self.keys) // 32
+        batch = ReserveBatch(
+            self.digest,
+            Shard(0, 4, 0, 2),
+            self.keys,
+            [64] * count,
+            range(0, 64 * count, 64),
+            [SPAN_BYTES] * count,
+        )
+        staging = self.session.staging(count * SPAN_BYTES)
+        assert not any(put_spans(self.session, staging, batch, [bytes(SPAN_BYTES)] * count))
+
+    @contextmanager
+    def waited_for(self, server: Server) -> Iterator[None]:
+        """The engine misses the prompt, and waits."""
+        before = self._daemon.status().counters["flight_joins"]
+        with server.completing(self.prompt):
+            self._daemon.wait_status(lambda s: s.counters["flight_joins"] > before)
+            yield
+
+
+def flights(server: Server, spand: Daemon, folder: Path, old: Other) -> None:
+    """What may become of a miss that another engine computes."""
+    server.complete(tokens(600, seed=21))
+    server.wait_count("flight_leads")
+    with fault(folder / "faults" / "claim"):
+        server.complete(tokens(600, seed=23))
+        server.wait_count("flight_refused")
+    other = Other(spand, 24)
+    with other.waited_for(server):
+        other.store()
+    for name in ("flight_joins", "flight_landed"):
+        server.wait_count(name)
+    for seed, cause, name in (
+        (25, FlightCause.ABORTED, "flight_promoted"),
+        (26, FlightCause.NOT_STORED, "flight_ended"),
+    ):
+        following = Other(spand, seed)
+        with following.waited_for(server):
+            following.session.land(following.claim.flight, cause)
+        server.wait_count(name)
+        following.session.close()
+    other.session.close()
+    # Nobody ends this one: the engine waits as long as it may.
+    endless = Other(spand, 27)
+    server.complete(endless.prompt)
+    server.wait_count("flight_left")
+    endless.session.close()
+    # What was begun so long ago without a sign is not waited for.
+    server.complete(old.prompt)
+    server.wait_count("flight_declined")
+    old.session.close()
+    with stopped(spand, "control"):
+        server.complete(tokens(600, seed=28))
+        server.wait_count("flight_late")
+
+
 def test_every_counter_arrives(server: Server, spand: Daemon, folder: Path) -> None:
     faults, loads = folder / "faults", folder / "loads"
     # All are there from the start, so that a rate can be taken.
@@ -226,6 +304,8 @@ def test_every_counter_arrives(server: Server, spand: Daemon, folder: Path) -> N
     prompt = tokens(400, seed=1)
     server.complete(prompt)
     settle(spand, 6)
+    # Somebody computes since long ago what the engine will miss.
+    patience = Other(spand, 20)
     server.complete(prompt)
     for name in ("stored_spans", "stored_tokens", "stored_bytes"):
         server.wait_count(name)
@@ -280,6 +360,8 @@ def test_every_counter_arrives(server: Server, spand: Daemon, folder: Path) -> N
         server.complete(tokens(900, seed=8))
         server.wait_count("store_skipped_staging")
 
+    flights(server, spand, folder, patience)
+
     # A load whose daemon goes away.
     prompt = tokens(400, seed=9)
     before = spand.status().counters["spans_committed"]
@@ -289,6 +371,7 @@ def test_every_counter_arrives(server: Server, spand: Daemon, folder: Path) -> N
         spand.wait_status(lambda s: s.leases > 0)
         os.kill(spand.child("control"), signal.SIGKILL)
         # What is mapped already could still be read, until the worker knows.
-        time.sleep(0.5)
+        log = folder / "server.log"
+        wait_for(lambda: log.read_text().count("lost KMesh at") >= 2, 60, "both halves know")
     server.wait_count("load_failed_lost")
     assert all(server.counts().values())

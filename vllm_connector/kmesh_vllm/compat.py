@@ -79,6 +79,11 @@ def running_requests(output: Any) -> list[tuple[str, list[int], bool, int, int]]
     return rows
 
 
+def preempted(output: Any) -> frozenset[str]:
+    """Requests that lost their blocks in this step."""
+    return frozenset(getattr(output, "preempted_req_ids", None) or ())
+
+
 def items(request: Any) -> list[tuple[int, int, bytes]]:
     """Content of a request that its token ids do not say: (start, tokens, identity)."""
     found = []

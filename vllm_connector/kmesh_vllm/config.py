@@ -9,7 +9,7 @@ from typing import Any
 
 from kmesh.errors import ConfigError
 
-_MAY_BE_ZERO = ("min_restore_tokens", "staging_bytes")
+_MAY_BE_ZERO = ("min_restore_tokens", "min_flight_tokens", "staging_bytes")
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +29,11 @@ class Settings:
         reserve_timeout_ms: a step waits at most this long, after its forward pass, for the
             reservations of what it stores, and as long again for room in its staging.
         retry_after_ms: a span whose load failed is not tried again for this long.
+        min_flight_tokens: of misses of at least so many tokens one engine computes and the others
+            wait; 0: never.
+        flight_patience: a request waits for another's computation while it is to end within so
+            many times what it would take alone.
+        flight_wait_ms: and at most this long in all.
     """
 
     socket_dir: str
@@ -41,6 +46,9 @@ class Settings:
     load_timeout_ms: int = 10_000
     reserve_timeout_ms: int = 1_000
     retry_after_ms: int = 30_000
+    min_flight_tokens: int = 512
+    flight_patience: int = 3
+    flight_wait_ms: int = 60_000
 
     @classmethod
     def read(cls, extra: Mapping[str, Any]) -> Settings:

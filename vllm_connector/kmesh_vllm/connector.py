@@ -210,7 +210,9 @@ class KMeshConnector(KVConnectorBase_V1):  # type: ignore[misc]
     def build_connector_meta(self, scheduler_output: Any) -> StepMetadata:
         return StepMetadata(
             self._of_scheduler().plan(
-                compat.new_requests(scheduler_output), compat.running_requests(scheduler_output)
+                compat.new_requests(scheduler_output),
+                compat.running_requests(scheduler_output),
+                compat.preempted(scheduler_output),
             )
         )
 

@@ -23,6 +23,15 @@ NAMES = {
     "store_skipped_error": "spans not stored for another reason",
     "acquire_refused": "hits of the index that gave no lease",
     "acquire_late": "leases that did not come in time",
+    "flight_leads": "misses that this engine computed for others too",
+    "flight_joins": "misses for which a request waited while another engine computed",
+    "flight_landed": "waits that ended with something to restore",
+    "flight_promoted": "waits that ended with this engine in the place of one that failed",
+    "flight_ended": "waits that ended without anything, for a reason of the daemon",
+    "flight_left": "waits that this engine gave up: too long, or the request ended",
+    "flight_declined": "misses that another engine computed and this one too, as the faster way",
+    "flight_late": "claims that were not answered in time",
+    "flight_refused": "claims or waits that the daemon refused",
 }
 
 

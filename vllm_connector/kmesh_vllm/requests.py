@@ -11,6 +11,7 @@ from kmesh.keys import Extra, KeyChain
 from kmesh.lease import Lease
 from kmesh.session import Session
 from kmesh_vllm.lookup import Hit
+from kmesh_vllm.part import Part
 
 #: Circumstances of a look-up: epoch, index version, tokens of use, quarantine's generation.
 LookedAt = tuple[int, int, int, int]
@@ -44,6 +45,7 @@ class Restore:
         deadline: when the request waits for it no longer.
         lease: once it is there.
         begin, end: tokens that are promised and then loaded.
+        began: when the load began.
     """
 
     session: Session
@@ -55,6 +57,7 @@ class Restore:
     lease: Lease | None = None
     begin: int = 0
     end: int = 0
+    began: float = 0.0
 
     def leased_tokens(self, span_tokens: int) -> int:
         """Position up to which the lease reaches."""
@@ -97,6 +100,13 @@ class RequestState:
         failed: position of the first bad block of the load under way, or None.
         corrupt: lease entries with wrong bytes, of the load under way.
         restored: tokens that were restored, over the request's life.
+        part: in compute flights.
+        claims_left: how often it may still claim; it does so again for what a flight left open.
+        whole: tokens that were missing when it first claimed.
+        waited: seconds that it has waited for flights.
+        began: when its first step was planned, and how many tokens it had then; None before that.
+        reached: tokens that are computed when the steps planned so far have run.
+        measured: its prefill was counted in the engine's rate.
     """
 
     request_id: str
@@ -117,6 +127,13 @@ class RequestState:
     failed: int | None = None
     corrupt: list[int] = field(default_factory=list)
     restored: int = 0
+    part: Part | None = None
+    claims_left: int = 4
+    whole: int = 0
+    waited: float = 0.0
+    began: tuple[float, int] | None = None
+    reached: int = 0
+    measured: bool = False
     _chain: KeyChain | None = None
     _chain_at: tuple[int, int] = (0, 0)
     _memo: tuple[LookedAt, Hit | None] | None = None

@@ -16,6 +16,7 @@ from typing import Any, Protocol
 from kmesh.errors import DeadlineExceeded, KMeshError
 from kmesh.keys import KEY_BYTES, Extra
 from kmesh.session import Session
+from kmesh_vllm.computing import Computing
 from kmesh_vllm.config import Settings
 from kmesh_vllm.counts import Counts
 from kmesh_vllm.flights import Flights
@@ -75,6 +76,9 @@ class SchedulerHalf:
         self._reports = ThreadPoolExecutor(1, thread_name_prefix="kmesh-report")
         self._paused_until = 0.0
         self.counts = Counts()
+        self.computing = Computing(
+            settings, identity.sharding.shards, self.counts, sharing=sharing, clock=clock
+        )
         self.reset_word = ""
 
     def __len__(self) -> int:
@@ -129,6 +133,7 @@ class SchedulerHalf:
             or limit - local < max(self._settings.min_restore_tokens, 1)
         ):
             self._idle(state)
+            self.computing.give_up(state)
             return 0, False
         if self._sharing and self._other_brings(state, session, local):
             return None, False
@@ -138,6 +143,8 @@ class SchedulerHalf:
         ):
             self._idle(state)
         if state.phase is Phase.IDLE:
+            if self.computing.holds(state, session, local, self._finder(state, session, limit)):
+                return None, False
             return self._begin(state, session, local, limit)
         if state.phase is Phase.ACQUIRING:
             answer = self._await_lease(state)
@@ -164,26 +171,37 @@ class SchedulerHalf:
             keys = keys_between(state, restore.session, restore.begin, restore.end)
             self._flights.take_off(state, keys)
         state.phase = Phase.LOADING
+        restore.began = self._clock()
         state.failed, state.corrupt = None, []
         self._loading[request_id] = state
         self._loads.append(load_plan(state, restore, restore.lease, ids))
 
     def plan(
         self,
-        new: Iterable[tuple[str, list[int], int, int]],
-        running: Iterable[tuple[str, list[int], bool, int, int]],
+        new: Sequence[tuple[str, list[int], int, int]],
+        running: Sequence[tuple[str, list[int], bool, int, int]],
+        preempted: Iterable[str] = (),
     ) -> StepPlan:
         """What the workers do in this step; rows as in ``compat``."""
         step = StepPlan(loads=self._loads)
         self._loads = []
+        for request in preempted:
+            if state := self._states.get(request):
+                self.computing.preempted(state)
+        if not (new or running or self._loading):
+            self.computing.rest()
         for request, blocks, computed, scheduled in new:
             state = self._states.get(request)
+            if state is not None:
+                self.computing.scheduled(state, computed, scheduled)
             if state is not None and state.may_store:
                 state.blocks = blocks
                 self._admitted(state, computed)
                 self._plan_store(step, state, computed + scheduled)
         for request, blocks, replace, computed, scheduled in running:
             state = self._states.get(request)
+            if state is not None and (state.part is not None or not state.measured):
+                self.computing.scheduled(state, computed, scheduled)
             if state is None or not state.may_store or (state.complete and not replace):
                 continue
             if replace:
@@ -213,6 +231,7 @@ class SchedulerHalf:
         if state is None:
             return None
         self._flights.land(state)
+        self.computing.finished(state)
         # A load under way keeps its lease: the workers still read.
         state.forget_restore()
         return {"kmesh": {"restored_tokens": state.restored}}
@@ -223,9 +242,12 @@ class SchedulerHalf:
         for state in self._states.values():
             state.may_load = state.may_store = False
             self._idle(state)
+            self.computing.reset(state)
 
     def shutdown(self) -> None:
         """Gives all leases back."""
+        for state in self._states.values():
+            self.computing.reset(state)
         self._reports.shutdown(wait=True, cancel_futures=True)
         for state in (*self._states.values(), *self._loading.values()):
             if state.restore is not None:
@@ -239,6 +261,9 @@ class SchedulerHalf:
             return 0, False
         hit = self._look_up(state, session, limit)
         span = session.welcome.span_tokens
+        found = self._finder(state, session, limit)()
+        if self.computing.claims(state, session, found, limit):
+            return None, False
         if hit is None or min(hit.tokens(span), limit) - local < max(
             self._settings.min_restore_tokens, 1
         ):
@@ -261,6 +286,16 @@ class SchedulerHalf:
             key = key_at(state, session, local)
             self._flights.take_off(state, (key,) if key else ())
         return None, False
+
+    def _finder(self, state: RequestState, session: Session, limit: int) -> Callable[[], int]:
+        """Says how many tokens are here or in KMesh, at the time when it is asked."""
+
+        def found() -> int:
+            hit = self._look_up(state, session, limit)
+            stored = min(hit.tokens(session.welcome.span_tokens), limit) if hit else 0
+            return max(stored, state.local)
+
+        return found
 
     def _look_up(self, state: RequestState, session: Session, limit: int) -> Hit | None:
         at = self._circumstances(session, limit)
@@ -349,6 +384,7 @@ class SchedulerHalf:
         """
         if computed > state.local:
             state.may_store = False
+            self.computing.reset(state)
 
     def _plan_store(self, step: StepPlan, state: RequestState, computed: int) -> None:
         session = self._client.session
@@ -379,6 +415,7 @@ class SchedulerHalf:
         self.counts.add("restored_tokens", good - restore.begin)
         if state.failed is None:
             self.counts.add("restores")
+            self.computing.rates.restored(good - restore.begin, self._clock() - restore.began)
             state.stored = max(state.stored, good // span)
         else:
             # Never again for this request: a span that fails each time would livelock it.

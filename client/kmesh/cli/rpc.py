@@ -12,7 +12,14 @@ from google.protobuf.message import Message
 from kmesh import errors
 from kmesh.keys import Namespace
 from kmesh.session import Role, Session
-from kmesh.v1 import admin_pb2, admin_pb2_grpc, sessions_pb2, sessions_pb2_grpc
+from kmesh.v1 import (
+    admin_pb2,
+    admin_pb2_grpc,
+    flights_pb2,
+    flights_pb2_grpc,
+    sessions_pb2,
+    sessions_pb2_grpc,
+)
 
 GRPC_NAME = "grpc.sock"
 #: ``HealthCheckResponse`` with status SERVING, as it lies on the wire.
@@ -61,6 +68,7 @@ class Tool:
         self._channel = _channel(socket_dir)
         self._admin = admin_pb2_grpc.AdminStub(self._channel)
         self._sessions = sessions_pb2_grpc.SessionsStub(self._channel)
+        self._flights = flights_pb2_grpc.FlightsStub(self._channel)
 
     def __enter__(self) -> Tool:
         return self
@@ -96,6 +104,21 @@ class Tool:
         """Every open session, this one too."""
         request = sessions_pb2.ListSessionsRequest()
         return list(self._ask(self._sessions.List, request).sessions)
+
+    def flights(self, limit: int) -> list[flights_pb2.FlightInfo]:
+        """At most ``limit`` flights, the oldest first."""
+        found: list[flights_pb2.FlightInfo] = []
+        token = ""
+        while len(found) < limit:
+            request = flights_pb2.ListFlightsRequest(
+                limit=min(limit - len(found), _PAGE), page_token=token
+            )
+            answer = self._ask(self._flights.List, request)
+            found.extend(answer.flights)
+            token = answer.next_page_token
+            if not token:
+                break
+        return found
 
     def explain(self, request: admin_pb2.ExplainRequest) -> admin_pb2.ExplainResponse:
         """Why a prompt misses."""

@@ -9,6 +9,7 @@ Export carry a file descriptor, exactly one.
 from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message
 from kmesh.v1 import common_pb2 as _common_pb2
+from kmesh.v1 import flights_pb2 as _flights_pb2
 from kmesh.v1 import sessions_pb2 as _sessions_pb2
 from kmesh.v1 import spans_pb2 as _spans_pb2
 import builtins as _builtins
@@ -40,6 +41,10 @@ class Request(_message.Message):
     COMMIT_FIELD_NUMBER: _builtins.int
     ABORT_FIELD_NUMBER: _builtins.int
     REPORT_CORRUPT_FIELD_NUMBER: _builtins.int
+    CLAIM_FIELD_NUMBER: _builtins.int
+    AWAIT_FLIGHT_FIELD_NUMBER: _builtins.int
+    LEAVE_FIELD_NUMBER: _builtins.int
+    LAND_FIELD_NUMBER: _builtins.int
     id: _builtins.int
     """chosen by the client, unique while pending"""
     deadline_ms: _builtins.int
@@ -68,6 +73,14 @@ class Request(_message.Message):
     def abort(self) -> _spans_pb2.AbortRequest: ...
     @_builtins.property
     def report_corrupt(self) -> _spans_pb2.ReportCorruptRequest: ...
+    @_builtins.property
+    def claim(self) -> _flights_pb2.ClaimRequest: ...
+    @_builtins.property
+    def await_flight(self) -> _flights_pb2.AwaitRequest: ...
+    @_builtins.property
+    def leave(self) -> _flights_pb2.LeaveRequest: ...
+    @_builtins.property
+    def land(self) -> _flights_pb2.LandRequest: ...
     def __init__(
         self,
         *,
@@ -85,12 +98,16 @@ class Request(_message.Message):
         commit: _spans_pb2.CommitRequest | None = ...,
         abort: _spans_pb2.AbortRequest | None = ...,
         report_corrupt: _spans_pb2.ReportCorruptRequest | None = ...,
+        claim: _flights_pb2.ClaimRequest | None = ...,
+        await_flight: _flights_pb2.AwaitRequest | None = ...,
+        leave: _flights_pb2.LeaveRequest | None = ...,
+        land: _flights_pb2.LandRequest | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["abort", b"abort", "acquire", b"acquire", "attach_index", b"attach_index", "attach_slab", b"attach_slab", "attach_staging", b"attach_staging", "body", b"body", "commit", b"commit", "export_span", b"export_span", "hello", b"hello", "ping", b"ping", "release", b"release", "report_corrupt", b"report_corrupt", "reserve", b"reserve"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["abort", b"abort", "acquire", b"acquire", "attach_index", b"attach_index", "attach_slab", b"attach_slab", "attach_staging", b"attach_staging", "await_flight", b"await_flight", "body", b"body", "claim", b"claim", "commit", b"commit", "export_span", b"export_span", "hello", b"hello", "land", b"land", "leave", b"leave", "ping", b"ping", "release", b"release", "report_corrupt", b"report_corrupt", "reserve", b"reserve"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["abort", b"abort", "acquire", b"acquire", "attach_index", b"attach_index", "attach_slab", b"attach_slab", "attach_staging", b"attach_staging", "body", b"body", "commit", b"commit", "deadline_ms", b"deadline_ms", "export_span", b"export_span", "hello", b"hello", "id", b"id", "ping", b"ping", "release", b"release", "report_corrupt", b"report_corrupt", "reserve", b"reserve"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["abort", b"abort", "acquire", b"acquire", "attach_index", b"attach_index", "attach_slab", b"attach_slab", "attach_staging", b"attach_staging", "await_flight", b"await_flight", "body", b"body", "claim", b"claim", "commit", b"commit", "deadline_ms", b"deadline_ms", "export_span", b"export_span", "hello", b"hello", "id", b"id", "land", b"land", "leave", b"leave", "ping", b"ping", "release", b"release", "report_corrupt", b"report_corrupt", "reserve", b"reserve"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_body: _TypeAlias = _typing.Literal["hello", "attach_index", "attach_slab", "attach_staging", "ping", "export_span", "acquire", "release", "reserve", "commit", "abort", "report_corrupt"]  # noqa: Y015
+    _WhichOneofReturnType_body: _TypeAlias = _typing.Literal["hello", "attach_index", "attach_slab", "attach_staging", "ping", "export_span", "acquire", "release", "reserve", "commit", "abort", "report_corrupt", "claim", "await_flight", "leave", "land"]  # noqa: Y015
     _WhichOneofArgType_body: _TypeAlias = _typing.Literal["body", b"body"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_body) -> _WhichOneofReturnType_body | None: ...
 
@@ -117,6 +134,10 @@ class Response(_message.Message):
     COMMIT_FIELD_NUMBER: _builtins.int
     ABORT_FIELD_NUMBER: _builtins.int
     REPORT_CORRUPT_FIELD_NUMBER: _builtins.int
+    CLAIM_FIELD_NUMBER: _builtins.int
+    AWAIT_FLIGHT_FIELD_NUMBER: _builtins.int
+    LEAVE_FIELD_NUMBER: _builtins.int
+    LAND_FIELD_NUMBER: _builtins.int
     id: _builtins.int
     epoch: _builtins.int
     """this daemon's boot epoch"""
@@ -148,6 +169,14 @@ class Response(_message.Message):
     def abort(self) -> _spans_pb2.AbortResponse: ...
     @_builtins.property
     def report_corrupt(self) -> _spans_pb2.ReportCorruptResponse: ...
+    @_builtins.property
+    def claim(self) -> _flights_pb2.ClaimResponse: ...
+    @_builtins.property
+    def await_flight(self) -> _flights_pb2.AwaitResponse: ...
+    @_builtins.property
+    def leave(self) -> _flights_pb2.LeaveResponse: ...
+    @_builtins.property
+    def land(self) -> _flights_pb2.LandResponse: ...
     def __init__(
         self,
         *,
@@ -166,12 +195,16 @@ class Response(_message.Message):
         commit: _spans_pb2.CommitResponse | None = ...,
         abort: _spans_pb2.AbortResponse | None = ...,
         report_corrupt: _spans_pb2.ReportCorruptResponse | None = ...,
+        claim: _flights_pb2.ClaimResponse | None = ...,
+        await_flight: _flights_pb2.AwaitResponse | None = ...,
+        leave: _flights_pb2.LeaveResponse | None = ...,
+        land: _flights_pb2.LandResponse | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["abort", b"abort", "acquire", b"acquire", "body", b"body", "commit", b"commit", "index", b"index", "pong", b"pong", "release", b"release", "report_corrupt", b"report_corrupt", "reserve", b"reserve", "slab", b"slab", "span", b"span", "staging", b"staging", "status", b"status", "welcome", b"welcome"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["abort", b"abort", "acquire", b"acquire", "await_flight", b"await_flight", "body", b"body", "claim", b"claim", "commit", b"commit", "index", b"index", "land", b"land", "leave", b"leave", "pong", b"pong", "release", b"release", "report_corrupt", b"report_corrupt", "reserve", b"reserve", "slab", b"slab", "span", b"span", "staging", b"staging", "status", b"status", "welcome", b"welcome"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["abort", b"abort", "acquire", b"acquire", "body", b"body", "commit", b"commit", "epoch", b"epoch", "id", b"id", "index", b"index", "pong", b"pong", "release", b"release", "report_corrupt", b"report_corrupt", "reserve", b"reserve", "slab", b"slab", "span", b"span", "staging", b"staging", "status", b"status", "welcome", b"welcome"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["abort", b"abort", "acquire", b"acquire", "await_flight", b"await_flight", "body", b"body", "claim", b"claim", "commit", b"commit", "epoch", b"epoch", "id", b"id", "index", b"index", "land", b"land", "leave", b"leave", "pong", b"pong", "release", b"release", "report_corrupt", b"report_corrupt", "reserve", b"reserve", "slab", b"slab", "span", b"span", "staging", b"staging", "status", b"status", "welcome", b"welcome"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_body: _TypeAlias = _typing.Literal["welcome", "index", "slab", "staging", "pong", "span", "acquire", "release", "reserve", "commit", "abort", "report_corrupt"]  # noqa: Y015
+    _WhichOneofReturnType_body: _TypeAlias = _typing.Literal["welcome", "index", "slab", "staging", "pong", "span", "acquire", "release", "reserve", "commit", "abort", "report_corrupt", "claim", "await_flight", "leave", "land"]  # noqa: Y015
     _WhichOneofArgType_body: _TypeAlias = _typing.Literal["body", b"body"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_body) -> _WhichOneofReturnType_body | None: ...
 

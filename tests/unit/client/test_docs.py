@@ -12,7 +12,7 @@ PAGE = Path(__file__).parents[3] / "docs" / "client.md"
 
 def test_the_examples_run(tmp_path: Path) -> None:
     blocks = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
-    assert len(blocks) == 5
+    assert len(blocks) == 6
     names: dict[str, object] = {"__name__": "docs"}
     with FakeDaemon(socket_dir=tmp_path):
         for block in blocks:

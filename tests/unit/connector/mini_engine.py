@@ -63,7 +63,15 @@ class MiniEngine:
     ) -> None:
         self.block = block
         self.settings = Settings(
-            **({"socket_dir": "-", "min_restore_tokens": 1, "staging_bytes": 4 << 20} | settings)
+            **(
+                {
+                    "socket_dir": "-",
+                    "min_restore_tokens": 1,
+                    "min_flight_tokens": 0,
+                    "staging_bytes": 4 << 20,
+                }
+                | settings
+            )
         )
         self.identity = Identity(NAMESPACE, Sharding(LAYERS, HEADS, tp), block, blocks)
         self.client = Holder(self._connect(daemon, name, Role.SCHEDULER))

@@ -33,6 +33,9 @@ def test_settings_have_defaults() -> None:
         "load_timeout_ms": 5,
         "reserve_timeout_ms": 1000,
         "retry_after_ms": 30000,
+        "min_flight_tokens": 512,
+        "flight_patience": 3,
+        "flight_wait_ms": 60000,
     }
 
 

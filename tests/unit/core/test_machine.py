@@ -28,7 +28,15 @@ from kmesh.layout import TILE_BYTES, tiles
 from kmesh_spand.control.native import NativeBatch
 from kmesh_spand.core import effects as fx
 from kmesh_spand.core import events as ev
-from kmesh_spand.core.codes import Cause, Code, Reason, Verdict
+from kmesh_spand.core.codes import (
+    Arrival,
+    Cause,
+    Code,
+    FlightCause,
+    Reason,
+    Standing,
+    Verdict,
+)
 from kmesh_spand.core.record import decode
 from kmesh_spand.core.states import State
 from kmesh_spand.core.tags import tag
@@ -57,6 +65,9 @@ TENANCIES = [
 # What walks that deserve the name always reach; rarer things have tests of their own.
 MUST_REACH = ("hits", "released", "committed", "aborted", "recovered", "verified")
 MUST_REACH += ("evicted", "discarded", "reserve_quota")
+MUST_REACH += ("flight_leads", "flight_joins", "flight_promotions", "flight_landed")
+MUST_REACH += ("flight_leaves", "flight_shared", "flight_ended_not_stored")
+ENDS = [FlightCause.DONE, FlightCause.ABORTED, FlightCause.PREEMPTED, FlightCause.NOT_STORED]
 # Mostly the case in which something happens.
 seldom = st.sampled_from([False, False, False, True])
 lengths = st.integers(1, 3 * TILE_BYTES)
@@ -92,6 +103,9 @@ class CoreMachine(RuleBasedStateMachine):
             max_verify=2,
             patience_ms=100,
             remembered_keys=1024,
+            max_flights=3,
+            max_waits=3,
+            hold_ms=50,
         )
         self.grace: list[Held] = []
         # Why keys may end in the present rule; names that were found at some time, and last.
@@ -296,16 +310,131 @@ class CoreMachine(RuleBasedStateMachine):
     @precondition(having("open"))
     @rule(data=st.data(), name=st.sampled_from(FULL), length=lengths, fail=seldom, salt=salts)
     def store(self, data: st.DataObject, name: bytes, length: int, fail: bool, salt: bytes) -> None:
+        session = self.pick(data, self.world.open)
+        self._store(data, session, name, SHARD, length, fail, salt)
+
+    def _store(
+        self,
+        data: st.DataObject,
+        session: int,
+        name: bytes,
+        shard: int,
+        length: int,
+        fail: bool,
+        salt: bytes,
+    ) -> None:
         world = self.world
-        session = self.pick(data, world.open)
-        self._reserve(data, [name], SHARD, length, 64, (), session, salt)
+        self._reserve(data, [name], shard, length, 64, (), session, salt)
         (name,) = self.salted([name], salt)
         for number, want in list(world.wanted.items()):
-            if (want.session, want.key, want.shard) == (session, name, SHARD):
+            if (want.session, want.key, want.shard) == (session, name, shard):
                 world.commit(session, [number])
         for job, (copy, _) in list(world.copies.items()):
             if copy.session == session:
                 self._copy_ends(job, fail)
+
+    @precondition(having("open"))
+    @rule(
+        data=st.data(),
+        keys=st.lists(st.sampled_from(FULL), min_size=1, max_size=4, unique=True),
+        shards=st.lists(st.sampled_from([SHARD, OTHER_SHARD]), min_size=1, max_size=2, unique=True),
+        salt=salts,
+    )
+    def claim(self, data: st.DataObject, keys: list[bytes], shards: list[int], salt: bytes) -> None:
+        world = self.world
+        session = self.pick(data, world.open)
+        keys = self.salted(keys, salt)
+        who = world.who(session, salt)
+        stored = all(self.expect(keys[0], shard, who) == {Reason.OK} for shard in shards)
+        if sum(leader == session for leader in world.led.values()) >= world.config.max_flights:
+            return
+        answer = world.claim(session, keys, shards, salt)
+        assert not stored or answer.standing in (Standing.STORED, Standing.NONE)
+        if answer.standing == Standing.COMPUTING:
+            flight = world.core.flights.by_id[answer.flight]
+            assert flight.who == (*who, 0)
+            assert flight.leader is None or flight.leader.id != session
+            end = answer.first + answer.covered
+            assert list(flight.keys[answer.first : end]) == keys[: answer.covered]
+
+    @precondition(having("led"))
+    @rule(data=st.data(), shard=st.sampled_from(SHARDS), old=seldom)
+    def join(self, data: st.DataObject, shard: int, old: bool) -> None:
+        """Somebody else wants what a flight brings, or believes an old claim."""
+        world, flights = self.world, self.world.core.flights.by_id
+        led = [number for number in flights if number in world.led]
+        if old and world.claims:
+            session, number = data.draw(st.sampled_from(sorted(world.claims)))
+            found = world.claims[session, number][0]
+        elif led:
+            number = data.draw(st.sampled_from(led))
+            flight = flights[number]
+            group, salt, _ = flight.who
+            others = [
+                session
+                for session in sorted(world.open)
+                if session != world.led[number] and world.who(session)[0] == group
+            ]
+            session = (
+                data.draw(st.sampled_from(others))
+                if others
+                else world.connect(uid=world.uids[world.led[number]])
+            )
+            first = data.draw(st.integers(flight.frontier, flight.end - 1))
+            found = world.claim(session, list(flight.keys[first:]), salt=salt)
+        else:
+            return
+        if found.standing != Standing.COMPUTING or world.led.get(number) == session:
+            return
+        waits = sum(at[0] == session for at in world.waits)
+        answer = world.wait(session, found, [shard])
+        if number not in flights:
+            assert answer == fx.AwaitResult(Arrival.LANDED)
+        elif waits >= world.config.max_waits:
+            assert isinstance(answer, fx.Refused | fx.AwaitResult)
+        else:
+            assert answer in (None, fx.AwaitResult(Arrival.LANDED))
+
+    @precondition(having("led"))
+    @rule(data=st.data(), length=lengths, fail=seldom, steps=st.integers(1, 4))
+    def leader_stores(self, data: st.DataObject, length: int, fail: bool, steps: int) -> None:
+        """What comes next of a flight, in the leader's shards."""
+        flights = self.world.core.flights.by_id
+        led = [number for number, flight in flights.items() if flight.leader]
+        if not led:
+            return
+        number = data.draw(st.sampled_from(led))
+        for _ in range(steps):
+            flight = flights.get(number)
+            if flight is None or flight.leader is None:
+                return
+            salt, wanted = flight.who[1], flight.keys[flight.frontier]
+            names = {self.salted([name], salt)[0]: name for name in FULL}
+            for shard in flight.shards:
+                if flight.leader is not None:
+                    session = flight.leader.id
+                    self._store(data, session, names[wanted], shard, length, fail, salt)
+
+    @precondition(having("waits"))
+    @rule(data=st.data(), one=seldom)
+    def leave(self, data: st.DataObject, one: bool) -> None:
+        world = self.world
+        (session, request), flight = data.draw(st.sampled_from(sorted(world.waits.items())))
+        waits = sum((at[0], n) == (session, flight) for at, n in world.waits.items())
+        assert world.leave(session, flight, request if one else 0) == (1 if one else waits)
+
+    @precondition(having("led"))
+    @rule(data=st.data(), cause=st.sampled_from(ENDS), lie=seldom)
+    def land(self, data: st.DataObject, cause: FlightCause, lie: bool) -> None:
+        world = self.world
+        flight = self.pick(data, world.led)
+        session = self.pick(data, world.open) if lie else world.led[flight]
+        waiting = [at for at, n in world.waits.items() if n == flight and at[0] != session]
+        led = world.core.flights.by_id.get(flight)
+        failed = cause in (FlightCause.ABORTED, FlightCause.PREEMPTED)
+        if world.land(session, flight, cause) and led is not None and failed and waiting:
+            # Somebody leads, or everybody was told.
+            assert flight in world.led or not set(waiting) & set(world.waits)
 
     @precondition(having("wanted"))
     @rule(data=st.data(), twice=seldom, lie=seldom)
@@ -406,6 +535,16 @@ class CoreMachine(RuleBasedStateMachine):
         left = {row.slot for row in world.core.spans(now_ms=world.now)}
         assert not left & set(swept.slots)
         assert left >= {row.slot for row in rows if row.leases}
+
+    @rule(drain=seldom)
+    def drains(self, drain: bool) -> None:
+        """A drain that is cancelled at once: nobody computes for others in between."""
+        if not drain:
+            return
+        self.world.send(ev.Drain())
+        assert not any(flight.leader for flight in self.world.core.flights.by_id.values())
+        self.world.led.clear()
+        self.world.send(ev.Resume())
 
     @rule(data=st.data(), now=seldom)
     def restart(self, data: st.DataObject, now: bool) -> None:
@@ -512,10 +651,19 @@ class CoreMachine(RuleBasedStateMachine):
         if world is None:
             return
         world.settle()
+        for flight, leader in list(world.led.items()):
+            world.land(leader, flight)
+        while world.led:
+            for flight, leader in list(world.led.items()):
+                world.land(leader, flight)
+        # What is reserved and will never be committed is waited for until then.
+        for number, want in list(world.wanted.items()):
+            world.abort(want.session, [number])
+        assert not world.core.flights
         self.reached.update(world.core.counters)
         assert not world.waiting
         left = {row.state for row in world.core.spans(now_ms=world.now)}
-        assert left <= {"committed", "reserved", "doomed"}, "a job never ended"
+        assert left <= {"committed", "doomed"}, "a job never ended"
         for session in list(world.open):
             world.close(session)
         world.settle()

@@ -5,7 +5,8 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from kmesh_spand.core.core import COUNTERS
+from kmesh_spand.core.counters import COUNTERS
+from kmesh_spand.core.flight import FLIGHT_TRANSITIONS, FlightState, Turn
 from kmesh_spand.core.states import EVICTABLE, KEYED, STORED, TRANSITIONS, State, Trigger
 
 TEXT = (Path(__file__).resolve().parents[3] / "docs" / "states.md").read_text()
@@ -42,6 +43,16 @@ def test_every_state_can_be_left_and_every_trigger_is_used() -> None:
     assert {state for state, _ in TRANSITIONS} == set(State)
     assert set(TRANSITIONS.values()) == set(State)
     assert {trigger for _, trigger in TRANSITIONS} == set(Trigger)
+
+
+def test_flights_transitions_are_those_of_the_code() -> None:
+    written = {
+        (FlightState[state], Turn(turn)): FlightState[after]
+        for state, turn, after, _ in table("## Flight")
+    }
+    assert written == FLIGHT_TRANSITIONS
+    assert {state for state, _ in FLIGHT_TRANSITIONS} == set(FlightState)
+    assert {turn for _, turn in FLIGHT_TRANSITIONS} == set(Turn)
 
 
 def test_counters_are_listed() -> None:

@@ -14,6 +14,7 @@ from kmesh.layout import TILE_BYTES, Shard, tiles
 from kmesh_spand.core import effects as fx
 from kmesh_spand.core import events as ev
 from kmesh_spand.core.batch import Batch
+from kmesh_spand.core.codes import Arrival, FlightCause, Standing
 from kmesh_spand.core.config import CoreConfig
 from kmesh_spand.core.core import Core
 from kmesh_spand.core.policy import Policy
@@ -105,10 +106,15 @@ class World:
         self.open: set[int] = set()
         self.closed: set[int] = set()
         self.waiting: dict[tuple[int, int], fx.Result | None] = {}
+        self.answered: dict[tuple[int, int], fx.Result] = {}
         self.wanted: dict[int, Wanted] = {}
         self.copies: dict[int, tuple[fx.Copy, int]] = {}
         self.verifies: dict[int, fx.Verify] = {}
         self.leases: dict[int, tuple[int, list[Held | None]]] = {}
+        # Who leads which flight, and for what each session waits, as clients know it.
+        self.led: dict[int, int] = {}
+        self.claims: dict[tuple[int, int], tuple[fx.ClaimResult, list[bytes]]] = {}
+        self.waits: dict[tuple[int, int], int] = {}
         self.flipped: set[tuple[int, int]] = set()
 
     # Events
@@ -144,6 +150,9 @@ class World:
         self.waiting = {k: v for k, v in self.waiting.items() if k[0] != session}
         self.leases = {n: held for n, held in self.leases.items() if held[0] != session}
         self.wanted = {n: want for n, want in self.wanted.items() if want.session != session}
+        self.led = {n: leader for n, leader in self.led.items() if leader != session}
+        self.claims = {at: claim for at, claim in self.claims.items() if at[0] != session}
+        self.waits = {at: flight for at, flight in self.waits.items() if at[0] != session}
         self.send(ev.SessionClosed(session))
 
     def who(self, session: int, salt: bytes = b"") -> Who:
@@ -262,6 +271,50 @@ class World:
                 del self.wanted[number]
         return answer
 
+    def claim(
+        self, session: int, keys: list[bytes], shards: list[int] | None = None, salt: bytes = b""
+    ) -> fx.ClaimResult:
+        """Claim; two sessions never lead one key."""
+        shards = shards or [SHARD]
+        answer = self.ask(ev.Claim, session, b"".join(keys), shards, salt)
+        assert isinstance(answer, fx.ClaimResult), answer
+        if answer.standing == Standing.LEAD:
+            assert answer.flight not in self.led
+            assert 0 < answer.covered <= len(keys)
+            self.led[answer.flight] = session
+        if answer.standing == Standing.COMPUTING:
+            assert self.led.get(answer.flight) != session
+            assert 0 < answer.covered <= min(len(keys), answer.ahead)
+            self.claims[session, answer.flight] = answer, keys
+        return answer
+
+    def wait(
+        self, session: int, claim: fx.ClaimResult, shards: list[int] | None = None
+    ) -> fx.Result | None:
+        """Await what a Claim found; None while it is not answered."""
+        self.waits[session, self.request + 1] = claim.flight
+        return self.ask(
+            ev.Await, session, claim.flight, claim.first, claim.covered, shards or [SHARD]
+        )
+
+    def leave(self, session: int, flight: int, only: int = 0) -> int:
+        """Leave; all of the session's waits for that flight are answered."""
+        answer = self.ask(ev.Leave, session, flight, only)
+        assert isinstance(answer, fx.LeaveResult), answer
+        mine = [at for at, n in self.waits.items() if (at[0], n) == (session, flight)]
+        assert only or not mine
+        return answer.left
+
+    def land(self, session: int, flight: int, cause: FlightCause = FlightCause.DONE) -> bool:
+        """Land; the session leads it no more."""
+        mine = self.led.get(flight) == session
+        if mine:
+            del self.led[flight]
+        answer = self.ask(ev.Land, session, flight, cause)
+        assert isinstance(answer, fx.LandResult), answer
+        assert answer.ended <= mine
+        return answer.ended
+
     def store(self, session: int, keys: list[bytes], **how: object) -> None:
         """Reserve, commit and copy."""
         answer = self.reserve(session, keys, **how)  # type: ignore[arg-type]
@@ -331,7 +384,11 @@ class World:
             case fx.Reply(session, request, result):
                 if session in self.open:
                     del self.waiting[session, request]
+                    self.answered[session, request] = result
                 self.answer = result
+                flight = self.waits.pop((session, request), 0)
+                if flight and isinstance(result, fx.AwaitResult):
+                    self._arrived(session, flight, result)
             case fx.Copy():
                 assert effect.session in self.open
                 self.content += 1
@@ -388,6 +445,13 @@ class World:
             case fx.DropStaging(session):
                 self.closed.remove(session)
                 assert all(copy.session != session for copy, _ in self.copies.values())
+
+    def _arrived(self, session: int, flight: int, result: fx.AwaitResult) -> None:
+        assert (result.arrival == Arrival.ENDED) == (result.cause != 0)
+        if result.arrival == Arrival.LEAD:
+            leader = self.led.get(flight)
+            assert leader not in self.open, "two lead one flight"
+            self.led[flight] = session
 
     def _place_of(self, want: Wanted) -> tuple[int, int] | None:
         for row in self.core.spans(now_ms=self.now):

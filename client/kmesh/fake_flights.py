@@ -1,0 +1,218 @@
+"""Flights of the fake daemon: as the daemon's, without drains and without what deaths hold."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from google.protobuf.message import Message
+
+from kmesh import errors
+from kmesh.v1 import flights_pb2 as pb
+
+#: Answers an Await, or refuses it.
+Reply = Callable[[Message | errors.RequestError], None]
+#: Whether a key is stored in all of these shards, by their codes; whether it is or is on its way.
+Known = Callable[[bytes, Sequence[int], bytes], bool]
+
+
+@dataclass(eq=False, slots=True)
+class _Wait:
+    session: int
+    first: int
+    end: int
+    shards: list[int]
+    reply: Reply
+    until: float
+
+
+@dataclass(eq=False, slots=True)
+class _Flight:
+    """``keys`` [begin, end) are promised by the session ``leader``, 0 when it has computed all."""
+
+    id: int
+    salt: bytes
+    keys: list[bytes]
+    leader: int
+    shards: list[int]
+    began: float
+    begin: int = 0
+    end: int = 0
+    frontier: int = 0
+    waits: list[_Wait] = field(default_factory=list)
+
+
+class FakeFlights:
+    """Not thread-safe. ``clock`` is in seconds."""
+
+    def __init__(self, stored: Known, pending: Known, clock: Callable[[], float]) -> None:
+        self._stored = stored
+        self._pending = pending
+        self._clock = clock
+        self._last = 0
+        self.flights: dict[int, _Flight] = {}
+
+    def claim(
+        self, session: int, keys: list[bytes], shards: list[int], salt: bytes
+    ) -> pb.ClaimResponse:
+        """Answers Claim."""
+        if not keys or len(set(keys)) < len(keys):
+            raise errors.InvalidArgument("none, or one that occurs twice", field="claim.keys")
+        if self._stored(keys[0], shards, salt):
+            return pb.ClaimResponse(standing=pb.STANDING_STORED)
+        held = {
+            key: flight
+            for flight in self.flights.values()
+            if flight.salt == salt
+            for key in flight.keys[flight.begin : flight.end]
+        }
+        flight = held.get(keys[0])
+        if flight is None:
+            count = next((i for i, key in enumerate(keys) if key in held), len(keys))
+            self._last += 1
+            mine = keys[:count]
+            made = _Flight(self._last, salt, mine, session, shards, self._clock(), end=count)
+            self.flights[made.id] = made
+            self._advance(made)
+            return pb.ClaimResponse(standing=pb.STANDING_LEAD, flight=made.id, covered=count)
+        first = flight.keys.index(keys[0])
+        if first < flight.frontier:
+            return pb.ClaimResponse(standing=pb.STANDING_STORED)
+        if flight.leader == session:
+            return pb.ClaimResponse(standing=pb.STANDING_NONE)
+        ours = flight.keys[first : flight.end]
+        pairs = enumerate(zip(ours, keys, strict=False))
+        covered = next((i for i, (a, b) in pairs if a != b), min(len(ours), len(keys)))
+        return pb.ClaimResponse(
+            standing=pb.STANDING_COMPUTING,
+            flight=flight.id,
+            first=first,
+            covered=covered,
+            ahead=first + covered - flight.frontier,
+            landed=flight.frontier - flight.begin,
+            age_ms=int((self._clock() - flight.began) * 1000),
+        )
+
+    def wait(
+        self,
+        session: int,
+        body: pb.AwaitRequest,
+        shards: list[int],
+        reply: Reply,
+        seconds: float,
+    ) -> Message | None:
+        """Answers Await, or keeps ``reply`` for later (None), for so many seconds."""
+        flight = self.flights.get(body.flight)
+        if flight is None:
+            return pb.AwaitResponse(arrival=pb.ARRIVAL_LANDED)
+        if flight.leader == session:
+            raise errors.InvalidArgument("its own flight", field="await_flight.flight")
+        end = body.first + body.covered
+        if not body.covered or end > len(flight.keys):
+            raise errors.InvalidArgument("not in the flight", field="await_flight.covered")
+        if not max(body.first, flight.frontier) < min(end, flight.end):
+            return pb.AwaitResponse(arrival=pb.ARRIVAL_LANDED)
+        until = self._clock() + seconds
+        flight.waits.append(_Wait(session, body.first, end, shards, reply, until))
+        return None
+
+    @property
+    def next_deadline(self) -> float:
+        """When ``expire`` has to be called next; infinity if nobody waits."""
+        waits = [wait.until for flight in self.flights.values() for wait in flight.waits]
+        return min(waits, default=math.inf)
+
+    def expire(self) -> None:
+        """Ends the waits whose deadline has passed."""
+        now = self._clock()
+        for flight in self.flights.values():
+            for wait in [wait for wait in flight.waits if wait.until <= now]:
+                flight.waits.remove(wait)
+                wait.reply(errors.DeadlineExceeded("not done in time"))
+
+    def leave(self, session: int, number: int) -> pb.LeaveResponse:
+        """Answers Leave."""
+        flight = self.flights.get(number)
+        left = [wait for wait in flight.waits if wait.session == session] if flight else []
+        for wait in left:
+            assert flight is not None
+            flight.waits.remove(wait)
+            wait.reply(_ended(pb.FLIGHT_CAUSE_LEFT))
+        return pb.LeaveResponse(left=len(left))
+
+    def land(self, session: int, body: pb.LandRequest) -> pb.LandResponse:
+        """Answers Land."""
+        flight = self.flights.get(body.flight)
+        if flight is None or flight.leader != session:
+            return pb.LandResponse(ended=False)
+        if body.cause in (pb.FLIGHT_CAUSE_ABORTED, pb.FLIGHT_CAUSE_PREEMPTED):
+            self._fail(flight, body.cause)
+        else:
+            flight.leader = 0
+            self._cut(flight)
+        return pb.LandResponse(ended=True)
+
+    def closed(self, session: int) -> None:
+        """A session has ended."""
+        for flight in list(self.flights.values()):
+            flight.waits = [wait for wait in flight.waits if wait.session != session]
+            if flight.leader == session:
+                self._fail(flight, pb.FLIGHT_CAUSE_CLOSED)
+
+    def changed(self) -> None:
+        """Spans were committed, or reservations ended."""
+        for flight in list(self.flights.values()):
+            self._advance(flight)
+            if flight.id in self.flights and not flight.leader:
+                self._cut(flight)
+
+    def refused(self, key: bytes, salt: bytes) -> None:
+        """There was no room for a key."""
+        for flight in list(self.flights.values()):
+            at = flight.keys.index(key) if key in flight.keys else -1
+            if flight.salt == salt and flight.frontier <= at < flight.end:
+                self._end_at(flight, at)
+
+    def _advance(self, flight: _Flight) -> None:
+        while flight.frontier < flight.end and self._stored(
+            flight.keys[flight.frontier], flight.shards, flight.salt
+        ):
+            flight.frontier += 1
+        for wait in [wait for wait in flight.waits if wait.end <= flight.frontier]:
+            flight.waits.remove(wait)
+            wait.reply(pb.AwaitResponse(arrival=pb.ARRIVAL_LANDED))
+        if flight.frontier >= flight.end:
+            self._end(flight, pb.FLIGHT_CAUSE_NOT_STORED)
+
+    def _cut(self, flight: _Flight) -> None:
+        for at in range(flight.frontier, flight.end):
+            if not self._pending(flight.keys[at], flight.shards, flight.salt):
+                self._end_at(flight, at)
+                return
+
+    def _end_at(self, flight: _Flight, at: int) -> None:
+        flight.end = at
+        if flight.frontier >= at:
+            self._end(flight, pb.FLIGHT_CAUSE_NOT_STORED)
+
+    def _fail(self, flight: _Flight, cause: pb.FlightCause.ValueType) -> None:
+        if not flight.waits:
+            self._end(flight, cause)
+            return
+        wait = flight.waits.pop(0)
+        flight.leader, flight.shards, flight.began = wait.session, wait.shards, self._clock()
+        flight.begin = flight.frontier = wait.first
+        flight.end = wait.end
+        wait.reply(pb.AwaitResponse(arrival=pb.ARRIVAL_LEAD))
+        self._advance(flight)
+
+    def _end(self, flight: _Flight, cause: pb.FlightCause.ValueType) -> None:
+        del self.flights[flight.id]
+        for wait in flight.waits:
+            landed = wait.first < flight.frontier
+            wait.reply(pb.AwaitResponse(arrival=pb.ARRIVAL_LANDED) if landed else _ended(cause))
+
+
+def _ended(cause: pb.FlightCause.ValueType) -> pb.AwaitResponse:
+    return pb.AwaitResponse(arrival=pb.ARRIVAL_ENDED, cause=cause)

@@ -1,0 +1,181 @@
+"""What a session may rely on of flights: one suite for the daemon and for the fake.
+
+Whatever the fake answers otherwise than the daemon is found here.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from functools import partial
+
+import pytest
+from daemon_process import Daemon, wait_for
+
+from kmesh import errors
+from kmesh.flight import Arrival, FlightCause, Standing
+from kmesh.layout import Shard
+from kmesh.session import ReserveBatch, Role, Session
+from kmesh.store import put_spans
+from kmesh.testing import FakeDaemon
+
+SHARD = Shard(0, 2, 0, 2)
+
+Connect = Callable[[], Session]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _started(shared_spand: Daemon) -> None:
+    """The daemon runs before a test looks at what it leaves behind."""
+
+
+@pytest.fixture(params=["fake", "daemon"])
+def connect(request: pytest.FixtureRequest, shared_spand: Daemon) -> Iterator[Connect]:
+    """Opens sessions, which are closed at the end of the test."""
+    with contextlib.ExitStack() as stack:
+        if request.param == "fake":
+            dial: Callable[..., Session] = stack.enter_context(FakeDaemon()).connect
+        else:
+            dial = partial(Session.connect, shared_spand.socket_dir)
+        yield lambda: stack.enter_context(dial(role=Role.TOOL))
+
+
+def reserve(keys: bytes, length: int = 1000) -> ReserveBatch:
+    """Full spans of one length."""
+    count = len(keys) // 32
+    start = range(0, 64 * count, 64)
+    return ReserveBatch(b"n" * 32, SHARD, keys, [64] * count, start, [length] * count)
+
+
+def test_one_computes_and_the_others_find_it(connect: Connect) -> None:
+    leader, other = connect(), connect()
+    keys = os.urandom(32 * 3)
+    mine = leader.claim(keys, [SHARD])
+    assert (mine.standing, mine.covered) == (Standing.LEAD, 3)
+    assert leader.claim(keys, [SHARD]).standing is Standing.NONE
+    found = other.claim(keys[:64] + os.urandom(32), [SHARD])
+    assert found.standing is Standing.COMPUTING
+    assert (found.flight, found.first, found.covered) == (mine.flight, 0, 2)
+    assert (found.ahead, found.landed, found.shards) == (2, 0, (SHARD,))
+    # Another salt's keys are other keys.
+    assert other.claim(keys[:32], [SHARD], salt=b"s" * 32).standing is Standing.LEAD
+    waiting = other.await_flight_async(found, 30)
+    staging = leader.staging(1 << 16)
+    assert put_spans(leader, staging, reserve(keys[:32]), [bytes(1000)]) == [0]
+    other.ping()
+    assert not waiting.done()
+    assert other.claim(keys, [SHARD]).standing is Standing.STORED
+    behind = other.claim(keys[32:], [SHARD])
+    assert (behind.first, behind.covered, behind.ahead, behind.landed) == (1, 2, 2, 1)
+    assert put_spans(leader, staging, reserve(keys[32:64]), [bytes(1000)]) == [0]
+    assert waiting.result(30).arrival is Arrival.LANDED
+    with other.acquire(keys, [SHARD]) as lease:
+        assert lease.hits == 2
+    waiting = other.await_flight_async(behind, 30)
+    assert put_spans(leader, staging, reserve(keys[64:]), [bytes(1000)]) == [0]
+    assert waiting.result(30).arrival is Arrival.LANDED
+    # It is over: whoever waits now looks again at once.
+    assert other.await_flight_async(behind, 30).result(30).arrival is Arrival.LANDED
+    leader.land(mine.flight)
+    leader.ping()
+
+
+@pytest.mark.parametrize("how", ["closed", "aborted"])
+def test_the_first_that_waits_takes_a_failed_flight_over(connect: Connect, how: str) -> None:
+    leader, second, third = connect(), connect(), connect()
+    keys = os.urandom(64)
+    mine = leader.claim(keys, [SHARD])
+    waits = []
+    for session in (second, third):
+        found = session.claim(keys, [SHARD])
+        waits.append(session.await_flight_async(found, 30))
+        session.ping()
+    if how == "closed":
+        leader.close()
+    else:
+        leader.land(mine.flight, FlightCause.ABORTED)
+    assert waits[0].result(30).arrival is Arrival.LEAD
+    third.ping()
+    assert not waits[1].done()
+    second.land(mine.flight, FlightCause.NOT_STORED)
+    arrived = waits[1].result(30)
+    assert (arrived.arrival, arrived.cause) == (Arrival.ENDED, FlightCause.NOT_STORED)
+    assert third.claim(keys, [SHARD]).standing is Standing.LEAD
+
+
+def test_a_wait_ends_when_it_is_left_or_late(connect: Connect) -> None:
+    leader, other = connect(), connect()
+    keys = os.urandom(64)
+    mine = leader.claim(keys, [SHARD])
+    found = other.claim(keys, [SHARD])
+    waiting = other.await_flight_async(found, 30)
+    other.leave(found.flight)
+    arrived = waiting.result(30)
+    assert (arrived.arrival, arrived.cause) == (Arrival.ENDED, FlightCause.LEFT)
+    # A deadline that lies in the past is one.
+    for seconds in (0.05, 0, -1):
+        with pytest.raises(errors.DeadlineExceeded):
+            other.await_flight_async(found, seconds).result(30)
+    wait_for(lambda: other.pending == 0, 30)
+    # Nobody is left that could be promoted.
+    leader.land(mine.flight, FlightCause.ABORTED)
+    leader.ping()
+    assert other.claim(keys, [SHARD]).standing is Standing.LEAD
+
+
+def test_what_a_leader_has_on_its_way_is_waited_for(connect: Connect) -> None:
+    leader, other = connect(), connect()
+    keys = os.urandom(64)
+    mine = leader.claim(keys, [SHARD])
+    waiting = other.await_flight_async(other.claim(keys, [SHARD]), 30)
+    leader.staging(4096)
+    reserved = leader.reserve(reserve(keys)).reservation
+    leader.land(mine.flight)
+    leader.ping()
+    other.ping()
+    assert not waiting.done()
+    assert leader.commit(reserved, [0, 1024]) == [0, 0]
+    assert waiting.result(30).arrival is Arrival.LANDED
+
+
+def test_what_does_not_fit_in_a_slab_ends_its_flight(connect: Connect) -> None:
+    leader, other = connect(), connect()
+    keys = os.urandom(64)
+    leader.claim(keys, [SHARD])
+    waiting = other.await_flight_async(other.claim(keys, [SHARD]), 30)
+    other.ping()
+    leader.reserve(reserve(keys, length=1 << 40))
+    assert waiting.result(30).cause is FlightCause.NOT_STORED
+
+
+def test_claims_that_make_no_sense(connect: Connect) -> None:
+    leader, other = connect(), connect()
+    key = os.urandom(32)
+    for keys, shards, salt in ((b"", [SHARD], b""), (key[:31], [SHARD], b""), (key, [SHARD], b"s")):
+        with pytest.raises(errors.ConfigError):
+            leader.claim(keys, shards, salt=salt)
+    with pytest.raises(errors.InvalidArgument) as refused:
+        leader.claim(key, [])
+    assert "shards" in refused.value.field
+    with pytest.raises(errors.InvalidArgument) as refused:
+        leader.claim(key + key, [SHARD])
+    assert refused.value.field == "claim.keys"
+    mine = leader.claim(key, [SHARD])
+    with pytest.raises(errors.ConfigError):
+        leader.await_flight_async(mine).result(30)
+    with pytest.raises(errors.ConfigError):
+        leader.land(mine.flight, FlightCause.CLOSED)
+    found = other.claim(key, [SHARD])
+    for wrong in (replace(found, covered=2), replace(found, first=1)):
+        with pytest.raises(errors.InvalidArgument) as refused:
+            other.await_flight_async(wrong).result(30)
+        assert refused.value.field == "await_flight.covered"
+    own = replace(mine, standing=Standing.COMPUTING)
+    with pytest.raises(errors.InvalidArgument) as refused:
+        leader.await_flight_async(own).result(30)
+    assert refused.value.field == "await_flight.flight"
+    # Of more keys than a batch has, the first are claimed.
+    many = leader.claim(os.urandom(32 * 1500), [SHARD])
+    assert many.covered == leader.welcome.max_batch

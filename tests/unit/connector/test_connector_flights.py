@@ -1,0 +1,395 @@
+"""Engines that miss the same prompt: one computes, the others wait, and each way that can end."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import pytest
+from mini_engine import NAMESPACE, MiniEngine, until
+from test_connector_halves import prompt
+
+from kmesh import errors
+from kmesh.testing import FakeDaemon, Limits
+
+DIGEST = NAMESPACE.digest()
+Make = Callable[..., MiniEngine]
+ASK, ALONE = (None, False), (0, False)
+#: Engines that wait as long as this machine takes.
+PATIENT = {"min_flight_tokens": 128, "acquire_timeout_ms": 30_000, "flight_patience": 100_000}
+
+
+@dataclass
+class Clock:
+    """Stands still unless it is told to go on."""
+
+    now: float = 1000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def two(engine: Make) -> tuple[MiniEngine, MiniEngine, Clock]:
+    """Two engines, and the clock of the second."""
+    clock = Clock()
+    settings = {"min_flight_tokens": 128, "acquire_timeout_ms": 30_000}
+    return engine("a", **settings), engine("b", clock=clock, **settings), clock
+
+
+def ask(engine: MiniEngine, request: str, total: int = 192, local: int = 0) -> object:
+    return engine.scheduler.match(request, local, total)
+
+
+def leads(engine: MiniEngine, request: str, tokens: list[int]) -> None:
+    """A request whose prompt nobody has: it claims, and computes."""
+    engine.scheduler.add(request, tokens, DIGEST)
+    assert engine.match(request, 0, len(tokens), 30) == 0
+    assert engine.scheduler.counts.take() == {"flight_leads": 1}
+
+
+def waits(engine: MiniEngine, daemon: FakeDaemon, request: str, tokens: list[int]) -> None:
+    """A request that waits for another engine."""
+    before = daemon.waits
+    engine.scheduler.add(request, tokens, DIGEST)
+    until(lambda: ask(engine, request, len(tokens)) == ASK and daemon.waits > before, 30)
+
+
+def answered(engine: MiniEngine, request: str, total: int = 192) -> int:
+    return engine.match(request, 0, total, 30)
+
+
+def test_one_engine_computes_and_the_other_restores(engine: Make, daemon: FakeDaemon) -> None:
+    first, second, _ = two(engine)
+    leads(first, "r", prompt(192))
+    waits(second, daemon, "r", prompt(192))
+    # Asking costs neither a call nor a look at the index.
+    session = second.client.session
+    assert session is not None
+    pending = session.pending
+    for _ in range(200):
+        assert ask(second, "r") == ASK
+    assert session.pending == pending
+    first.prefill("r", 0, list(range(6)), 0, 192)
+    assert answered(second, "r") == 160
+    assert not second.load("r", [1, 2, 3, 4, 5], 160).bad_blocks
+    assert second.wrong(0, [1, 2, 3, 4, 5], 0, 160) == []
+    until(lambda: daemon.flights == 0, 30)
+    counts = second.scheduler.counts.take()
+    assert (counts["flight_joins"], counts["flight_landed"], counts["restores"]) == (1, 1, 1)
+    assert second.scheduler.computing.rates.restore > 0
+
+
+def test_what_is_too_short_makes_no_call(engine: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    one = engine("a", min_flight_tokens=256)
+    session = one.client.session
+    assert session is not None
+    monkeypatch.setattr(session, "_start", None)
+    one.scheduler.add("r", prompt(192), DIGEST)
+    one.scheduler.add("long", prompt(320), DIGEST)
+    assert ask(one, "r") == ALONE
+    # Most of the long one is in vLLM's own cache.
+    assert ask(one, "long", 320, 96) == ALONE
+
+
+@pytest.mark.parametrize("how", ["closed", "aborted", "preempted"])
+def test_a_leader_that_fails_is_replaced(engine: Make, daemon: FakeDaemon, how: str) -> None:
+    first, second, _ = two(engine)
+    third = engine("c", **PATIENT)
+    leads(first, "r", prompt(192))
+    waits(second, daemon, "r", prompt(192))
+    waits(third, daemon, "r", prompt(192))
+    if how == "closed":
+        assert first.client.session is not None
+        first.client.session.close()
+    elif how == "aborted":
+        first.scheduler.finished("r")
+    else:
+        first.scheduler.plan([("r", [0, 1], 0, 64)], [])
+        first.scheduler.plan([], [], ["r"])
+    assert answered(second, "r") == 0
+    assert second.scheduler.counts.take()["flight_promoted"] == 1
+    assert ask(third, "r") == ASK
+    second.prefill("r", 0, list(range(6)), 0, 192)
+    assert answered(third, "r") == 160
+
+
+def test_a_leader_whose_stores_have_no_room_ends_all_waits(engine: Make) -> None:
+    with FakeDaemon(Limits(slab_bytes=1 << 20, slabs=1)) as small:
+        first = MiniEngine(small, "a", **PATIENT)
+        second = MiniEngine(small, "b", **PATIENT)
+        try:
+            filler = MiniEngine(small, "c")
+            for seed in range(1, 8):
+                filler.scheduler.add(f"f{seed}", prompt(192, seed=seed), DIGEST)
+                filler.prefill(f"f{seed}", seed, list(range(6)), 0, 192)
+            filler.close()
+            leads(first, "r", prompt(192))
+            waits(second, small, "r", prompt(192))
+            first.prefill("r", 0, list(range(6)), 0, 192)
+            assert answered(second, "r") == 0
+            assert second.scheduler.counts.take()["flight_ended"] == 1
+        finally:
+            first.close()
+            second.close()
+
+
+def test_a_leader_that_stored_nothing_says_so_some_steps_later(
+    engine: Make, daemon: FakeDaemon
+) -> None:
+    first, second, _ = two(engine)
+    leads(first, "r", prompt(192))
+    waits(second, daemon, "r", prompt(192))
+    # The workers were late: of the plan nothing came.
+    first.scheduler.plan([("r", list(range(6)), 0, 192)], [])
+    for step in range(2):
+        first.scheduler.plan([], [("r", [], False, 192 + step, 1)])
+        assert ask(second, "r") == ASK
+    assert daemon.waits == 1
+    first.scheduler.plan([], [("r", [], False, 194, 1)])
+    assert answered(second, "r") == 0
+    assert second.scheduler.counts.take()["flight_ended"] == 1
+
+
+def test_a_request_that_ends_at_once_lands_what_it_has_stored(
+    engine: Make, daemon: FakeDaemon
+) -> None:
+    first, second, _ = two(engine)
+    leads(first, "r", prompt(192))
+    waits(second, daemon, "r", prompt(192))
+    daemon.delay("commit", 0.2)
+    first.prefill("r", 0, list(range(6)), 0, 192)
+    assert first.scheduler.finished("r")
+    assert answered(second, "r") == 160
+    assert first.scheduler.computing.rates.prefill > 0
+
+
+def test_what_a_wait_brought_may_be_part_of_it(engine: Make, daemon: FakeDaemon) -> None:
+    first, second, _ = two(engine)
+    document = prompt(192)
+    leads(first, "r", document)
+    waits(second, daemon, "r", document + prompt(256, seed=9))
+    first.prefill("r", 0, list(range(6)), 0, 192)
+    # What is behind the document is claimed too, and is ours.
+    assert answered(second, "r", 448) == 192
+    counts = second.scheduler.counts.take()
+    assert (counts["flight_landed"], counts["flight_leads"]) == (1, 1)
+    assert daemon.flights == 1
+
+
+def test_the_rule_is_asked_again_and_the_wait_given_up(engine: Make, daemon: FakeDaemon) -> None:
+    first, second, clock = two(engine)
+    leads(first, "r", prompt(192))
+    waits(second, daemon, "r", prompt(192))
+    clock.now += 0.04
+    assert ask(second, "r") == ASK
+    clock.now += 1.0
+    assert ask(second, "r") == ALONE
+    assert second.scheduler.counts.take() == {"flight_joins": 1, "flight_left": 1}
+    until(lambda: daemon.waits == 0, 30)
+    for _ in range(10):
+        assert ask(second, "r") == ALONE
+    # A leader that fails now finds nobody.
+    first.scheduler.finished("r")
+    until(lambda: daemon.flights == 0, 30)
+
+
+def test_waiting_that_is_not_worth_it_is_not_begun(engine: Make, daemon: FakeDaemon) -> None:
+    first, second, _ = two(engine)
+    leads(first, "r", prompt(192))
+    second.scheduler.computing.rates.restore = 1.0
+    second.scheduler.add("r", prompt(192), DIGEST)
+    assert answered(second, "r") == 0
+    assert second.scheduler.counts.take() == {"flight_declined": 1}
+    assert daemon.waits == 0
+
+
+def test_a_deadline_ends_a_wait(engine: Make, daemon: FakeDaemon) -> None:
+    first = engine("a", **PATIENT)
+    second = engine("b", **PATIENT, flight_wait_ms=300, clock=lambda: 1000.0)
+    leads(first, "r", prompt(192))
+    waits(second, daemon, "r", prompt(192))
+    assert answered(second, "r") == 0
+    assert second.scheduler.counts.take() == {"flight_joins": 1, "flight_left": 1}
+
+
+@pytest.mark.parametrize("state", ["claiming", "waiting", "leading"])
+@pytest.mark.parametrize("how", ["aborted", "reset", "shutdown"])
+def test_a_request_that_ends_leaves_nothing_behind(
+    engine: Make, daemon: FakeDaemon, state: str, how: str
+) -> None:
+    first, second = (engine(name, **PATIENT) for name in "ab")
+    if state == "waiting":
+        leads(first, "r", prompt(192))
+        waits(second, daemon, "r", prompt(192))
+    elif state == "leading":
+        leads(second, "r", prompt(192))
+    else:
+        daemon.delay("claim", 0.1)
+        second.scheduler.add("r", prompt(192), DIGEST)
+        assert ask(second, "r") == ASK
+        until(lambda: daemon.flights == 1, 30)
+    if how == "aborted":
+        second.scheduler.finished("r")
+    elif how == "reset":
+        second.scheduler.reset()
+    else:
+        second.scheduler.shutdown()
+    until(lambda: daemon.waits == 0, 30)
+    until(lambda: daemon.flights == (state == "waiting"), 30)
+    assert not second.scheduler.computing
+
+
+def test_siblings_wait_inside_the_engine(engine: Make, daemon: FakeDaemon) -> None:
+    first, second, _ = two(engine)
+    document = prompt(192)
+    leads(first, "r", document)
+    waits(second, daemon, "r0", document)
+    session = second.client.session
+    assert session is not None
+    for n in range(1, 5):
+        second.scheduler.add(f"r{n}", document + prompt(64, seed=n), DIGEST)
+    asked = session.pending
+    for _ in range(20):
+        for n in range(1, 5):
+            assert ask(second, f"r{n}", 256) == ASK
+    assert session.pending == asked
+    first.prefill("r", 0, list(range(6)), 0, 192)
+    assert answered(second, "r0") == 160
+    second.scheduler.allocated("r0", [1, 2, 3, 4, 5], 160)
+    # Now they wait for its load, as always.
+    assert ask(second, "r1", 256) == ASK
+
+
+@pytest.mark.parametrize("sharing", [True, False])
+def test_siblings_of_a_leader_find_its_blocks(
+    engine: Make, daemon: FakeDaemon, sharing: bool
+) -> None:
+    one = engine("a", **PATIENT, sharing=sharing)
+    document = prompt(256)
+    leads(one, "r0", document)
+    one.scheduler.add("r1", document, DIGEST)
+    # Without blocks the leader holds nobody up; in its own cache vLLM finds what it has begun.
+    assert answered(one, "r1", 256) == 0
+    one.scheduler.add("r2", document, DIGEST)
+    one.scheduler.plan([("r0", [0, 1], 0, 64)], [])
+    if sharing:
+        assert ask(one, "r2", 256, 64) == ASK
+        one.scheduler.plan([], [("r0", [2, 3, 4, 5, 6, 7], False, 64, 192)])
+    assert answered(one, "r2", 256) == 0
+    assert daemon.flights == 1
+
+
+def test_a_claim_without_an_answer_holds_up_one_request_and_not_each(
+    engine: Make, daemon: FakeDaemon
+) -> None:
+    clock = Clock()
+    one = engine("a", min_flight_tokens=128, acquire_timeout_ms=200, clock=clock)
+    daemon.delay("claim", 1.0)
+    one.scheduler.add("r", prompt(192), DIGEST)
+    assert ask(one, "r") == ASK
+    clock.now += 0.2
+    assert ask(one, "r") == ALONE
+    assert one.scheduler.counts.take() == {"flight_late": 1}
+    one.scheduler.add("s", prompt(192, seed=5), DIGEST)
+    assert ask(one, "s") == ALONE
+    clock.now += 1.1
+    assert ask(one, "s") == ASK
+    # The answer that came too late was given back.
+    assert answered(one, "s") == 0
+    until(lambda: daemon.flights == 1, 30)
+
+
+def test_a_daemon_that_knows_no_flights_is_asked_once(
+    engine: Make, daemon: FakeDaemon, caplog: pytest.LogCaptureFixture
+) -> None:
+    one = engine("a", **PATIENT)
+    daemon.refuse("claim", errors.InvalidArgument("no known request", field="body"))
+    for n in range(3):
+        one.scheduler.add(f"r{n}", prompt(192, seed=n), DIGEST)
+        assert answered(one, f"r{n}") == 0
+    assert one.scheduler.counts.take() == {}
+    assert caplog.text.count("the daemon knows no flights") == 1
+    assert daemon.flights == 0
+
+
+def test_refusals_are_counted_and_computed(engine: Make, daemon: FakeDaemon) -> None:
+    first, second, _ = two(engine)
+    daemon.refuse("claim", errors.Exhausted("too many flights"))
+    first.scheduler.add("s", prompt(192, seed=3), DIGEST)
+    assert answered(first, "s") == 0
+    assert first.scheduler.counts.take() == {"flight_refused": 1}
+    leads(first, "r", prompt(192))
+    daemon.refuse("await_flight", errors.Exhausted("too many waits"))
+    second.scheduler.add("r", prompt(192), DIGEST)
+    assert answered(second, "r") == 0
+    assert second.scheduler.counts.take()["flight_refused"] == 1
+
+
+def test_a_daemon_that_goes_away_ends_all_waits(engine: Make, daemon: FakeDaemon) -> None:
+    first, second, _ = two(engine)
+    leads(first, "r", prompt(192))
+    waits(second, daemon, "r", prompt(192))
+    daemon.disconnect()
+    assert answered(second, "r") == 0
+    # The next daemon's session knows nothing of it.
+    second.client.session = daemon.connect(engine_id="new")
+    assert answered(second, "r") == 0
+    assert not second.scheduler.computing
+    second.client.session.close()
+
+
+def test_an_engine_that_only_waits_rests_and_one_that_works_does_not(
+    engine: Make,
+    daemon: FakeDaemon,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    first, second, _ = two(engine)
+    leads(first, "r", prompt(192))
+    waits(second, daemon, "r", prompt(192))
+    news = second.scheduler.computing._news
+    slept: list[float] = []
+    monkeypatch.setattr(news, "wait", lambda seconds: slept.append(seconds))
+    second.scheduler.plan([], [])
+    assert slept == [0.002]
+    second.scheduler.add("s", prompt(64, seed=7), DIGEST)
+    second.scheduler.plan([("s", [0, 1], 0, 64)], [])
+    second.scheduler.plan([], [("s", [], False, 64, 1)])
+    assert slept == [0.002]
+    monkeypatch.undo()
+    # An answer ends the rest: the first of these takes it in, the next would be the wait.
+    first.scheduler.finished("r")
+    until(lambda: news.is_set(), 30)
+    assert ask(second, "r") == ALONE
+    first.scheduler.plan([], [])
+
+
+def test_another_connectors_tokens_are_not_computed_for_others(
+    engine: Make, daemon: FakeDaemon
+) -> None:
+    first, second, _ = two(engine)
+    leads(first, "r", prompt(192))
+    waits(second, daemon, "r", prompt(192))
+    first.scheduler.plan([("r", list(range(6)), 96, 96)], [])
+    assert answered(second, "r") == 0
+    assert second.scheduler.counts.take()["flight_promoted"] == 1
+
+
+def test_an_engine_that_does_not_store_takes_no_part(engine: Make, daemon: FakeDaemon) -> None:
+    one = engine("a", min_flight_tokens=128, store=False)
+    one.scheduler.add("r", prompt(192), DIGEST)
+    assert ask(one, "r") == ALONE
+    assert daemon.flights == 0
+
+
+def test_where_nothing_is_in_the_air_one_call_is_made(
+    engine: Make, daemon: FakeDaemon, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one = engine("a", **PATIENT)
+    leads(one, "r", prompt(8192))
+    session = one.client.session
+    assert session is not None
+    monkeypatch.setattr(session, "_start", None)
+    chain = one.scheduler._states["r"].chain(64, 16)
+    for _ in range(1000):
+        assert ask(one, "r", 8192) == ALONE
+    assert one.scheduler._states["r"].chain(64, 16) is chain

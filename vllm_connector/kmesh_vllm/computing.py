@@ -1,0 +1,374 @@
+"""Compute flights, as one engine takes part in them: it leads, waits, or computes alone.
+
+Nothing here waits but ``rest``. Claims and waits are answered in the background; a request that
+has no answer yet is asked for again, which costs a look at its state.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import Future
+
+from kmesh.errors import DeadlineExceeded, InvalidArgument, KMeshError
+from kmesh.flight import Arrival, Arrived, Claim, FlightCause, Standing
+from kmesh.keys import KEY_BYTES
+from kmesh.layout import Shard
+from kmesh.session import Session
+from kmesh_vllm.config import Settings
+from kmesh_vllm.counts import Counts
+from kmesh_vllm.part import Part, Role
+from kmesh_vllm.rates import Rates
+from kmesh_vllm.requests import RequestState
+from kmesh_vllm.storing import key_at
+from kmesh_vllm.waiting import Outlook, worth_waiting
+
+logger = logging.getLogger("kmesh_vllm")
+
+#: Between two thoughts about going on to wait, and in an empty step.
+_THINK_SECONDS, _REST_SECONDS = 0.05, 0.002
+#: As for leases: after a claim without an answer, none is made during so many waits.
+_PAUSE = 5
+#: Steps behind the end of a prompt after which all of it that is stored has been reserved: the
+#: scheduler is at most two steps ahead of the workers.
+_SETTLED = 3
+
+
+class Computing:
+    """Decides for one engine.
+
+    Args:
+        shards: in which it stores.
+        sharing: vLLM's own prefix cache is on, so siblings find each other's blocks there.
+
+    Attributes:
+        rates: of this engine.
+    """
+
+    def __init__(
+        self,
+        settings: Settings,
+        shards: tuple[Shard, ...],
+        counts: Counts,
+        *,
+        sharing: bool,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.rates = Rates()
+        self._settings = settings
+        self._shards = shards
+        self._counts = counts
+        self._sharing = sharing
+        self._clock = clock
+        self._by_key: dict[bytes, RequestState] = {}
+        self._asking: set[RequestState] = set()
+        self._news = threading.Event()
+        self._paused_until = 0.0
+        self._too_old: Session | None = None
+
+    def __len__(self) -> int:
+        """Requests that wait for an answer."""
+        return len(self._asking)
+
+    # Asked for a match
+
+    def holds(
+        self, state: RequestState, session: Session, local: int, found: Callable[[], int]
+    ) -> bool:
+        """Whether the request has to be asked for again.
+
+        Args:
+            found: looks how many tokens are here or in KMesh now.
+        """
+        part = state.part
+        if part is not None and part.session is not session:
+            self._drop(state)
+            part = None
+        if part is None:
+            return self._sibling_computes(state, session, local)
+        if part.role is Role.CLAIMING:
+            return self._claimed(state, part)
+        if part.role is Role.WAITING:
+            return self._waited(state, part, found)
+        return False
+
+    def claims(self, state: RequestState, session: Session, found: int, limit: int) -> bool:
+        """Claims what is missing behind ``found`` tokens; whether to ask again."""
+        least = self._settings.min_flight_tokens
+        if (
+            not least
+            or state.part is not None
+            or not state.claims_left
+            or not state.may_store
+            or limit - found < least
+            or session is self._too_old
+            or self._clock() < self._paused_until
+        ):
+            return False
+        span = session.welcome.span_tokens
+        chain = state.chain(span, session.welcome.sub_tokens)
+        packed = chain.keys[found // span * KEY_BYTES :][: session.welcome.max_batch * KEY_BYTES]
+        if len(packed) // KEY_BYTES * span < least:
+            return False
+        state.claims_left -= 1
+        state.whole = state.whole or limit - found
+        wait = self._settings.acquire_timeout_ms / 1000
+        version = session.index.version
+        try:
+            future = session.claim_async(packed, self._shards, timeout=wait, salt=state.salt)
+        except KMeshError:
+            return False
+        keys = tuple(packed[i : i + KEY_BYTES] for i in range(0, len(packed), KEY_BYTES))
+        now = self._clock()
+        state.part = Part(
+            Role.CLAIMING, session, keys, found, limit, version, now, now + wait, future
+        )
+        self._asking.add(state)
+        future.add_done_callback(self._tell)
+        if self._sharing:
+            for key in keys:
+                self._by_key.setdefault(key, state)
+        return True
+
+    def _sibling_computes(self, state: RequestState, session: Session, local: int) -> bool:
+        """Whether another request of this engine sees to the span that this one needs next."""
+        if not self._by_key or not self._sharing:
+            return False
+        key = key_at(state, session, local)
+        other = self._by_key.get(key) if key is not None else None
+        if other is None or other is state or other.part is None:
+            return False
+        if other.part.role in (Role.CLAIMING, Role.WAITING):
+            return not other.part.future.done()
+        # One that was not given blocks yet may have to wait for memory that this one holds.
+        return other.began is not None
+
+    def _claimed(self, state: RequestState, part: Part) -> bool:
+        done = part.future.done()
+        if not done and self._clock() < part.deadline:
+            return True
+        error = part.future.exception() if done else DeadlineExceeded("no answer in time")
+        if error is not None:
+            self._failed(state, part, error)
+            return False
+        claim = part.future.result()
+        assert isinstance(claim, Claim)
+        part.claim = claim
+        if claim.standing is Standing.LEAD:
+            self._counts.add("flight_leads")
+            self._become(state, part, Role.LEADING)
+        elif claim.standing is Standing.STORED and part.session.index.version != part.version:
+            self._drop(state)
+        elif claim.standing is Standing.COMPUTING and self._worth(state, part, part.found):
+            left = self._settings.flight_wait_ms / 1000 - state.waited
+            try:
+                part.future = part.session.await_flight_async(claim, left)
+            except KMeshError as failed:
+                self._failed(state, part, failed)
+                return False
+            part.future.add_done_callback(self._tell)
+            part.role, part.think = Role.WAITING, self._clock() + _THINK_SECONDS
+            self._counts.add("flight_joins")
+            return True
+        else:
+            if claim.standing is Standing.COMPUTING:
+                self._counts.add("flight_declined")
+            self._become(state, part, Role.ALONE)
+        return False
+
+    def _waited(self, state: RequestState, part: Part, found: Callable[[], int]) -> bool:
+        now = self._clock()
+        if not part.future.done():
+            if now < part.think:
+                return True
+            part.think = now + _THINK_SECONDS
+            if self._worth(state, part, found()):
+                return True
+            self._counts.add("flight_left")
+            self._leave(state, part)
+            return False
+        state.waited += now - part.since
+        error = part.future.exception()
+        if error is not None:
+            self._failed(state, part, error)
+            return False
+        arrived = part.future.result()
+        assert isinstance(arrived, Arrived)
+        if arrived.arrival is Arrival.LANDED:
+            self._counts.add("flight_landed")
+            self._drop(state)
+        elif arrived.arrival is Arrival.LEAD:
+            self._counts.add("flight_promoted")
+            self._become(state, part, Role.LEADING)
+        else:
+            self._counts.add("flight_ended")
+            self._become(state, part, Role.ALONE)
+        return False
+
+    def _worth(self, state: RequestState, part: Part, found: int) -> bool:
+        """The rule, asked with what is known now."""
+        claim = part.claim
+        assert claim is not None
+        span, now = part.session.welcome.span_tokens, self._clock()
+        begin = part.found // span * span
+        end = min(begin + claim.covered * span, part.limit)
+        news = max(found - part.found, 0)
+        waited = now - part.since
+        return worth_waiting(
+            Outlook(
+                whole=state.whole,
+                missing=max(part.limit - found, 0),
+                covered=max(end - max(found, begin), 0),
+                ahead=max(claim.ahead * span - news, 0),
+                landed=claim.landed * span + news,
+                age=claim.age_ms / 1000 + waited,
+                waited=state.waited + waited,
+                left=self._settings.flight_wait_ms / 1000 - state.waited - waited,
+                queue=max(len(self._asking), 1),
+                prefill=self.rates.prefill,
+                restore=self.rates.restore,
+                patience=self._settings.flight_patience,
+            )
+        )
+
+    def _failed(self, state: RequestState, part: Part, error: BaseException) -> None:
+        """A claim or a wait had no good answer: the request computes."""
+        if isinstance(error, InvalidArgument) and error.field == "body":
+            if self._too_old is not part.session:
+                logger.warning("the daemon knows no flights: each engine computes for itself")
+            self._too_old = part.session
+        elif not isinstance(error, DeadlineExceeded):
+            if not isinstance(error, KMeshError):
+                logger.error("a flight failed", exc_info=error)
+            self._counts.add("flight_refused")
+        elif part.role is Role.CLAIMING:
+            self._counts.add("flight_late")
+            wait = self._settings.acquire_timeout_ms / 1000
+            self._paused_until = self._clock() + _PAUSE * wait
+        else:
+            self._counts.add("flight_left")
+        if part.role is Role.WAITING:
+            self._leave(state, part)
+        else:
+            part.future.add_done_callback(_give_back(part.session))
+            self._become(state, part, Role.ALONE)
+
+    # Told what becomes of requests
+
+    def scheduled(self, state: RequestState, computed: int, scheduled: int) -> None:
+        """A step computes tokens [computed, computed + scheduled) of a request."""
+        prompt, part = len(state.tokens), state.part
+        state.reached = computed + scheduled
+        if state.began is None:
+            state.began = self._clock(), computed
+        if part is not None and state.reached >= prompt:
+            # Siblings find its blocks from now on.
+            self._unregister(state, part)
+            if computed >= prompt:
+                part.settled += 1
+                if part.settled == _SETTLED:
+                    self._end(state, part, FlightCause.DONE)
+        if computed > prompt and not state.measured:
+            self._measure(state)
+
+    def preempted(self, state: RequestState) -> None:
+        """A request lost its blocks, and begins again later."""
+        state.began = None
+        if state.part is not None:
+            self._end(state, state.part, FlightCause.PREEMPTED)
+
+    def finished(self, state: RequestState) -> None:
+        """A request has ended, in whatever state."""
+        whole = state.reached >= len(state.tokens)
+        if whole and not state.measured:
+            self._measure(state)
+        if state.part is not None:
+            cause = FlightCause.DONE if whole else FlightCause.ABORTED
+            self._end(state, state.part, cause)
+
+    def give_up(self, state: RequestState) -> None:
+        """A request is of no use to flights any more, but for what it computes for others."""
+        part = state.part
+        if part is not None and part.role in (Role.CLAIMING, Role.WAITING):
+            self._end(state, part, FlightCause.ABORTED)
+
+    def reset(self, state: RequestState) -> None:
+        """What a request computes is nobody else's any more."""
+        if state.part is not None:
+            self._end(state, state.part, FlightCause.ABORTED)
+
+    def rest(self) -> None:
+        """Waits a moment for an answer, in a step in which nothing else is to be done.
+
+        An engine that has only requests that wait would step as fast as it can, on cores that the
+        leader needs.
+        """
+        if self._asking:
+            self._news.wait(_REST_SECONDS)
+        self._news.clear()
+
+    def _measure(self, state: RequestState) -> None:
+        state.measured = True
+        if state.began is not None:
+            began, computed = state.began
+            self.rates.prefilled(len(state.tokens) - computed, self._clock() - began)
+
+    # Parts
+
+    def _become(self, state: RequestState, part: Part, role: Role) -> None:
+        part.role = role
+        self._asking.discard(state)
+
+    def _leave(self, state: RequestState, part: Part) -> None:
+        """Waits no longer, and computes."""
+        state.waited += self._clock() - part.since
+        assert part.claim is not None
+        part.session.leave(part.claim.flight)
+        part.future.add_done_callback(_give_back(part.session, part.claim.flight))
+        self._become(state, part, Role.ALONE)
+
+    def _end(self, state: RequestState, part: Part, cause: FlightCause) -> None:
+        if part.role is Role.CLAIMING:
+            part.future.add_done_callback(_give_back(part.session))
+        elif part.role is Role.WAITING:
+            self._counts.add("flight_left")
+            self._leave(state, part)
+        elif part.role is Role.LEADING:
+            assert part.claim is not None
+            part.session.land(part.claim.flight, cause)
+        self._drop(state)
+
+    def _drop(self, state: RequestState) -> None:
+        part, state.part = state.part, None
+        self._asking.discard(state)
+        if part is not None:
+            self._unregister(state, part)
+
+    def _unregister(self, state: RequestState, part: Part) -> None:
+        for key in part.keys:
+            if self._by_key.get(key) is state:
+                del self._by_key[key]
+        part.keys = ()
+
+    def _tell(self, _: object) -> None:
+        self._news.set()
+
+
+def _give_back(
+    session: Session, flight: int = 0
+) -> Callable[[Future[Claim] | Future[Arrived]], None]:
+    """Ends a flight that comes to a request that is gone."""
+
+    def done(future: Future[Claim] | Future[Arrived]) -> None:
+        if future.exception() is not None:
+            return
+        answer = future.result()
+        if isinstance(answer, Claim):
+            if answer.standing is Standing.LEAD:
+                session.land(answer.flight, FlightCause.ABORTED)
+        elif answer.arrival is Arrival.LEAD:
+            session.land(flight, FlightCause.ABORTED)
+
+    return done

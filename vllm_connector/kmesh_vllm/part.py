@@ -1,0 +1,57 @@
+"""A request's part in compute flights."""
+
+from __future__ import annotations
+
+import enum
+from concurrent.futures import Future
+from dataclasses import dataclass
+
+from kmesh.flight import Arrived, Claim
+from kmesh.session import Session
+
+
+class Role(enum.Enum):
+    """A request's part in flights.
+
+    ::
+
+        CLAIMING ──▶ LEADING          WAITING ──landed──▶ no part: look again
+            ├──────▶ WAITING ────────────┼──promoted──▶ LEADING
+            └──────▶ ALONE ◀─────────────┘
+    """
+
+    CLAIMING = enum.auto()
+    WAITING = enum.auto()
+    LEADING = enum.auto()
+    ALONE = enum.auto()
+
+
+@dataclass(eq=False, slots=True)
+class Part:
+    """What a request does about the spans that it misses.
+
+    Attributes:
+        session: that was asked; the part ends with it.
+        keys: of those spans.
+        found, limit: tokens that were there when it was asked, and those that are of use.
+        version: of the index then.
+        since: when it began to claim or to wait.
+        deadline: when it waits no longer for the answer to its claim.
+        future: of that answer, or of the flight's end.
+        claim: the answer.
+        think: when to think again about waiting on.
+        settled: steps that were planned behind the end of its prompt.
+    """
+
+    role: Role
+    session: Session
+    keys: tuple[bytes, ...]
+    found: int
+    limit: int
+    version: int
+    since: float
+    deadline: float
+    future: Future[Claim] | Future[Arrived]
+    claim: Claim | None = None
+    think: float = 0.0
+    settled: int = 0
