@@ -119,6 +119,10 @@ class Gpus:
                 return number + 1
         raise errors.InvalidArgument("the daemon has no memory on this GPU", field=field)
 
+    def tier_device(self, tier: int) -> str:
+        """The inverse of ``tier``."""
+        return self.gpus[tier - 1].device if tier else ""
+
     def device(self, slab: int) -> str:
         """UUID of the GPU that a slab is on."""
         return self.gpus[self._plan[slab].gpu].device

@@ -123,6 +123,7 @@ class KMeshConnector(KVConnectorBase_V1):  # type: ignore[misc]
                 settings,
                 self._client,
                 rank=compat.tensor_parallel_rank(),
+                step_tokens=vllm_config.scheduler_config.max_num_batched_tokens,
             )
 
     @property

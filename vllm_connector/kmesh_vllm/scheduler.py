@@ -10,11 +10,12 @@ import logging
 import secrets
 import time
 from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import Any, Protocol
 
 from kmesh.errors import DeadlineExceeded, KMeshError
 from kmesh.keys import KEY_BYTES, Extra
+from kmesh.lease import Lease
 from kmesh.session import Session
 from kmesh_vllm.config import Settings
 from kmesh_vllm.counts import Counts
@@ -41,6 +42,10 @@ class Sessions(Protocol):
     def session(self) -> Session | None: ...
 
 
+#: The daemon mostly answers sooner. A thread that takes its answer has to wait for the interpreter,
+#: in which an engine without other work spins, unless the engine waits for it.
+_PATIENCE = 0.001
+
 #: (tokens, True): restore so many; (0, False): nothing; (None, False): ask again.
 Match = tuple[int | None, bool]
 
@@ -50,6 +55,7 @@ class SchedulerHalf:
 
     Args:
         sharing: vLLM's own prefix cache is on, so siblings can share the blocks of one load.
+        patience: seconds of one step in which questions wait for their leases.
     """
 
     def __init__(
@@ -59,6 +65,7 @@ class SchedulerHalf:
         client: Sessions,
         *,
         sharing: bool = True,
+        patience: float = _PATIENCE,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._identity = identity
@@ -74,6 +81,10 @@ class SchedulerHalf:
         self._quarantine = Quarantine(settings.retry_after_ms / 1000, clock=clock)
         self._reports = ThreadPoolExecutor(1, thread_name_prefix="kmesh-report")
         self._paused_until = 0.0
+        self._patience = self._left = patience
+        # Where is looked, in this order. A GPU's UUID is its worker's to say, with the first step.
+        self._devices: tuple[str, ...] | None = ("",) if settings.tier == "host" else None
+        self._devices_until: float | None = None
         self.counts = Counts()
         self.reset_word = ""
 
@@ -130,6 +141,8 @@ class SchedulerHalf:
         ):
             self._idle(state)
             return 0, False
+        if not self._devices:
+            return (None, False) if self._devices_will_come() else (0, False)
         if self._sharing and self._other_brings(state, session, local):
             return None, False
         if state.restore is not None and (
@@ -174,6 +187,7 @@ class SchedulerHalf:
         running: Iterable[tuple[str, list[int], bool, int, int]],
     ) -> StepPlan:
         """What the workers do in this step; rows as in ``compat``."""
+        self._left = self._patience
         step = StepPlan(loads=self._loads)
         self._loads = []
         for request, blocks, computed, scheduled in new:
@@ -197,6 +211,8 @@ class SchedulerHalf:
     def worked(self, report: LoadReport | None, finished: Iterable[str]) -> None:
         """What the workers said: what went wrong, and which loads have ended."""
         if report is not None:
+            if report.devices is not None:
+                self._read_from(report.devices)
             for request, entries in report.corrupt.items():
                 if state := self._loading.get(request):
                     state.corrupt.extend(e for e in entries if e not in state.corrupt)
@@ -248,19 +264,46 @@ class SchedulerHalf:
         keys = chain.keys[first * KEY_BYTES : hit.spans * KEY_BYTES]
         if hit.tail:
             keys += chain.key(hit.spans, hit.tail)
-        wait = self._settings.acquire_timeout_ms / 1000
+        timeout = self._settings.acquire_timeout_ms / 1000
         try:
             future = session.acquire_async(
-                keys, hit.sharding.shards, prefix=True, timeout=wait, salt=state.salt
+                keys,
+                hit.sharding.shards,
+                prefix=True,
+                timeout=timeout,
+                salt=state.salt,
+                device=hit.device,
             )
         except KMeshError:
             return 0, False
-        state.restore = Restore(session, hit, first, limit, future, self._clock() + wait)
+        state.restore = Restore(session, hit, first, limit, future, self._clock() + timeout)
         state.phase = Phase.ACQUIRING
         if self._sharing:
             key = key_at(state, session, local)
             self._flights.take_off(state, (key,) if key else ())
-        return None, False
+        self._wait_a_little(future)
+        answer = self._await_lease(state)
+        return self._promise(state, session, local, limit) if answer is None else answer
+
+    def _wait_a_little(self, future: Future[Lease]) -> None:
+        if self._left > 0:
+            begun = time.perf_counter()
+            wait([future], self._left)
+            self._left -= time.perf_counter() - begun
+
+    def _read_from(self, devices: tuple[str, ...]) -> None:
+        """Workers can read the memory of these."""
+        if self._settings.tier == "host":
+            devices = tuple(device for device in devices if not device)
+        self._devices = devices
+
+    def _devices_will_come(self) -> bool:
+        """Whether workers may still say whose memory they read."""
+        if self._devices is not None:
+            return False
+        if self._devices_until is None:
+            self._devices_until = self._clock() + self._settings.acquire_timeout_ms / 1000
+        return self._clock() < self._devices_until
 
     def _look_up(self, state: RequestState, session: Session, limit: int) -> Hit | None:
         at = self._circumstances(session, limit)
@@ -276,6 +319,7 @@ class SchedulerHalf:
                 block_tokens=self._identity.block_tokens,
                 limit=limit,
                 avoid=self._quarantine,
+                devices=self._devices or (),
             )
             state.remember(at, hit)
         return hit
@@ -361,6 +405,7 @@ class SchedulerHalf:
             block_tokens=self._identity.block_tokens,
             computed=computed,
             bad=self._quarantine.__contains__,
+            device=self._devices[0] if self._devices else "",
         )
         if plan is not None:
             step.stores.append(plan)

@@ -22,6 +22,7 @@ def plan_store(
     block_tokens: int,
     computed: int,
     bad: Callable[[bytes], bool],
+    device: str = "",
 ) -> StorePlan | None:
     """Spans of the prompt that lie within its first ``computed`` tokens; None if there are none.
 
@@ -44,7 +45,7 @@ def plan_store(
     if last > len(state.blocks):
         return None
     keys = [chain.key(number, tokens) for number, tokens in wanted]
-    there = covered(b"".join(keys), session.index, shardings)
+    there = covered(b"".join(keys), session.index, shardings, device)
     waits = next((i for i, key in enumerate(keys) if there[i] and bad(key)), len(keys))
     del wanted[waits:]
     if not wanted:

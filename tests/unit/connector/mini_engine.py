@@ -31,6 +31,9 @@ class Holder:
 
     session: Session | None = None
 
+    def on_change(self, callback: Callable[[Session | None], None]) -> None:
+        callback(self.session)
+
 
 @dataclass
 class Outcome:
@@ -58,6 +61,7 @@ class MiniEngine:
         kernel_block: int | None = None,
         heads_last: bool = False,
         sharing: bool = True,
+        patience: float = 0.0,
         clock: Callable[[], float] = time.monotonic,
         **settings: Any,
     ) -> None:
@@ -69,7 +73,12 @@ class MiniEngine:
         self.client = Holder(self._connect(daemon, name, Role.SCHEDULER))
         self.workers_client = Holder(self._connect(daemon, name, Role.WORKER))
         self.scheduler = SchedulerHalf(
-            self.identity, self.settings, self.client, sharing=sharing, clock=clock
+            self.identity,
+            self.settings,
+            self.client,
+            sharing=sharing,
+            patience=patience,
+            clock=clock,
         )
         self.pages: list[dict[str, torch.Tensor]] = []
         self.workers: list[WorkerHalf] = []
