@@ -26,10 +26,9 @@ class EngineProcess:
             arguments["kv_transfer_config"] = KVTransferConfig(**transfer)
         self.llm = LLM(
             skip_tokenizer_init=True,
-            enforce_eager=True,
             seed=0,
             disable_log_stats=False,
-            **arguments,
+            **{"enforce_eager": True, **arguments},
         )
         self.adapters: dict[str, int] = {}
         self.peak = 0

@@ -107,5 +107,5 @@ def test_a_restart_puts_spans_back_into_their_tier() -> None:
     found = world.acquire(session, [key(1), key(2)], tier=1)
     assert (found.reason, list(found.slab)) == ([Reason.OK] * 2, [2, 2])
     assert world.acquire(session, [key(2)]).reason == [Reason.MISS]
-    assert len(world.index) == 1
+    assert len(world.index) == 3
     world.check()

@@ -440,10 +440,7 @@ class World:
         assert status.sessions == len(self.open)
         assert status.leases == len(self.leases)
         assert status.idle == (not self.copies)
-        records = self.records()
-        tiers = {0, *self.tiers.values()}
-        names = {(who[0], t, tag(name, shard)) for name, shard, who in records for t in tiers}
-        assert set(self.index) <= names
+        assert set(self.index) <= {self._name_of(r) for r in map(self.record, self.catalog) if r.state}
         rows = {row.slot: row for row in self.core.spans(limit=10_000, now_ms=self.now)}
         stored = {"recovered", "verifying", "committed", "suspect"}
         listed = {slot for slot, row in rows.items() if row.state in stored}
@@ -465,5 +462,10 @@ class World:
                 "generation",
             ):
                 assert getattr(row, name) == getattr(record, name), name
-            place = who[0], self.tiers.get(record.slab, 0), tag(record.key, record.shard)
-            assert (row.state == "committed") == (place in self.index)
+            assert (row.state == "committed") == (self._name_of(record) in self.index)
+
+    def _name_of(self, record: Record) -> tuple[int, int, int]:
+        """Group, tier and tag by which the index would have a record."""
+        who = self.who_of(record.slab)
+        assert who is not None
+        return who[0], self.tiers.get(record.slab, 0), tag(record.key, record.shard)
