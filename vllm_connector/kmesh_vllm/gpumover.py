@@ -113,7 +113,7 @@ class GpuMover:
         self._store = GpuStore(gpu, layout, self._settings, buffer_bytes) if buffer_bytes else None
         self._under_way: list[_Launched] = []
         self._compiled = threading.Event()
-        self._failed: Exception | None = None
+        self._failed = ""
         self.devices: tuple[str, ...] = (gpu.device.uuid,)
         if self._memory.reads_host:
             self.devices += ("",)
@@ -140,7 +140,7 @@ class GpuMover:
         slab = self._memory.attach(session, number, timeout)
         if not self._compiled.wait(max(until - time.monotonic(), 0)):
             raise DeadlineExceeded("the kernels are not compiled yet")
-        if self._failed is not None:
+        if self._failed:
             raise UnsupportedError(f"the kernels can't be compiled: {self._failed}")
         return slab
 
@@ -199,7 +199,7 @@ class GpuMover:
         self._gpu.close()
 
     def _ready(self) -> bool:
-        return self._compiled.is_set() and self._failed is None
+        return self._compiled.is_set() and not self._failed
 
     def _compile(self) -> None:
         """Runs both kernels on nothing, with objects of this thread's own."""
@@ -215,7 +215,9 @@ class GpuMover:
                 storer.store(load.records, nothing, stream, memory=Memory.GPU).wait()
                 storer.close()
         except Exception as wrong:
-            self._failed = wrong
-            logger.error("nothing is restored or stored: the kernels can't be compiled: %s", wrong)
+            self._failed = str(wrong)
+            logger.error(
+                "nothing is restored or stored: the kernels can't be compiled: %s", self._failed
+            )
         finally:
             self._compiled.set()

@@ -117,7 +117,7 @@ class GpuStore:
             try:
                 self._address = self._gpu.allocate(size)
             except Exception as wrong:
-                logger.warning("no %d bytes of GPU memory to store through: %s", size, wrong)
+                logger.warning("no %d bytes of GPU memory to store through: %s", size, str(wrong))
                 size //= 2
                 continue
             self._ring = StagingRing(size, align=_ALIGN)
@@ -157,7 +157,7 @@ class TakenOnGpu:
             try:
                 self.pending.wait()
             except Exception as wrong:
-                logger.error("pages that were read for a store: %s", wrong)
+                logger.error("pages that were read for a store: %s", str(wrong))
             self.pending = None
         self._free(self.count)
 

@@ -175,8 +175,8 @@ class Loader:
                 self._clerk.judge(job, status)
                 with self._lock:
                     job.state = State.DONE
-        except Exception:
-            logger.exception("a load failed")
+        except Exception as wrong:
+            _log(wrong)
             for job in jobs:
                 self._fail(job, (State.MOVING,), "load_failed_error")
 
@@ -206,10 +206,7 @@ class Loader:
         if isinstance(wrong, ConnectionClosed):
             self._fail(job, (State.WAITING,), "load_failed_lost")
             return
-        if isinstance(wrong, KMeshError | OSError):
-            logger.warning("a load failed: %s", str(wrong))
-        else:
-            logger.error("a load failed", exc_info=wrong)
+        _log(wrong)
         self._fail(job, (State.WAITING,), "load_failed_error")
 
     def _fail(self, job: LoadJob, expected: tuple[State, ...], count: str) -> None:
@@ -220,6 +217,13 @@ class Loader:
             job.bad = [(job.plan.begin, job.plan.end)]
             job.state = State.DONE
         self._counts.add(count)
+
+
+def _log(wrong: Exception) -> None:
+    if isinstance(wrong, KMeshError | OSError):
+        logger.warning("a load failed: %s", str(wrong))
+    else:
+        logger.error("a load failed", exc_info=wrong)
 
 
 class _Refused:
