@@ -110,7 +110,6 @@ class Engine:
             "last": last,
         }
 
-
     def reset(self) -> bool:
         """Empties the engine's own prefix cache."""
         return bool(self._engine.reset_prefix_cache())

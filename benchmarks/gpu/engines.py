@@ -191,10 +191,12 @@ def rows(taken: Taken, copies: dict[str, list[float]]) -> Iterator[Row]:
                 yield Row(f"engine_{tier}_over_{length}", "ms", reduce, series, what)
     for tier in ("host", "gpu"):
         if any(what == tier for what, _ in taken.times):
-            for other in (f"{tier}_prefix", "recompute"):
+            for name, other in (("prefix", f"{tier}_prefix"), ("recompute", "recompute")):
                 found = [float(taken.differing(tier, other))]
-                yield Row(f"engine_{tier}_other_tokens_{other.removeprefix(f'{tier}_')}", "prompts",
-                          "max", {tier: found}, f"first tokens unlike those of {other}")  # fmt: skip
+                what = f"first tokens unlike those of {other}"
+                yield Row(
+                    f"engine_{tier}_other_tokens_{name}", "prompts", "max", {tier: found}, what
+                )
 
 
 def measure(rounds: int, parts: Sequence[str]) -> tuple[Taken, dict[str, list[float]]]:

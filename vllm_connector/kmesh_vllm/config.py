@@ -25,8 +25,8 @@ class Settings:
             memory on the engine's own GPU, restore from there or from host memory.
         staging_bytes: staging memory of each worker that stores; 0 is a quarter of what the daemon
             gives a session, at most 64 MiB.
-        store_buffer_bytes: GPU memory of each worker through which is stored; 0 is what one step
-            can compute, at most 1 GiB.
+        store_buffer_bytes: GPU memory of each worker through which is stored; 0 is what two
+            steps can compute, at most 1 GiB.
         max_ctas: thread blocks that a restore may have on a GPU; 0: as many as are of use.
         weights_digest: what the weights are, instead of a digest of their files.
         min_restore_tokens: restores of fewer tokens are left to prefill.

@@ -27,9 +27,6 @@ from kmesh_vllm.movers import Ids, Piece, Records, Slab, empty_records
 logger = logging.getLogger("kmesh_vllm")
 
 
-
-
-
 class _Launched:
     """What one step restores: a launch for each memory that it comes from.
 
@@ -178,6 +175,9 @@ class GpuMover:
         assert self._store is not None
         wanted = records if self._compiled.wait(self._wait) and self._ready() else records[:0]
         return self._store.take(wanted, pages)
+
+    def room(self, length: int, timeout: float) -> bool:
+        return self._ready() and self._store is not None and self._store.room(length, timeout)
 
     def prepare_staging(self, staging: Staging) -> None:
         assert self._store is not None

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 
 import numpy as np
 
@@ -33,7 +34,9 @@ class GpuStore:
         buffer_bytes: of the buffer. If the GPU has not so much left, half is tried, and so on.
     """
 
-    def __init__(self, gpu: Gpu, layout: PagedLayout, settings: Settings, buffer_bytes: int) -> None:
+    def __init__(
+        self, gpu: Gpu, layout: PagedLayout, settings: Settings, buffer_bytes: int
+    ) -> None:
         self._gpu = gpu
         self._storer = gpu.storer(layout, settings)
         self._gathering, self._fetching = gpu.stream(), gpu.stream()
@@ -41,6 +44,7 @@ class GpuStore:
         self._wanted = buffer_bytes
         self._address = 0
         self._ring = StagingRing(0)
+        self._freed = threading.Event()
         self._lock = threading.Lock()
         self._staging: dict[Staging, Registration] = {}
 
@@ -72,6 +76,17 @@ class GpuStore:
                 raise
         return taken
 
+    def room(self, length: int, timeout: float) -> bool:
+        """Whether the buffer has room for so many bytes; waits a while until it has."""
+        until = time.monotonic() + timeout
+        while not self._ring.fits(length):
+            self._freed.clear()
+            if self._ring.fits(length):
+                return True
+            if not self._ring.used or not self._freed.wait(max(until - time.monotonic(), 0)):
+                return False
+        return True
+
     def prepare(self, staging: Staging) -> None:
         """Registers staging, once."""
         seen = Registration(self._gpu.device, staging.address, staging.size, writable=True)
@@ -100,6 +115,7 @@ class GpuStore:
     def free(self, offset: int) -> None:
         """The buffer's range that begins there is free again."""
         self._ring.free(offset)
+        self._freed.set()
 
     def close(self) -> None:
         """Waits for what is under way and gives memory back."""
@@ -179,4 +195,3 @@ def _runs(records: Records, offsets: list[int]) -> list[tuple[int, int, int]]:
                 continue
         runs.append((target, source, size))
     return runs
-

@@ -72,6 +72,9 @@ class HostMover:
     def take(self, records: Records, pages: Ids) -> _Pages:
         return _Pages(self._layout, records, pages)
 
+    def room(self, length: int, timeout: float) -> bool:
+        return True
+
     def prepare_staging(self, staging: Staging) -> None:
         pass
 

@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 from kmesh.errors import ConnectionClosed, KMeshError
+from kmesh.layout import Shard
 from kmesh.session import Session
 from kmesh_vllm.config import Settings
 from kmesh_vllm.counts import Counts
@@ -17,7 +18,6 @@ from kmesh_vllm.loadjob import Clerk, LoadJob, State
 from kmesh_vllm.metadata import LoadPlan, LoadReport
 from kmesh_vllm.movers import Mover, Moving
 from kmesh_vllm.paged import PagedCache
-from kmesh.layout import Shard
 
 logger = logging.getLogger("kmesh_vllm")
 

@@ -110,13 +110,15 @@ class Clerk:
             offset, length = spans["offset"][here], spans["length"][here]
             # Apart, then together, so that no sum can overflow.
             largest = int(offset.max()), int(length.max())
-            if not all(slab.contains(0, n) for n in largest) or not slab.contains(
-                0, int((offset + length).max())
-            ) or (offset % TILE_BYTES).any():
+            if (
+                not all(slab.contains(0, n) for n in largest)
+                or not slab.contains(0, int((offset + length).max()))
+                or (offset % TILE_BYTES).any()
+            ):
                 raise ProtocolError(f"a lease names bytes outside slab {slab.slab}")
             records["address"][here] = offset + np.uint64(slab.address)
-            records["sums_address"][here] = (
-                offset // TILE_BYTES * 8 + np.uint64(slab.sums_address(0))
+            records["sums_address"][here] = offset // TILE_BYTES * 8 + np.uint64(
+                slab.sums_address(0)
             )
             on_gpu[here] = self._reads_gpu(slab)
         start, tokens = spans["start"].astype(np.int64), spans["tokens"].astype(np.int64)

@@ -124,6 +124,9 @@ class Mover(Protocol):
         of what is ``kept``.
         """
 
+    def room(self, length: int, timeout: float) -> bool:
+        """Whether ``take`` has room for a span of so many bytes; waits a while until it has."""
+
     def prepare_staging(self, staging: Staging) -> None:
         """Staging that ``put`` will write to; may take long.
 

@@ -250,34 +250,39 @@ class Saver:
     def _take(self, step: _Step) -> None:
         """Takes a step's spans out of the pages, and has them put into staging."""
         pages = self._cache.expand(np.asarray(step.blocks, np.int64))
-        try:
-            taken = self._mover.take(self._records(step), pages)
-        except Exception as wrong:
-            self._failed(wrong, len(step.held))
-            self._thread.submit(_abort, step.session, step.held)
-            return
-        if taken.count < len(step.held):
-            self._skip(step, step.held[taken.count :])
-            step.held = step.held[: taken.count]
-        if taken.kept:
-            self._writer.submit(self._put, step, taken, _COMMIT_TIMEOUT)
-        else:
-            self._put(step, taken, self._settings.reserve_timeout_ms / 1000)
+        records, timeout = self._records(step), self._settings.reserve_timeout_ms / 1000
+        until = time.monotonic() + timeout
+        held = step.held
+        while held:
+            try:
+                taken = self._mover.take(records, pages)
+            except Exception as wrong:
+                self._failed(wrong, len(held))
+                self._thread.submit(_abort, step.session, held)
+                return
+            mine, held, records = held[: taken.count], held[taken.count :], records[taken.count :]
+            if taken.kept:
+                self._writer.submit(self._put, step, mine, taken, _COMMIT_TIMEOUT)
+            else:
+                self._put(step, mine, taken, timeout)
+            if held and not self._mover.room(held[0].length, until - time.monotonic()):
+                self._skip(step, held)
+                return
 
-    def _put(self, step: _Step, taken: Taken, timeout: float) -> None:
+    def _put(self, step: _Step, held: list[_Held], taken: Taken, timeout: float) -> None:
         """Puts and commits; waits, for a while, until the daemon has emptied the staging."""
         until = time.monotonic() + timeout
         done = 0
         try:
-            while done < len(step.held):
-                done += self._put_some(step, taken, done)
-                left = step.held[done:]
+            while done < len(held):
+                done += self._put_some(step, held, taken, done)
+                left = held[done:]
                 if left and not self._has_room(step.ring, left[0].length, until):
                     self._skip(step, left)
                     return
         except Exception as wrong:
-            self._failed(wrong, len(step.held) - done)
-            self._thread.submit(_abort, step.session, step.held[done:])
+            self._failed(wrong, len(held) - done)
+            self._thread.submit(_abort, step.session, held[done:])
         finally:
             taken.drop()
 
@@ -294,14 +299,14 @@ class Saver:
                 return False
         return True
 
-    def _put_some(self, step: _Step, taken: Taken, first: int) -> int:
+    def _put_some(self, step: _Step, held: list[_Held], taken: Taken, first: int) -> int:
         """Puts and commits as many spans as there is staging for; returns how many."""
         placed = []
-        for held in step.held[first:]:
-            offset = step.ring.allocate(held.length)
+        for one in held[first:]:
+            offset = step.ring.allocate(one.length)
             if offset is None:
                 break
-            placed.append((held, offset))
+            placed.append((one, offset))
         if not placed:
             return 0
         try:
@@ -315,7 +320,7 @@ class Saver:
         if bad:
             logger.error("%d spans could not be copied out of their blocks", len(bad))
             self._counts.add("store_skipped_error", len(bad))
-            self._thread.submit(_abort, step.session, [held for held, _ in bad])
+            self._thread.submit(_abort, step.session, [one for one, _ in bad])
             for _, offset in bad:
                 step.ring.free(offset)
         if good:

@@ -44,7 +44,7 @@ class Sessions(Protocol):
 
 #: The daemon mostly answers sooner. A thread that takes its answer has to wait for the interpreter,
 #: in which an engine without other work spins, unless the engine waits for it.
-_PATIENCE = 0.001
+_PATIENCE = 0.002
 
 #: (tokens, True): restore so many; (0, False): nothing; (None, False): ask again.
 Match = tuple[int | None, bool]
@@ -81,6 +81,7 @@ class SchedulerHalf:
         self._quarantine = Quarantine(settings.retry_after_ms / 1000, clock=clock)
         self._reports = ThreadPoolExecutor(1, thread_name_prefix="kmesh-report")
         self._paused_until = 0.0
+        self._computing = False
         self._patience = self._left = patience
         # Where is looked, in this order. A GPU's UUID is its worker's to say, with the first step.
         self._devices: tuple[str, ...] | None = ("",) if settings.tier == "host" else None
@@ -188,6 +189,8 @@ class SchedulerHalf:
     ) -> StepPlan:
         """What the workers do in this step; rows as in ``compat``."""
         self._left = self._patience
+        new, running = list(new), list(running)
+        self._computing = bool(new or running)
         step = StepPlan(loads=self._loads)
         self._loads = []
         for request, blocks, computed, scheduled in new:
@@ -239,6 +242,10 @@ class SchedulerHalf:
         for state in self._states.values():
             state.may_load = state.may_store = False
             self._idle(state)
+
+    def told(self) -> dict[str, int]:
+        """What was counted; only in a step that computes, as vLLM may not look otherwise."""
+        return self.counts.take() if self._computing else {}
 
     def shutdown(self) -> None:
         """Gives all leases back."""

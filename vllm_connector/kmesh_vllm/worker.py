@@ -64,6 +64,7 @@ class WorkerHalf:
         self._mover: Mover | None = None
         self._loader: Loader | None = None
         self._saver: Saver | None = None
+        self._computed = False
         self._bad_blocks: set[int] = set()
         self._report = LoadReport()
         self.counts = Counts()
@@ -116,8 +117,9 @@ class WorkerHalf:
 
     def _buffer_bytes(self) -> int:
         geometry = self._identity.geometry(self._mine.heads)
-        a_step = self._step_tokens * geometry.token_bytes
-        return self._settings.store_buffer_bytes or min(max(a_step, _BUFFER // 4), _BUFFER)
+        # The engine starts a step before the one before it has ended.
+        steps = 2 * self._step_tokens * geometry.token_bytes
+        return self._settings.store_buffer_bytes or min(max(steps, _BUFFER // 4), _BUFFER)
 
     def begin(self, step: StepPlan) -> None:
         """Before the forward pass: asks for reservations in the background."""
@@ -133,6 +135,7 @@ class WorkerHalf:
 
     def save(self, *, failed: bool) -> None:
         """After the forward pass: copies out what it made; nothing if it failed."""
+        self._computed = True
         if self._saver is None:
             return
         if failed:
@@ -160,6 +163,11 @@ class WorkerHalf:
             return None
         report, self._report = self._report, LoadReport()
         return report
+
+    def told(self) -> dict[str, int]:
+        """What was counted; only in a step that computes, as vLLM may not look otherwise."""
+        computed, self._computed = self._computed, False
+        return self.counts.take() if computed else {}
 
     def close(self) -> None:
         """Waits for what is under way."""

@@ -23,6 +23,7 @@ from kmesh_vllm.gpumover import GpuMover
 from kmesh_vllm.movers import Piece
 
 DIGEST = NAMESPACE.digest()
+SPAN_BYTES = NAMESPACE.layers * 2 * NAMESPACE.kv_heads * 64 * NAMESPACE.head_dim * 4
 Make = Callable[..., MiniEngine]
 #: Generous: what is waited for happens soon, unless the machine does something else.
 WAIT = 30.0
@@ -127,9 +128,7 @@ def test_loads_of_one_step_go_out_in_one_launch_and_share_what_is_equal(
         assert other.wrong(seed, places[name], 0, found) == []
 
 
-def test_a_restore_waits_for_what_the_engine_has_started(
-    engine: Make, daemon: FakeDaemon
-) -> None:
+def test_a_restore_waits_for_what_the_engine_has_started(engine: Make, daemon: FakeDaemon) -> None:
     """Blocks may have been given to it while the step that used them last still runs."""
     stored_by(engine("a"), daemon, prompt(200))
     gpu = FakeGpu()
@@ -150,9 +149,7 @@ def test_a_restore_waits_for_what_the_engine_has_started(
     assert other.wrong(7, blocks, 0, 192) == []
 
 
-def test_pages_are_read_before_the_next_step_writes_them(
-    engine: Make, daemon: FakeDaemon
-) -> None:
+def test_pages_are_read_before_the_next_step_writes_them(engine: Make, daemon: FakeDaemon) -> None:
     gpu = FakeGpu()
     one = engine("a", gpu=gpu)
     mover: Any = one.workers[0]._mover
@@ -203,24 +200,32 @@ def test_nothing_is_committed_before_it_was_copied(engine: Make, daemon: FakeDae
 
 
 def test_what_the_buffer_has_no_room_for_is_skipped(engine: Make, daemon: FakeDaemon) -> None:
-    span = NAMESPACE.layers * 2 * NAMESPACE.kv_heads * 64 * NAMESPACE.head_dim * 4
     gpu = FakeGpu()
-    one = engine("a", gpu=gpu, store_buffer_bytes=3 * span)
+    one = engine("a", gpu=gpu, store_buffer_bytes=3 * SPAN_BYTES, reserve_timeout_ms=200)
     mover: Any = one.workers[0]._mover
     until(mover._ready, WAIT)
+    gpu.held = True
     one.scheduler.add("r", prompt(320), DIGEST)
     one.prefill("r", 7, list(range(10)), 0, 320)
+    assert one.workers[0].counts.take() == {"store_skipped_staging": 2}
+    gpu.run()
+    gpu.held = False
     until(lambda: daemon.spans == 3 and daemon.reservations == 0, WAIT)
-    assert one.workers[0].counts.take()["store_skipped_staging"] == 2
     other = engine("b")
     assert promised(other, "s", prompt(320)) == 192
 
 
-def test_staging_smaller_than_the_buffer_is_used_in_turns(
-    engine: Make, daemon: FakeDaemon
-) -> None:
-    span = NAMESPACE.layers * 2 * NAMESPACE.kv_heads * 64 * NAMESPACE.head_dim * 4
-    one = engine("a", gpu=FakeGpu(), staging_bytes=2 * span)
+def test_a_buffer_smaller_than_a_step_is_used_in_turns(engine: Make, daemon: FakeDaemon) -> None:
+    one = engine("a", gpu=FakeGpu(), store_buffer_bytes=2 * SPAN_BYTES, reserve_timeout_ms=30_000)
+    stored_by(one, daemon, prompt(400))
+    other = engine("b")
+    assert promised(other, "s", prompt(400)) == 384
+    assert not other.load("s", list(range(12)), 384, WAIT).bad_blocks
+    assert other.wrong(7, list(range(12)), 0, 384) == []
+
+
+def test_staging_smaller_than_the_buffer_is_used_in_turns(engine: Make, daemon: FakeDaemon) -> None:
+    one = engine("a", gpu=FakeGpu(), staging_bytes=2 * SPAN_BYTES)
     stored_by(one, daemon, prompt(400))
     other = engine("b")
     assert promised(other, "s", prompt(400)) == 384
@@ -292,9 +297,7 @@ def test_a_restore_under_way_is_waited_for_beyond_its_time(
     assert other.wrong(7, [1, 2, 3, 4, 5], 0, 160) == []
 
 
-def test_a_load_whose_memory_comes_too_late_never_writes(
-    engine: Make, daemon: FakeDaemon
-) -> None:
+def test_a_load_whose_memory_comes_too_late_never_writes(engine: Make, daemon: FakeDaemon) -> None:
     stored_by(engine("a"), daemon, prompt(192))
     daemon.delay("attach_slab", 0.4, times=8)
     gpu = FakeGpu()
@@ -525,5 +528,5 @@ def test_tensors_of_two_devices_are_refused(engine: Make, daemon: FakeDaemon) ->
     tensors[name] = OnGpu(tensors[name])  # type: ignore[assignment]
     with pytest.raises(UnsupportedError, match="only in host memory or on one GPU"):
         one.workers[0].register(tensors)
-    assert LAYERS == len(tensors)
+    assert len(tensors) == LAYERS
     assert isinstance(next(iter(one.pages[0].values())), torch.Tensor)

@@ -440,7 +440,9 @@ class World:
         assert status.sessions == len(self.open)
         assert status.leases == len(self.leases)
         assert status.idle == (not self.copies)
-        assert set(self.index) <= {self._name_of(r) for r in map(self.record, self.catalog) if r.state}
+        assert set(self.index) <= {
+            self._name_of(r) for r in map(self.record, self.catalog) if r.state
+        }
         rows = {row.slot: row for row in self.core.spans(limit=10_000, now_ms=self.now)}
         stored = {"recovered", "verifying", "committed", "suspect"}
         listed = {slot for slot, row in rows.items() if row.state in stored}
