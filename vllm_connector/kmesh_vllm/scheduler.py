@@ -412,10 +412,15 @@ class SchedulerHalf:
             block_tokens=self._identity.block_tokens,
             computed=computed,
             bad=self._quarantine.__contains__,
-            device=self._devices[0] if self._devices else "",
+            device=self._store_device(),
         )
         if plan is not None:
             step.stores.append(plan)
+
+    def _store_device(self) -> str | None:
+        if self._settings.tier == "host":
+            return ""
+        return self._devices[0] if self._devices else None
 
     def _loaded(self, state: RequestState) -> None:
         """A load has ended: count it, keep away from what failed, give the lease back."""
