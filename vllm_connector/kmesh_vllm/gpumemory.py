@@ -6,7 +6,6 @@ import logging
 import os
 import threading
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 
 from kmesh.cuda.device import Device
 from kmesh.cuda.driver import Attribute
@@ -48,9 +47,13 @@ class GpuMemory:
         self._lock = threading.Lock()
         self._known: _Known | None = None
         self._ended: list[_Known] = []
+        self._idle: list[_Known] = []
         self._closed = threading.Event()
-        # One thread, so that nothing is attached through what is being closed.
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="kmesh-slabs")
+        self._wake = threading.Event()
+        # One thread, so that nothing is attached through what is being closed. It may wait for a
+        # daemon for ever, which must not keep a process from its end.
+        self._thread = threading.Thread(target=self._run, name="kmesh-slabs", daemon=True)
+        self._thread.start()
 
     def attached(self, session: Session, number: int) -> DeviceSlab | None:
         """A slab, if it is attached already."""
@@ -66,26 +69,25 @@ class GpuMemory:
 
     def warm(self) -> None:
         """Attaches in the background whatever the session has and is not attached."""
-        if not self._closed.is_set():
-            self._thread.submit(self._attach_all)
+        self._wake.set()
 
     def tidy(self) -> None:
         """Nothing reads through ended sessions any more: gives back what was theirs alone."""
-        if self._ended and not self._closed.is_set():
+        if self._ended:
             with self._lock:
-                ended, self._ended = self._ended, []
-            self._thread.submit(_close, ended)
+                self._idle += self._ended
+                self._ended = []
+            self._wake.set()
 
     def close(self) -> None:
         """Gives everything back; nothing may be read any more."""
         self._closed.set()
-        self._thread.shutdown(wait=True, cancel_futures=True)
+        self._wake.set()
+        self._thread.join()
         with self._lock:
-            ended, self._ended = self._ended, []
-            if self._known is not None:
-                ended.append(self._known)
-                self._known = None
-        _close(ended)
+            rest = [*self._ended, *self._idle, *filter(None, [self._known])]
+            self._ended, self._idle, self._known = [], [], None
+        _close(rest)
 
     def _of(self, session: Session) -> _Known:
         with self._lock:
@@ -96,18 +98,25 @@ class GpuMemory:
                 known = self._known = _Known(session, self._device)
             return known
 
-    def _attach_all(self) -> None:
-        """Attaches slabs as they are filled. A hole would be filled here, at this engine's cost."""
-        session = self._current()
-        wait = _FIRST_LOOK
-        while session is not None and (left := self._attach_filled(session)):
-            logger.debug("%d slabs are not filled yet", left)
-            if self._closed.wait(wait) or session.closed:
-                return
-            wait = min(wait * 2, _LAST_LOOK)
+    def _run(self) -> None:
+        wait: float | None = None
+        while not self._closed.is_set():
+            woken = self._wake.wait(wait)
+            self._wake.clear()
+            with self._lock:
+                idle, self._idle = self._idle, []
+            _close(idle)
+            session = self._current()
+            if session is None or not self._attach_filled(session):
+                wait = None
+            else:
+                wait = _FIRST_LOOK if woken or wait is None else min(wait * 2, _LAST_LOOK)
 
     def _attach_filled(self, session: Session) -> int:
-        """Attaches what can be attached; returns how many slabs are still to come."""
+        """Attaches slabs that are filled; returns how many are still to come.
+
+        A hole would be filled by being registered, at this engine's cost.
+        """
         left = 0
         for number in range(session.index.slab_count):
             if self._closed.is_set() or session.closed:

@@ -31,7 +31,8 @@ class GpuStore:
     """Takes spans; ``take`` is for the engine's thread, what it returns for one thread of ours.
 
     Args:
-        buffer_bytes: of the buffer. If the GPU has not so much left, half is tried, and so on.
+        buffer_bytes: of the buffer, which is made at the first store. It never takes more than half
+            of what the GPU has left.
     """
 
     def __init__(
@@ -128,7 +129,8 @@ class GpuStore:
             self._address = 0
 
     def _make_buffer(self, smallest: int) -> None:
-        size = self._wanted
+        # Half of what is left: the engine may want some of it later.
+        size = min(self._wanted, self._gpu.device.memory_info()[0] // 2)
         while size >= max(smallest, 1):
             try:
                 self._address = self._gpu.allocate(size)

@@ -34,6 +34,8 @@ from kmesh_vllm.staging import StagingRing
 logger = logging.getLogger("kmesh_vllm")
 
 _COMMIT_TIMEOUT = 60.0
+#: Seconds that a thread of ours waits for room in staging.
+_PUT_TIMEOUT = 10.0
 _STAGING = 64 << 20
 #: Seconds after which a daemon that had no staging left is asked again.
 _ASK_AGAIN = 5.0
@@ -262,7 +264,7 @@ class Saver:
                 return
             mine, held, records = held[: taken.count], held[taken.count :], records[taken.count :]
             if taken.kept:
-                self._writer.submit(self._put, step, mine, taken, _COMMIT_TIMEOUT)
+                self._writer.submit(self._put, step, mine, taken, _PUT_TIMEOUT)
             else:
                 self._put(step, mine, taken, timeout)
             if held and not self._mover.room(held[0].length, until - time.monotonic()):

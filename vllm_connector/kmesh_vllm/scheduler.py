@@ -10,12 +10,11 @@ import logging
 import secrets
 import time
 from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Protocol
 
 from kmesh.errors import DeadlineExceeded, KMeshError
 from kmesh.keys import KEY_BYTES, Extra
-from kmesh.lease import Lease
 from kmesh.session import Session
 from kmesh_vllm.config import Settings
 from kmesh_vllm.counts import Counts
@@ -23,10 +22,12 @@ from kmesh_vllm.flights import Flights
 from kmesh_vllm.identity import Identity
 from kmesh_vllm.lookup import Hit, longest_hit
 from kmesh_vllm.metadata import LoadPlan, LoadReport, StepPlan
+from kmesh_vllm.patience import PATIENCE, Patience
 from kmesh_vllm.quarantine import Quarantine
 from kmesh_vllm.requests import LookedAt, Phase, RequestState, Restore
 from kmesh_vllm.restoring import failed_keys, load_plan, report_corrupt
 from kmesh_vllm.storing import key_at, keys_between, plan_store
+from kmesh_vllm.tiers import Tiers
 
 logger = logging.getLogger("kmesh_vllm")
 
@@ -41,10 +42,6 @@ class Sessions(Protocol):
     @property
     def session(self) -> Session | None: ...
 
-
-#: The daemon mostly answers sooner. A thread that takes its answer has to wait for the interpreter,
-#: in which an engine without other work spins, unless the engine waits for it.
-_PATIENCE = 0.002
 
 #: (tokens, True): restore so many; (0, False): nothing; (None, False): ask again.
 Match = tuple[int | None, bool]
@@ -65,7 +62,7 @@ class SchedulerHalf:
         client: Sessions,
         *,
         sharing: bool = True,
-        patience: float = _PATIENCE,
+        patience: float = PATIENCE,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._identity = identity
@@ -82,10 +79,8 @@ class SchedulerHalf:
         self._reports = ThreadPoolExecutor(1, thread_name_prefix="kmesh-report")
         self._paused_until = 0.0
         self._computing = False
-        self._patience = self._left = patience
-        # Where is looked, in this order. A GPU's UUID is its worker's to say, with the first step.
-        self._devices: tuple[str, ...] | None = ("",) if settings.tier == "host" else None
-        self._devices_until: float | None = None
+        self._patience = Patience(patience)
+        self._tiers = Tiers(settings.tier, settings.acquire_timeout_ms / 1000, clock)
         self.counts = Counts()
         self.reset_word = ""
 
@@ -142,8 +137,8 @@ class SchedulerHalf:
         ):
             self._idle(state)
             return 0, False
-        if not self._devices:
-            return (None, False) if self._devices_will_come() else (0, False)
+        if not self._tiers.look:
+            return (None, False) if self._tiers.wait() else (0, False)
         if self._sharing and self._other_brings(state, session, local):
             return None, False
         if state.restore is not None and (
@@ -188,7 +183,7 @@ class SchedulerHalf:
         running: Iterable[tuple[str, list[int], bool, int, int]],
     ) -> StepPlan:
         """What the workers do in this step; rows as in ``compat``."""
-        self._left = self._patience
+        self._patience.renew()
         new, running = list(new), list(running)
         self._computing = bool(new or running)
         step = StepPlan(loads=self._loads)
@@ -215,7 +210,7 @@ class SchedulerHalf:
         """What the workers said: what went wrong, and which loads have ended."""
         if report is not None:
             if report.devices is not None:
-                self._read_from(report.devices)
+                self._tiers.hear(report.devices)
             for request, entries in report.corrupt.items():
                 if state := self._loading.get(request):
                     state.corrupt.extend(e for e in entries if e not in state.corrupt)
@@ -288,29 +283,9 @@ class SchedulerHalf:
         if self._sharing:
             key = key_at(state, session, local)
             self._flights.take_off(state, (key,) if key else ())
-        self._wait_a_little(future)
+        self._patience.wait(future)
         answer = self._await_lease(state)
         return self._promise(state, session, local, limit) if answer is None else answer
-
-    def _wait_a_little(self, future: Future[Lease]) -> None:
-        if self._left > 0:
-            begun = time.perf_counter()
-            wait([future], self._left)
-            self._left -= time.perf_counter() - begun
-
-    def _read_from(self, devices: tuple[str, ...]) -> None:
-        """Workers can read the memory of these."""
-        if self._settings.tier == "host":
-            devices = tuple(device for device in devices if not device)
-        self._devices = devices
-
-    def _devices_will_come(self) -> bool:
-        """Whether workers may still say whose memory they read."""
-        if self._devices is not None:
-            return False
-        if self._devices_until is None:
-            self._devices_until = self._clock() + self._settings.acquire_timeout_ms / 1000
-        return self._clock() < self._devices_until
 
     def _look_up(self, state: RequestState, session: Session, limit: int) -> Hit | None:
         at = self._circumstances(session, limit)
@@ -326,7 +301,7 @@ class SchedulerHalf:
                 block_tokens=self._identity.block_tokens,
                 limit=limit,
                 avoid=self._quarantine,
-                devices=self._devices or (),
+                devices=self._tiers.look,
             )
             state.remember(at, hit)
         return hit
@@ -412,15 +387,10 @@ class SchedulerHalf:
             block_tokens=self._identity.block_tokens,
             computed=computed,
             bad=self._quarantine.__contains__,
-            device=self._store_device(),
+            device=self._tiers.store,
         )
         if plan is not None:
             step.stores.append(plan)
-
-    def _store_device(self) -> str | None:
-        if self._settings.tier == "host":
-            return ""
-        return self._devices[0] if self._devices else None
 
     def _loaded(self, state: RequestState) -> None:
         """A load has ended: count it, keep away from what failed, give the lease back."""
