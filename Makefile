@@ -128,6 +128,14 @@ bench-gpu: env native ## measure the GPU's kernels, write .bench/bench-gpu.json 
 bench-gpu-check: env ## compare the last run with benchmarks/gpu/targets.toml (BENCH_RESULT=file for another)
 	@$(PY) -m benchmarks.gpu check $(BENCH_RESULT)
 
+.PHONY: bench-gpu-engines
+bench-gpu-engines: env native ## measure vLLM engines on a GPU, write .bench/gpu-engines.json (needs vLLM and CuPy)
+	@$(PY) -m benchmarks.gpu.engines run $(BENCH_ARGS)
+
+.PHONY: bench-gpu-engines-check
+bench-gpu-engines-check: env ## compare the last run with benchmarks/gpu/engine-targets.toml
+	@$(PY) -m benchmarks.gpu.engines check $(BENCH_RESULT)
+
 .PHONY: verify-evidence
 verify-evidence: env ## recompute the figures of evidence/ and compare them with the documents
 	@$(PY) tools/verify_evidence.py
