@@ -73,9 +73,9 @@ _REDUCE: dict[str, Callable[..., float]] = {
     "median": lambda ours, *_: _median(ours),
     "p99": _p99,
     "max": lambda ours, *_: sorted(ours)[-1],
-    "median of a/b": lambda a, b: _median([x / y for x, y in zip(a, b, strict=True)]),
-    "median a / median b": lambda a, b: _median(a) / _median(b),
-    "sum a / sum b": lambda a, b: math.fsum(a) / math.fsum(b),
+    "median of a/b": lambda a, b, *_: _median([x / y for x, y in zip(a, b, strict=True)]),
+    "median a / median b": lambda a, b, *_: _median(a) / _median(b),
+    "sum a / sum b": lambda a, b, *_: math.fsum(a) / math.fsum(b),
     "median a - median b": lambda a, b, *_: _median(a) - _median(b),
     "median a - median b - 1.1 median c": lambda a, b, c, *_: (
         _median(a) - _median(b) - 1.1 * _median(c)

@@ -239,7 +239,7 @@ def test_p99_leaves_at_most_one_in_a_hundred_above(values: list[float]) -> None:
 @given(samples, st.sampled_from(sorted(REDUCE)))
 def test_the_verifier_comes_to_the_same_figures_by_itself(values: list[float], name: str) -> None:
     others = [value * 3 + 1 for value in values]
-    one = Row("figure", "ms", name, {"a": values, "b": others, "more": [1.0]})
+    one = Row("figure", "ms", name, {"a": values, "b": others, "more": values})
     evidence = {"kind": "bench", "raw": {"rows": [one.to_json()]}}
     assert one.value is not None
     assert math.isclose(derive(evidence)["figure"], one.value, rel_tol=1e-6, abs_tol=1e-6)
@@ -341,6 +341,9 @@ def test_next_uses_look_forward() -> None:
     assert next_uses([[1, 2], [1], [2, 1]]) == [[1, 2], [2], [3, 3]]
 
 
+KINDS = ("recompute", "prefix", "offload", "host", "gpu")
+
+
 def test_every_row_of_engines_on_a_gpu_has_its_target() -> None:
     taken = engines.Taken()
     for length, tokens in engines.LENGTHS.items():
@@ -357,7 +360,7 @@ def test_every_row_of_engines_on_a_gpu_has_its_target() -> None:
                 cached = what != "recompute"
                 run = Run(1.0, 0.1, 9, [(1.0, 0.1)], 0.01 * (number + 1), tokens * cached, 7)
                 taken.add(what, length, number, run, cached)
-    found = list(engines.rows(taken, dict.fromkeys(engines.LENGTHS, [1.0])))
+    found = list(engines.rows(taken, {length: [1.0] for length in engines.LENGTHS}))
     assert next(row.value for row in found if row.name == "engine_host_over_4k") == -1.1
     result = {"raw": {"rows": [row.to_json() for row in found]}}
     lines = judge_all(result, read_targets(engines.TARGETS), ROOT)
