@@ -169,6 +169,14 @@ tokendance-codec: env native .config ## encode the experiment's workloads, write
 tokendance-verify: env ## restore the bundle with a second decoder that shares no code with KMesh
 	@$(PY) -m experiments.tokendance.verify
 
+.PHONY: bench-gpu-engines
+bench-gpu-engines: env native ## measure vLLM engines on a GPU, write .bench/gpu-engines.json (needs vLLM and CuPy)
+	@$(PY) -m benchmarks.gpu.engines run $(BENCH_ARGS)
+
+.PHONY: bench-gpu-engines-check
+bench-gpu-engines-check: env ## compare the last run with benchmarks/gpu/engine-targets.toml
+	@$(PY) -m benchmarks.gpu.engines check $(BENCH_RESULT)
+
 .PHONY: verify-evidence
 verify-evidence: env ## recompute the figures of evidence/ and compare them with the documents
 	@$(PY) tools/verify_evidence.py

@@ -48,7 +48,10 @@ class HookClock:
 
 
 class Engine:
-    """The commands; the scheduler, the worker and the model run in this thread."""
+    """The commands; the scheduler, the worker and the model run in this thread.
+
+    A message's ``command`` is a method's name, ``run`` if there is none.
+    """
 
     def __init__(self, transfer: dict[str, Any] | None, **arguments: Any) -> None:
         from vllm import LLM
@@ -64,8 +67,7 @@ class Engine:
             skip_tokenizer_init=True,
             enforce_eager=True,
             seed=0,
-            enable_prefix_caching=False,
-            **arguments,
+            **{"enable_prefix_caching": False, **arguments},
         ).llm_engine
         self._count = 0
 
@@ -108,6 +110,25 @@ class Engine:
             "last": last,
         }
 
+    def reset(self) -> bool:
+        """Empties the engine's own prefix cache."""
+        return bool(self._engine.reset_prefix_cache())
+
+    def copies(self, size: int, count: int) -> list[float]:
+        """Seconds of copies of ``size`` bytes from pinned memory to the GPU."""
+        import torch
+
+        source = torch.empty(size, dtype=torch.uint8, pin_memory=True).fill_(1)
+        target = torch.empty(size, dtype=torch.uint8, device="cuda")
+        found = []
+        for _ in range(count + 1):
+            torch.cuda.synchronize()
+            begin = time.perf_counter()
+            target.copy_(source, non_blocking=True)
+            torch.cuda.synchronize()
+            found.append(time.perf_counter() - begin)
+        return found[1:]
+
 
 def main() -> None:
     """Serves commands until stdin ends."""
@@ -116,7 +137,8 @@ def main() -> None:
     engine = Engine(**json.loads(sys.stdin.readline()))
     print("null", file=answers)
     for line in sys.stdin:
-        print(json.dumps(engine.run(**json.loads(line))), file=answers)
+        message = json.loads(line)
+        print(json.dumps(getattr(engine, message.pop("command", "run"))(**message)), file=answers)
 
 
 if __name__ == "__main__":

@@ -38,9 +38,17 @@ class Engine:
 
     Args:
         transfer: vLLM's KV transfer config, or None for an engine without a connector.
+        env: further variables of its environment.
+        arguments: vLLM's.
     """
 
-    def __init__(self, model: str, transfer: dict[str, Any] | None, **arguments: Any) -> None:
+    def __init__(
+        self,
+        model: str,
+        transfer: dict[str, Any] | None,
+        env: dict[str, str] | None = None,
+        **arguments: Any,
+    ) -> None:
         self._log = tempfile.TemporaryFile()  # noqa: SIM115
         self._process = subprocess.Popen(
             [sys.executable, "-m", "benchmarks.engine_child"],
@@ -55,6 +63,7 @@ class Engine:
                 VLLM_LOGGING_LEVEL="WARNING",
                 TORCHDYNAMO_DISABLE="1",
                 HF_HUB_OFFLINE="1",
+                **(env or {}),
             ),
             text=True,
             start_new_session=True,
@@ -94,6 +103,17 @@ class Engine:
         """Runs prompts together; errors as ``up``."""
         self._send({"prompts": prompts, "max_tokens": max_tokens})
         return Run(**self._receive(RUN_SECONDS))
+
+    def reset(self) -> None:
+        """Empties the engine's own prefix cache."""
+        self._send({"command": "reset"})
+        if not self._receive(RUN_SECONDS):
+            raise RuntimeError("the prefix cache can't be emptied")
+
+    def copies(self, size: int, count: int) -> list[float]:
+        """Seconds of copies of so many bytes from pinned memory to the engine's GPU."""
+        self._send({"command": "copies", "size": size, "count": count})
+        return list(self._receive(RUN_SECONDS))
 
     def _send(self, message: Any) -> None:
         assert self._process.stdin is not None

@@ -22,7 +22,7 @@ def _pairs(ours: Sequence[float], theirs: Sequence[float]) -> float:
     return statistics.median(a / b for a, b in zip(ours, theirs, strict=True))
 
 
-#: How a row's figure follows from its first one or two series, by name.
+#: How a row's figure follows from its first one to three series, by name.
 REDUCE: dict[str, Callable[..., float]] = {
     "median": lambda a, *_: statistics.median(a),
     "p99": lambda a, *_: p99(a),
@@ -31,6 +31,10 @@ REDUCE: dict[str, Callable[..., float]] = {
     "median of a/b": lambda a, b, *_: _pairs(a, b),
     "median a / median b": lambda a, b, *_: statistics.median(a) / statistics.median(b),
     "sum a / sum b": lambda a, b, *_: sum(a) / sum(b),
+    "median a - median b": lambda a, b, *_: statistics.median(a) - statistics.median(b),
+    "median a - median b - 1.1 median c": lambda a, b, c, *_: (
+        statistics.median(a) - statistics.median(b) - 1.1 * statistics.median(c)
+    ),
     "min / mean": lambda a, *_: min(a) / statistics.fmean(a),
 }
 

@@ -31,6 +31,8 @@ def environment(**more: str) -> dict[str, str]:
     """For children: this checkout's code, and nothing that configures a daemon."""
     ours = {k: v for k, v in os.environ.items() if not k.startswith("KMESH_")}
     paths = [str(ROOT / "client"), str(ROOT), str(ROOT / "vllm_connector")]
+    # Behind them what the caller's environment adds: packages that lie apart.
+    paths += filter(None, [os.environ.get("PYTHONPATH")])
     return {**ours, "PYTHONPATH": os.pathsep.join(paths), **more}
 
 

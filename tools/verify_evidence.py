@@ -59,7 +59,7 @@ def derive_bench(raw: Mapping[str, Any]) -> dict[str, float]:
     for row in raw["rows"]:
         if row["reduce"]:
             series = [one["values"] for one in row["series"].values()]
-            figures[row["row"]] = _REDUCE[row["reduce"]](*series[:2])
+            figures[row["row"]] = _REDUCE[row["reduce"]](*series[:3])
     return figures
 
 
@@ -73,9 +73,13 @@ _REDUCE: dict[str, Callable[..., float]] = {
     "median": lambda ours, *_: _median(ours),
     "p99": _p99,
     "max": lambda ours, *_: sorted(ours)[-1],
-    "median of a/b": lambda a, b: _median([x / y for x, y in zip(a, b, strict=True)]),
-    "median a / median b": lambda a, b: _median(a) / _median(b),
-    "sum a / sum b": lambda a, b: math.fsum(a) / math.fsum(b),
+    "median of a/b": lambda a, b, *_: _median([x / y for x, y in zip(a, b, strict=True)]),
+    "median a / median b": lambda a, b, *_: _median(a) / _median(b),
+    "sum a / sum b": lambda a, b, *_: math.fsum(a) / math.fsum(b),
+    "median a - median b": lambda a, b, *_: _median(a) - _median(b),
+    "median a - median b - 1.1 median c": lambda a, b, c, *_: (
+        _median(a) - _median(b) - 1.1 * _median(c)
+    ),
     "min / mean": lambda a, *_: sorted(a)[0] * len(a) / math.fsum(a),
 }
 

@@ -12,6 +12,8 @@ from array import array
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
+from blake3 import blake3
+
 from kmesh import _host
 from kmesh.errors import ProtocolError
 from kmesh.keys import KEY_BYTES
@@ -37,6 +39,16 @@ def mix(shard_code: int) -> int:
     x = (x ^ x >> 30) * 0xBF58476D1CE4E5B9 & _U64
     x = (x ^ x >> 27) * 0x94D049BB133111EB & _U64
     return x ^ x >> 31
+
+
+def device_mix(device: str) -> int:
+    """What tags of spans on a GPU are XORed with further, by its UUID; 0 for host memory."""
+    return int.from_bytes(blake3(device.encode()).digest(8), "little") if device else 0
+
+
+def on_device(tag: int, device: str) -> int:
+    """The tag of the same span in the memory of a GPU; as it is for host memory."""
+    return max(tag ^ device_mix(device), 2)
 
 
 def tag(key: bytes, shard_code: int) -> int:
@@ -162,7 +174,7 @@ class IndexReader:
         self._mapping = mapping
         self._base = mapping.address
         self._size = mapping.size
-        self._mixes: dict[tuple[int, ...], bytes] = {}
+        self._mixes: dict[tuple[str, tuple[int, ...]], bytes] = {}
 
     @property
     def version(self) -> int:
@@ -182,16 +194,23 @@ class IndexReader:
     def live(self) -> int:
         return _host.load(self._base + _LIVE, 64)
 
-    def probe(self, keys: bytes, shard_codes: Sequence[int], *, prefix: bool = True) -> Probe:
+    def probe(
+        self, keys: bytes, shard_codes: Sequence[int], *, prefix: bool = True, device: str = ""
+    ) -> Probe:
         """Looks up keys (32 bytes each) in all shards. A poisoned or broken index has nothing.
+
+        Args:
+            device: UUID of the GPU whose memory is looked in, or empty: host memory.
 
         Raises:
             ValueError: ``keys`` is not whole keys, or there is no shard.
         """
         codes = tuple(shard_codes)
-        mixes = self._mixes.get(codes)
+        mixes = self._mixes.get((device, codes))
         if mixes is None:
-            mixes = self._mixes[codes] = array("Q", map(mix, codes)).tobytes()
+            there = device_mix(device)
+            mixes = array("Q", [mix(code) ^ there for code in codes]).tobytes()
+            self._mixes[device, codes] = mixes
         slots = array("I", bytes(4 * (len(keys) // KEY_BYTES) * len(codes)))
         hits = _host.index_probe(self._base, self._size, self.epoch, keys, mixes, slots, prefix)
         return Probe(hits, slots)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping, Sequence
 
-from kmesh.index import IndexWriter
+from kmesh.index import IndexWriter, on_device
 from kmesh_spand.control.staging import StagingPool
 from kmesh_spand.control.workers import Workers
 from kmesh_spand.core import effects
@@ -27,6 +27,7 @@ class Applier:
         indexes: one for each group of uids.
         reply: where answers go.
         note: told of spans that came and went.
+        device: UUID of the GPU that a tier is.
     """
 
     def __init__(
@@ -38,6 +39,7 @@ class Applier:
         staging: StagingPool,
         reply: Callable[[effects.Reply], None],
         note: Callable[[effects.SpanCommitted | effects.SpanEnded], None],
+        device: Callable[[int], str] = lambda tier: "",
     ) -> None:
         self.index_full = 0
         self._catalog = catalog
@@ -47,6 +49,7 @@ class Applier:
         self._staging = staging
         self._reply = reply
         self._note = note
+        self._device = device
 
     def apply(self, batch: Sequence[effects.Effect]) -> None:
         """Carries out one batch. Answers see its changes: they go out after the index's version."""
@@ -78,12 +81,12 @@ class Applier:
             case effects.Wipe():
                 self._worker.wipe(effect)
             case effects.Publish():
-                for tag in effect.tags:
+                for tag in self._tags(effect):
                     if not self._indexes[effect.group].insert(tag, effect.slot):
                         self.index_full += 1
                 return effect.group
             case effects.Unpublish():
-                for tag in effect.tags:
+                for tag in self._tags(effect):
                     self._indexes[effect.group].remove(tag, effect.slot)
                 return effect.group
             case effects.Copy():
@@ -97,3 +100,9 @@ class Applier:
             case effects.Reply():
                 raise AssertionError("replies come last")
         return None
+
+    def _tags(self, effect: effects.Publish | effects.Unpublish) -> Sequence[int]:
+        if not effect.tier:
+            return effect.tags
+        device = self._device(effect.tier)
+        return [on_device(tag, device) for tag in effect.tags] if device else ()

@@ -142,6 +142,10 @@ class Gpus:
             raise errors.Unavailable("not all of the daemon's GPUs were found yet", field=field)
         raise errors.InvalidArgument("the daemon has no memory on this GPU", field=field)
 
+    def tier_device(self, tier: int) -> str:
+        """The inverse of ``tier``."""
+        return self.gpus[tier - 1].device if tier else ""
+
     def device(self, slab: int) -> str:
         """UUID of the GPU that a slab is on; empty for host memory."""
         plan = self._plan.get(slab)

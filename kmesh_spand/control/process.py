@@ -148,6 +148,7 @@ class Control:
             staging,
             self._handler.reply,
             self._handler.journal.span,
+            self._handler.broker.gpus.tier_device,
         )
         self._supervisor = Link(loop, supervisor, self._heard, self._orphaned)
         self._crowd = Crowd(self._handler, os.path.join(settings.socket_dir, GRPC_SOCKET))

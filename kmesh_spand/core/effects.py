@@ -170,12 +170,14 @@ class PutRecord:
 class Publish:
     """Make keys visible in the index of a group of uids.
 
-    ``tags`` as ``kmesh.index.tag``; they point at ``slot``.
+    ``tags`` as ``kmesh.index.tag``; they point at ``slot``. ``tier``: 0 is host memory; to tags of
+    a GPU's the shell adds which one it is.
     """
 
     slot: int
     tags: Sequence[int] = field(default_factory=tuple)
     group: int = 0
+    tier: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -185,6 +187,7 @@ class Unpublish:
     slot: int
     tags: Sequence[int] = field(default_factory=tuple)
     group: int = 0
+    tier: int = 0
 
 
 @dataclass(frozen=True, slots=True)

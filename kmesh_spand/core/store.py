@@ -128,10 +128,10 @@ class SpanStore(Grounds):
         idle = not table.pins[row]
         if old in EVICTABLE and new not in EVICTABLE and idle:
             self._disallow([row])
-        if old is State.COMMITTED and self._in_index(row):
-            tags = self.tags(row)
+        if old is State.COMMITTED:
+            tags, tenant = self.tags(row), self.tenant_of(row)
             self.published -= len(tags)
-            self.out.append(Unpublish(row - 1, tags, self.tenant_of(row).group))
+            self.out.append(Unpublish(row - 1, tags, tenant.group, tenant.tier))
         if old in STORED and new not in STORED:
             self._count_stored(row, -1)
             self._forget_record(row)
@@ -147,10 +147,9 @@ class SpanStore(Grounds):
             if old is not State.FREE:
                 self._put_records(row)
         if new is State.COMMITTED:
-            if self._in_index(row):
-                tags = self.tags(row)
-                self.published += len(tags)
-                self.out.append(Publish(row - 1, tags, self.tenant_of(row).group))
+            tags, tenant = self.tags(row), self.tenant_of(row)
+            self.published += len(tags)
+            self.out.append(Publish(row - 1, tags, tenant.group, tenant.tier))
             if old in (State.COPYING, State.VERIFYING):
                 self.out.append(SpanCommitted(*self._about(row)))
             if self.watch:
@@ -161,10 +160,6 @@ class SpanStore(Grounds):
             self._give_range(row, shown=old in STORED or old is State.DOOMED)
             self._give_row(row)
         return new
-
-    def _in_index(self, row: int) -> bool:
-        """Whether it is published: the index is of host memory."""
-        return not self.tenant_of(row).tier
 
     def _end(self, row: int, cause: Cause, *, recorded: bool) -> None:
         shard = self.shard(row)

@@ -53,9 +53,11 @@ def test_spans_are_stored_on_the_gpu_that_is_named(start_gpu: Start, gpu_device:
             ours.put([1], payloads[:1], device=UUIDS[1])
         with pytest.raises(errors.InvalidArgument, match=r"acquire\.device"):
             ours.acquire(1, device="GPU-x")
-        # Only host memory is in the index.
-        found = ours.session.index.probe(key(1) + key(2), [SHARD.code()])
-        assert found.hits == 1
+        # The index tells tiers apart.
+        index, keys, codes = ours.session.index, key(1) + key(2) + key(3), [SHARD.code()]
+        assert index.probe(keys, codes).hits == 1
+        assert index.probe(keys, codes, device=gpu_device.uuid).hits == 3
+        assert index.probe(keys, codes, device=UUIDS[1]).hits == 0
     # The staging goes with the session, in every process.
     for name in ("control", "worker", "gpu0"):
         wait_for(lambda name=name: not staging(daemon.child(name)), 30, name)

@@ -16,6 +16,8 @@ from benchmarks import check, machine, readme, suite
 from benchmarks.__main__ import main
 from benchmarks.bench_eviction import by_core, by_lru, by_optimum, leading, next_uses
 from benchmarks.check import Target, TargetError, Verdict, judge, judge_all, read_targets
+from benchmarks.engines import Run
+from benchmarks.gpu import engines
 from benchmarks.results import REDUCE, Row, bootstrap, p99, unavailable
 from benchmarks.timing import in_turn
 from tools.verify_evidence import check_document, check_file, derive
@@ -237,7 +239,7 @@ def test_p99_leaves_at_most_one_in_a_hundred_above(values: list[float]) -> None:
 @given(samples, st.sampled_from(sorted(REDUCE)))
 def test_the_verifier_comes_to_the_same_figures_by_itself(values: list[float], name: str) -> None:
     others = [value * 3 + 1 for value in values]
-    one = Row("figure", "ms", name, {"a": values, "b": others, "more": [1.0]})
+    one = Row("figure", "ms", name, {"a": values, "b": others, "more": values})
     evidence = {"kind": "bench", "raw": {"rows": [one.to_json()]}}
     assert one.value is not None
     assert math.isclose(derive(evidence)["figure"], one.value, rel_tol=1e-6, abs_tol=1e-6)
@@ -337,3 +339,46 @@ def test_hits_end_at_the_first_block_that_is_not_there() -> None:
 
 def test_next_uses_look_forward() -> None:
     assert next_uses([[1, 2], [1], [2, 1]]) == [[1, 2], [2], [3, 3]]
+
+
+KINDS = ("recompute", "prefix", "offload", "host", "gpu")
+
+
+def test_every_row_of_engines_on_a_gpu_has_its_target() -> None:
+    taken = engines.Taken()
+    for length, tokens in engines.LENGTHS.items():
+        for number in range(3):
+            for what in (
+                "recompute",
+                "prefix",
+                "offload",
+                "host",
+                "host_prefix",
+                "gpu",
+                "gpu_prefix",
+            ):
+                cached = what != "recompute"
+                run = Run(1.0, 0.1, 9, [(1.0, 0.1)], 0.01 * (number + 1), tokens * cached, 7)
+                taken.add(what, length, number, run, cached)
+    found = list(engines.rows(taken, {length: [1.0] for length in engines.LENGTHS}))
+    assert next(row.value for row in found if row.name == "engine_host_over_4k") == -1.1
+    result = {"raw": {"rows": [row.to_json() for row in found]}}
+    lines = judge_all(result, read_targets(engines.TARGETS), ROOT)
+    assert len(lines) == len(found) == 25
+    assert [line for line in lines if line.verdict is Verdict.MISSING] == []
+
+
+def test_a_prompt_that_was_not_restored_whole_is_no_sample() -> None:
+    taken = engines.Taken()
+    with pytest.raises(RuntimeError, match="host, 4k: 4032 tokens were cached, not 4096"):
+        taken.add("host", "4k", 1, Run(1.0, 0.1, 9, [], 0.01, 4032, 7), cached=True)
+
+
+def test_tokens_that_differ_are_counted() -> None:
+    taken = engines.Taken()
+    for what, last in (("host", 7), ("host_prefix", 8)):
+        for number in range(3):
+            run = Run(1.0, 0.1, 9, [], 0.01, 4096, last if number == 2 else 1)
+            taken.add(what, "4k", number, run, cached=True)
+    assert taken.differing("host", "host_prefix") == 1
+    assert taken.differing("host_prefix", "recompute") == 0

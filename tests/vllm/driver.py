@@ -68,6 +68,7 @@ class Engine:
         hash_seed: int = 0,
         separate: bool = False,
         cache: Path | None = None,
+        env: dict[str, str] | None = None,
         **arguments: Any,
     ) -> None:
         defaults: dict[str, Any] = {
@@ -78,10 +79,9 @@ class Engine:
             "block_size": 32,
             "num_gpu_blocks_override": 400,
         }
-        env = os.environ | {
-            "PYTHONPATH": os.pathsep.join(
-                [str(ROOT / "client"), str(ROOT / "vllm_connector"), str(ROOT), str(HERE)]
-            ),
+        paths = [str(ROOT / "client"), str(ROOT / "vllm_connector"), str(ROOT), str(HERE)]
+        variables = os.environ | {
+            "PYTHONPATH": os.pathsep.join(filter(None, [*paths, os.environ.get("PYTHONPATH")])),
             "PYTHONHASHSEED": str(hash_seed),
             "VLLM_ENABLE_V1_MULTIPROCESSING": "1" if separate else "0",
             "VLLM_CPU_KVCACHE_SPACE": "1",
@@ -90,14 +90,15 @@ class Engine:
             "HF_HUB_OFFLINE": "1",
             "VLLM_NO_USAGE_STATS": "1",
             "VLLM_LOGGING_LEVEL": "WARNING",
+            **(env or {}),
         }
         if cache is not None:
-            env["XDG_CACHE_HOME"] = str(cache)
+            variables["XDG_CACHE_HOME"] = str(cache)
         self._process = subprocess.Popen(
             [sys.executable, str(HERE / "engine_process.py")],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            env=env,
+            env=variables,
             text=True,
             start_new_session=True,
         )

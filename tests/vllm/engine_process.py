@@ -26,10 +26,9 @@ class EngineProcess:
             arguments["kv_transfer_config"] = KVTransferConfig(**transfer)
         self.llm = LLM(
             skip_tokenizer_init=True,
-            enforce_eager=True,
             seed=0,
             disable_log_stats=False,
-            **arguments,
+            **{"enforce_eager": True, **arguments},
         )
         self.adapters: dict[str, int] = {}
         self.peak = 0
@@ -101,17 +100,17 @@ class EngineProcess:
 
     def gate(self, closed: bool) -> None:
         """Holds loads just before they copy, or lets them go on."""
-        import kmesh_vllm.loading as loading
+        from kmesh_vllm import hostmover
 
         if self.open is None:
             self.open = opened = threading.Event()
-            inner = loading.scatter
+            inner = hostmover.scatter_packed
 
             def scatter(*arguments: Any) -> bytes:
                 opened.wait()
                 return inner(*arguments)
 
-            loading.scatter = scatter
+            hostmover.scatter_packed = scatter
         if closed:
             self.open.clear()
         else:

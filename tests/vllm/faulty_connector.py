@@ -7,7 +7,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from kmesh_vllm import loading
+from kmesh_vllm import hostmover
 from kmesh_vllm.connector import KMeshConnector
 
 __all__ = ["KMeshConnector"]
@@ -19,14 +19,14 @@ def _there(name: str) -> bool:
     return Path(os.environ[DIRECTORY], name).exists()
 
 
-_parts = loading.Loader._parts
-_scatter = loading.scatter
+_attach = hostmover.HostMover.attach
+_scatter = hostmover.scatter_packed
 
 
-def _held(self: Any, job: Any) -> Any:
+def _held(self: Any, *arguments: Any) -> Any:
     while _there("held"):
         time.sleep(0.02)
-    return _parts(self, job)
+    return _attach(self, *arguments)
 
 
 def _failing(*arguments: Any) -> bytes:
@@ -35,5 +35,5 @@ def _failing(*arguments: Any) -> bytes:
     return _scatter(*arguments)
 
 
-loading.Loader._parts = _held
-loading.scatter = _failing
+hostmover.HostMover.attach = _held
+hostmover.scatter_packed = _failing

@@ -11,7 +11,13 @@ from pathlib import Path
 
 
 def write_model(
-    path: Path, *, seed: int = 0, layers: int = 4, heads: int = 4, kv_heads: int = 2
+    path: Path,
+    *,
+    seed: int = 0,
+    layers: int = 4,
+    heads: int = 4,
+    kv_heads: int = 2,
+    head_dim: int = 32,
 ) -> None:
     """A checkpoint of about 5 MB in float32."""
     import torch
@@ -20,7 +26,7 @@ def write_model(
     torch.manual_seed(seed)
     config = Qwen2Config(
         vocab_size=2048,
-        hidden_size=32 * heads,
+        hidden_size=head_dim * heads,
         intermediate_size=256,
         num_hidden_layers=layers,
         num_attention_heads=heads,

@@ -9,7 +9,14 @@ from typing import Any
 
 from kmesh.errors import ConfigError
 
-_MAY_BE_ZERO = ("min_restore_tokens", "min_flight_tokens", "staging_bytes")
+_MAY_BE_ZERO = (
+    "max_ctas",
+    "min_flight_tokens",
+    "min_restore_tokens",
+    "staging_bytes",
+    "store_buffer_bytes",
+)
+_TIERS = ("host", "gpu")
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,8 +27,13 @@ class Settings:
         socket_dir: directory of the daemon's sockets.
         load: restore from KMesh.
         store: store in KMesh what prefill makes.
+        tier: "host": store in, and restore from, the daemon's host memory; "gpu": store in its
+            memory on the engine's own GPU, restore from there or from host memory.
         staging_bytes: staging memory of each worker that stores; 0 is a quarter of what the daemon
             gives a session, at most 64 MiB.
+        store_buffer_bytes: GPU memory of each worker through which is stored; 0 is what two
+            steps can compute, at most 1 GiB.
+        max_ctas: thread blocks that a restore may have on a GPU; 0: as many as are of use.
         weights_digest: what the weights are, instead of a digest of their files.
         min_restore_tokens: restores of fewer tokens are left to prefill.
         acquire_timeout_ms: a request waits at most this long for its lease.
@@ -39,7 +51,10 @@ class Settings:
     socket_dir: str
     load: bool = True
     store: bool = True
+    tier: str = "host"
     staging_bytes: int = 0
+    store_buffer_bytes: int = 0
+    max_ctas: int = 0
     weights_digest: str = ""
     min_restore_tokens: int = 64
     acquire_timeout_ms: int = 1_000
@@ -74,4 +89,9 @@ class Settings:
                 )
             if type(value) is int and value < (0 if name in _MAY_BE_ZERO else 1):
                 raise ConfigError(f"kv_connector_extra_config: {name} is {value}, too small")
-        return cls(**extra)
+        settings = cls(**extra)
+        if settings.tier not in _TIERS:
+            raise ConfigError(
+                f"kv_connector_extra_config: tier is {settings.tier!r}, none of {_TIERS}"
+            )
+        return settings

@@ -123,6 +123,7 @@ class KMeshConnector(KVConnectorBase_V1):  # type: ignore[misc]
                 settings,
                 self._client,
                 rank=compat.tensor_parallel_rank(),
+                step_tokens=vllm_config.scheduler_config.max_num_batched_tokens,
             )
 
     @property
@@ -235,7 +236,7 @@ class KMeshConnector(KVConnectorBase_V1):  # type: ignore[misc]
 
     def get_kv_connector_stats(self) -> KMeshStats | None:
         half = self._scheduler or self._worker
-        values = half.counts.take() if half is not None else {}
+        values = half.told() if half is not None else {}
         return KMeshStats(values) if values else None
 
     @classmethod

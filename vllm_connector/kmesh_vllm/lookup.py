@@ -15,7 +15,9 @@ from kmesh_vllm.sharding import Sharding
 class Index(Protocol):
     """What is read of ``kmesh.index.IndexReader``."""
 
-    def probe(self, keys: bytes, shard_codes: Sequence[int], *, prefix: bool = True) -> Probe: ...
+    def probe(
+        self, keys: bytes, shard_codes: Sequence[int], *, prefix: bool = True, device: str = ""
+    ) -> Probe: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,11 +28,13 @@ class Hit:
         sharding: in which it was stored.
         spans: full spans from the prompt's start.
         tail: tokens of the span behind them that a sub-key found, or 0.
+        device: UUID of the GPU whose memory it is in, or empty: host memory.
     """
 
     sharding: Sharding
     spans: int
     tail: int
+    device: str = ""
 
     def tokens(self, span_tokens: int) -> int:
         """Tokens of the prefix."""
@@ -47,20 +51,22 @@ def longest_hit(
     block_tokens: int,
     limit: int,
     avoid: Quarantine,
+    devices: Sequence[str] = ("",),
 ) -> Hit | None:
-    """The longest hit, the first sharding's where several are as long; None for a miss.
+    """The longest hit, the first device's and sharding's where several are as long; None: a miss.
 
     Args:
         limit: tokens that are of use, whole blocks.
         avoid: keys that must not be used now.
+        devices: whose memory is looked in.
     """
     best: Hit | None = None
     # Most shardings have nothing, so that the same parts are asked for again.
     tails: dict[int, tuple[list[int], list[bytes]]] = {}
     count = min(chain.spans, -(-limit // span_tokens))
     keys = chain.keys[: count * KEY_BYTES]
-    for sharding in shardings:
-        spans = index.probe(keys, sharding.codes).hits if keys else 0
+    for device, sharding in ((d, s) for d in devices for s in shardings):
+        spans = index.probe(keys, sharding.codes, device=device).hits if keys else 0
         for i in range(spans if avoid else 0):
             if keys[i * KEY_BYTES : (i + 1) * KEY_BYTES] in avoid:
                 spans = i
@@ -71,10 +77,10 @@ def longest_hit(
             lengths = _tails(chain, spans, span_tokens, sub_tokens, block_tokens, limit)
             tails[spans] = lengths, [chain.key(spans, tokens) for tokens in lengths]
         lengths, parts = tails[spans]
-        found = index.probe(b"".join(parts), sharding.codes).hits if parts else 0
+        found = index.probe(b"".join(parts), sharding.codes, device=device).hits if parts else 0
         while found and parts[found - 1] in avoid:
             found -= 1
-        hit = Hit(sharding, spans, lengths[found - 1] if found else 0)
+        hit = Hit(sharding, spans, lengths[found - 1] if found else 0, device)
         if hit.tokens(span_tokens) > (best.tokens(span_tokens) if best else 0):
             best = hit
         if best and best.tokens(span_tokens) >= limit:
@@ -82,12 +88,14 @@ def longest_hit(
     return best
 
 
-def covered(keys: bytes, index: Index, shardings: Sequence[Sharding]) -> list[bool]:
-    """Whether each key is stored, all its shards, in one sharding or another."""
+def covered(
+    keys: bytes, index: Index, shardings: Sequence[Sharding], device: str = ""
+) -> list[bool]:
+    """Whether each key is stored there, all its shards, in one sharding or another."""
     found = [False] * (len(keys) // KEY_BYTES)
     for sharding in shardings:
         codes = sharding.codes
-        slots = index.probe(keys, codes, prefix=False).slots
+        slots = index.probe(keys, codes, prefix=False, device=device).slots
         for i in range(len(found)):
             found[i] = found[i] or all(slots[i * len(codes) : (i + 1) * len(codes)])
         if all(found):

@@ -93,18 +93,21 @@ class StepPlan:
 
 @dataclass(slots=True)
 class LoadReport:
-    """What went wrong with loads, of one rank or of several.
+    """What the scheduler half has to know, of one rank or of several.
 
     Attributes:
+        devices: whose memory can be read: UUIDs of GPUs, and "" for host memory. None: nothing
+            new.
         corrupt: lease entries whose bytes did not match their sums, by request.
         failed: positions (first token of the first bad block) of loads that failed, by request.
     """
 
     corrupt: dict[str, list[int]] = field(default_factory=dict)
     failed: dict[str, int] = field(default_factory=dict)
+    devices: tuple[str, ...] | None = None
 
     def __bool__(self) -> bool:
-        return bool(self.corrupt or self.failed)
+        return bool(self.corrupt or self.failed or self.devices is not None)
 
     def merge(self, other: LoadReport) -> None:
         """Adds what another rank said."""
@@ -113,3 +116,7 @@ class LoadReport:
             mine.extend(entry for entry in entries if entry not in mine)
         for request, position in other.failed.items():
             self.failed[request] = min(position, self.failed.get(request, position))
+        if self.devices is None or other.devices is None:
+            self.devices = other.devices if self.devices is None else self.devices
+        else:
+            self.devices = tuple(d for d in self.devices if d in other.devices)

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
+
+import numpy as np
 
 from kmesh.errors import UnsupportedError
 from kmesh.kernels.host import PagedLayout
+from kmesh_vllm.movers import Ids
 
 if TYPE_CHECKING:
     import torch
@@ -36,7 +39,12 @@ class PagedCache:
     """The KV cache of one worker.
 
     Every tensor must have the logical shape [blocks, heads, tokens, 2 * head_dim], K before V in
-    the last dimension, and lie in host memory. How it lies there is up to its strides.
+    the last dimension, and lie in host memory or all of them on one GPU. How it lies there is up to
+    its strides.
+
+    Attributes:
+        layout: addresses are the device's.
+        device: ordinal of the GPU, as the engine counts; None for host memory.
 
     Args:
         tensors: vLLM's KV cache tensors by layer name; kept alive.
@@ -65,10 +73,10 @@ class PagedCache:
         self._tensors = [tensors[name] for name in names]
         first = self._tensors[0]
         for name, tensor in zip(names, self._tensors, strict=True):
-            if tensor.device.type != "cpu":
+            if tensor.device != first.device or tensor.device.type not in ("cpu", "cuda"):
                 raise UnsupportedError(
-                    f"KV state on {tensor.device} is not served: this version of KMesh serves"
-                    " engines whose KV cache is in host memory"
+                    f"{name}: KV state on {tensor.device} is not served, only in host memory or"
+                    " on one GPU"
                 )
             shape = tuple(tensor.shape)
             if len(shape) != 4 or shape[1] != heads or shape[3] != 2 * head_dim:
@@ -81,6 +89,7 @@ class PagedCache:
             if shape != tuple(first.shape) or tensor.stride() != first.stride():
                 raise UnsupportedError(f"{name}: layers are laid out in different ways")
         tokens = int(first.shape[2])
+        self.device = int(first.device.index or 0) if first.device.type == "cuda" else None
         self._ratio = block_tokens // tokens
         if self._ratio * tokens != block_tokens or first.shape[0] < num_blocks * self._ratio:
             raise UnsupportedError(
@@ -102,12 +111,13 @@ class PagedCache:
             row_bytes=row_bytes,
         )
 
-    def expand(self, blocks: Sequence[int]) -> list[int]:
+    def expand(self, blocks: Ids) -> Ids:
         """The tensors' block numbers for the scheduler's, each of which may be several.
 
         -1 stands for no block, and stays so.
         """
         if self._ratio == 1:
-            return list(blocks)
-        parts = range(self._ratio)
-        return [b * self._ratio + i if b >= 0 else -1 for b in blocks for i in parts]
+            return blocks
+        parts = np.arange(self._ratio, dtype=np.int64)
+        several = np.where(blocks[:, None] >= 0, blocks[:, None] * self._ratio + parts, -1)
+        return np.ascontiguousarray(several.reshape(-1))

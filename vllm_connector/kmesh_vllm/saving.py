@@ -1,4 +1,4 @@
-"""Stores of one worker: reserve while the model runs, copy when it has run, commit behind it."""
+"""Stores of one worker: reserve while the model runs, take when it has run, commit behind it."""
 
 from __future__ import annotations
 
@@ -11,20 +11,31 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import TimeoutError as FutureTimeout
 from dataclasses import dataclass
 
-from kmesh.errors import ConnectionClosed, DeadlineExceeded, Exhausted, KMeshError, RequestError
-from kmesh.kernels.host import SpanPart, gather
+import numpy as np
+
+from kmesh.errors import (
+    ConnectionClosed,
+    CudaError,
+    DeadlineExceeded,
+    Exhausted,
+    KMeshError,
+    RequestError,
+)
 from kmesh.layout import Shard
 from kmesh.session import ReserveBatch, Session, Staging
 from kmesh_vllm.config import Settings
 from kmesh_vllm.counts import Counts
 from kmesh_vllm.identity import Identity
 from kmesh_vllm.metadata import StorePlan
+from kmesh_vllm.movers import Mover, Records, Taken, empty_records
 from kmesh_vllm.paged import PagedCache
 from kmesh_vllm.staging import StagingRing
 
 logger = logging.getLogger("kmesh_vllm")
 
 _COMMIT_TIMEOUT = 60.0
+#: Seconds that a thread of ours waits for room in staging.
+_PUT_TIMEOUT = 10.0
 _STAGING = 64 << 20
 #: Seconds after which a daemon that had no staging left is asked again.
 _ASK_AGAIN = 5.0
@@ -57,22 +68,30 @@ class _Step:
 class Saver:
     """Stores what the model computes.
 
-    ``begin`` asks for reservations in the background; ``finish`` copies the pages, which may be
-    written again when it returns. What cannot be stored is skipped and counted.
+    ``begin`` asks for reservations in the background; ``finish`` takes the spans out of their
+    pages, which the engine may write again when it returns. So preemption and abort have nothing
+    to fence: on a GPU too, where whatever the engine starts next waits, on its own stream, until
+    the pages were read. What cannot be stored is skipped and counted.
 
     Args:
+        mover: moves bytes between the pages of ``cache`` and staging.
         mine: the heads that this rank holds.
+        device: UUID of the GPU in whose memory is stored, or empty: in host memory.
     """
 
     def __init__(
         self,
+        mover: Mover,
         cache: PagedCache,
         identity: Identity,
         mine: Shard,
         current: Callable[[], Session | None],
         settings: Settings,
         counts: Counts,
+        device: str = "",
     ) -> None:
+        self._mover = mover
+        self._device = device
         self._cache = cache
         self._identity = identity
         self._mine = mine
@@ -81,6 +100,8 @@ class Saver:
         self._settings = settings
         self._counts = counts
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="kmesh-reserve")
+        self._writer = ThreadPoolExecutor(1, thread_name_prefix="kmesh-store")
+        self._closing = False
         self._pending: tuple[Future[_Step | None], int] | None = None
         self._late: Future[_Step | None] | None = None
         self._freed = threading.Event()
@@ -108,7 +129,7 @@ class Saver:
             self._counts.add("store_skipped_error", spans)
 
     def finish(self) -> None:
-        """Copies this step's spans and commits them in the background."""
+        """Takes this step's spans, and commits them in the background."""
         if self._pending is None:
             return
         future, spans = self._pending
@@ -124,13 +145,17 @@ class Saver:
             self._failed(wrong, spans)
             return
         if step is not None and step.held:
-            self._copy(step)
+            self._take(step)
 
     def close(self) -> None:
         """Forgets what is under way; the daemon forgets it with the session."""
         if self._pending is not None:
             self._pending[0].cancel()
             self._pending = None
+        self._closing = True
+        self._freed.set()
+        # What was taken waits for nothing but the GPU now.
+        self._writer.shutdown(wait=True)
         self._thread.shutdown(wait=True, cancel_futures=True)
         self._staging = None
 
@@ -164,6 +189,7 @@ class Saver:
             length=lengths,
             sub_keys=plan.sub_keys,
             salt=plan.salt,
+            device=self._device,
         )
         answer = step.session.reserve(batch)
         base = len(step.blocks) * self._identity.block_tokens - plan.first
@@ -200,80 +226,108 @@ class Saver:
         size = min(self._settings.staging_bytes or min(largest // 4, _STAGING), largest)
         while True:
             try:
-                return session.staging(size)
+                staging = session.staging(size)
+                self._mover.prepare_staging(staging)
+                return staging
             except Exhausted as wrong:
                 # Others have most of it; a little is better than nothing.
                 size //= 2
                 if size < self._geometry.payload_bytes(session.welcome.span_tokens):
                     logger.warning("nothing is stored: no staging memory: %s", str(wrong))
                     return None
-            except (RequestError, OSError) as wrong:
+            except (RequestError, CudaError, OSError) as wrong:
                 logger.warning("nothing is stored: no staging memory: %s", str(wrong))
                 return None
 
-    def _copy(self, step: _Step) -> None:
-        """Copies and commits; waits, for a while, until the daemon has emptied the staging."""
-        until = time.monotonic() + self._settings.reserve_timeout_ms / 1000
-        left = step.held
-        while left:
-            left = self._copy_some(step, left)
-            if left and not self._has_room(step.ring, left[0].length, until):
-                self._counts.add("store_skipped_staging", len(left))
-                self._thread.submit(_abort, step.session, left)
+    def _records(self, step: _Step) -> Records:
+        names, heads = self._identity.namespace, self._mine.heads
+        records = empty_records(len(step.held))
+        for name in ("tokens", "length", "position"):
+            records[name] = [getattr(held, name) for held in step.held]
+        records["token_end"] = records["tokens"]
+        records["src_heads"] = records["heads"] = heads
+        records["src_layers"] = records["layers"] = names.layers
+        return records
+
+    def _take(self, step: _Step) -> None:
+        """Takes a step's spans out of the pages, and has them put into staging."""
+        pages = self._cache.expand(np.asarray(step.blocks, np.int64))
+        records, timeout = self._records(step), self._settings.reserve_timeout_ms / 1000
+        until = time.monotonic() + timeout
+        held = step.held
+        while held:
+            try:
+                taken = self._mover.take(records, pages)
+            except Exception as wrong:
+                self._failed(wrong, len(held))
+                self._thread.submit(_abort, step.session, held)
                 return
+            mine, held, records = held[: taken.count], held[taken.count :], records[taken.count :]
+            if taken.kept:
+                self._writer.submit(self._put, step, mine, taken, _PUT_TIMEOUT)
+            else:
+                self._put(step, mine, taken, timeout)
+            if held and not self._mover.room(held[0].length, until - time.monotonic()):
+                self._skip(step, held)
+                return
+
+    def _put(self, step: _Step, held: list[_Held], taken: Taken, timeout: float) -> None:
+        """Puts and commits; waits, for a while, until the daemon has emptied the staging."""
+        until = time.monotonic() + timeout
+        done = 0
+        try:
+            while done < len(held):
+                done += self._put_some(step, held, taken, done)
+                left = held[done:]
+                if left and not self._has_room(step.ring, left[0].length, until):
+                    self._skip(step, left)
+                    return
+        except Exception as wrong:
+            self._failed(wrong, len(held) - done)
+            self._thread.submit(_abort, step.session, held[done:])
+        finally:
+            taken.drop()
+
+    def _skip(self, step: _Step, held: list[_Held]) -> None:
+        self._counts.add("store_skipped_staging", len(held))
+        self._thread.submit(_abort, step.session, held)
 
     def _has_room(self, ring: StagingRing, length: int, until: float) -> bool:
         while not ring.fits(length):
             self._freed.clear()
             if ring.fits(length):
                 return True
-            if not ring.used or not self._freed.wait(until - time.monotonic()):
+            if self._closing or not ring.used or not self._freed.wait(until - time.monotonic()):
                 return False
         return True
 
-    def _copy_some(self, step: _Step, spans: list[_Held]) -> list[_Held]:
-        """Copies and commits as many spans as there is staging for; returns the others."""
-        names = self._identity.namespace
-        parts, placed = [], []
-        for held in spans:
-            offset = step.ring.allocate(held.length)
+    def _put_some(self, step: _Step, held: list[_Held], taken: Taken, first: int) -> int:
+        """Puts and commits as many spans as there is staging for; returns how many."""
+        placed = []
+        for one in held[first:]:
+            offset = step.ring.allocate(one.length)
             if offset is None:
                 break
-            placed.append((held, offset))
-            parts.append(
-                SpanPart(
-                    address=step.staging.address + offset,
-                    sums_address=0,
-                    root=0,
-                    length=held.length,
-                    tokens=held.tokens,
-                    token_begin=0,
-                    token_end=held.tokens,
-                    position=held.position,
-                    src_heads=self._mine.heads,
-                    src_head_begin=0,
-                    dst_head_begin=0,
-                    heads=self._mine.heads,
-                    src_layers=names.layers,
-                    src_layer_begin=0,
-                    dst_layer_begin=0,
-                    layers=names.layers,
-                )
-            )
+            placed.append((one, offset))
         if not placed:
-            return spans
-        status = gather(self._cache.layout, parts, self._cache.expand(step.blocks))
+            return 0
+        try:
+            status = taken.put(first, [offset for _, offset in placed], step.staging)
+        except BaseException:
+            for _, offset in placed:
+                step.ring.free(offset)
+            raise
         good = [pair for pair, code in zip(placed, status, strict=True) if code == 0]
         bad = [pair for pair, code in zip(placed, status, strict=True) if code != 0]
         if bad:
             logger.error("%d spans could not be copied out of their blocks", len(bad))
             self._counts.add("store_skipped_error", len(bad))
-            self._thread.submit(_abort, step.session, [held for held, _ in bad])
+            self._thread.submit(_abort, step.session, [one for one, _ in bad])
             for _, offset in bad:
                 step.ring.free(offset)
         if good:
             self._commit(step, good)
-        return spans[len(placed) :]
+        return len(placed)
 
     def _commit(self, step: _Step, spans: list[tuple[_Held, int]]) -> None:
         try:

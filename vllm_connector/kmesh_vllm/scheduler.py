@@ -23,10 +23,12 @@ from kmesh_vllm.flights import Flights
 from kmesh_vllm.identity import Identity
 from kmesh_vllm.lookup import Hit, longest_hit
 from kmesh_vllm.metadata import LoadPlan, LoadReport, StepPlan
+from kmesh_vllm.patience import PATIENCE, Patience
 from kmesh_vllm.quarantine import Quarantine
 from kmesh_vllm.requests import LookedAt, Phase, RequestState, Restore
 from kmesh_vllm.restoring import failed_keys, load_plan, report_corrupt
 from kmesh_vllm.storing import key_at, keys_between, plan_store
+from kmesh_vllm.tiers import Tiers
 
 logger = logging.getLogger("kmesh_vllm")
 
@@ -51,6 +53,7 @@ class SchedulerHalf:
 
     Args:
         sharing: vLLM's own prefix cache is on, so siblings can share the blocks of one load.
+        patience: seconds of one step in which questions wait for their leases.
     """
 
     def __init__(
@@ -60,6 +63,7 @@ class SchedulerHalf:
         client: Sessions,
         *,
         sharing: bool = True,
+        patience: float = PATIENCE,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._identity = identity
@@ -75,6 +79,9 @@ class SchedulerHalf:
         self._quarantine = Quarantine(settings.retry_after_ms / 1000, clock=clock)
         self._reports = ThreadPoolExecutor(1, thread_name_prefix="kmesh-report")
         self._paused_until = 0.0
+        self._computing = False
+        self._patience = Patience(patience)
+        self._tiers = Tiers(settings.tier, settings.acquire_timeout_ms / 1000, clock)
         self.counts = Counts()
         self.computing = Computing(
             settings, identity.sharding.shards, self.counts, sharing=sharing, clock=clock
@@ -135,6 +142,8 @@ class SchedulerHalf:
             self._idle(state)
             self.computing.give_up(state)
             return 0, False
+        if not self._tiers.look:
+            return (None, False) if self._tiers.wait() else (0, False)
         if self._sharing and self._other_brings(state, session, local):
             return None, False
         if state.restore is not None and (
@@ -183,6 +192,9 @@ class SchedulerHalf:
         preempted: Iterable[str] = (),
     ) -> StepPlan:
         """What the workers do in this step; rows as in ``compat``."""
+        self._patience.renew()
+        new, running = list(new), list(running)
+        self._computing = bool(new or running)
         step = StepPlan(loads=self._loads)
         self._loads = []
         for request in preempted:
@@ -215,6 +227,8 @@ class SchedulerHalf:
     def worked(self, report: LoadReport | None, finished: Iterable[str]) -> None:
         """What the workers said: what went wrong, and which loads have ended."""
         if report is not None:
+            if report.devices is not None:
+                self._tiers.hear(report.devices)
             for request, entries in report.corrupt.items():
                 if state := self._loading.get(request):
                     state.corrupt.extend(e for e in entries if e not in state.corrupt)
@@ -243,6 +257,10 @@ class SchedulerHalf:
             state.may_load = state.may_store = False
             self._idle(state)
             self.computing.reset(state)
+
+    def told(self) -> dict[str, int]:
+        """What was counted; only in a step that computes, as vLLM may not look otherwise."""
+        return self.counts.take() if self._computing else {}
 
     def shutdown(self) -> None:
         """Gives all leases back."""
@@ -273,19 +291,26 @@ class SchedulerHalf:
         keys = chain.keys[first * KEY_BYTES : hit.spans * KEY_BYTES]
         if hit.tail:
             keys += chain.key(hit.spans, hit.tail)
-        wait = self._settings.acquire_timeout_ms / 1000
+        timeout = self._settings.acquire_timeout_ms / 1000
         try:
             future = session.acquire_async(
-                keys, hit.sharding.shards, prefix=True, timeout=wait, salt=state.salt
+                keys,
+                hit.sharding.shards,
+                prefix=True,
+                timeout=timeout,
+                salt=state.salt,
+                device=hit.device,
             )
         except KMeshError:
             return 0, False
-        state.restore = Restore(session, hit, first, limit, future, self._clock() + wait)
+        state.restore = Restore(session, hit, first, limit, future, self._clock() + timeout)
         state.phase = Phase.ACQUIRING
         if self._sharing:
             key = key_at(state, session, local)
             self._flights.take_off(state, (key,) if key else ())
-        return None, False
+        self._patience.wait(future)
+        answer = self._await_lease(state)
+        return self._promise(state, session, local, limit) if answer is None else answer
 
     def _finder(self, state: RequestState, session: Session, limit: int) -> Callable[[], int]:
         """Says how many tokens are here or in KMesh, at the time when it is asked."""
@@ -311,6 +336,7 @@ class SchedulerHalf:
                 block_tokens=self._identity.block_tokens,
                 limit=limit,
                 avoid=self._quarantine,
+                devices=self._tiers.look,
             )
             state.remember(at, hit)
         return hit
@@ -397,6 +423,7 @@ class SchedulerHalf:
             block_tokens=self._identity.block_tokens,
             computed=computed,
             bad=self._quarantine.__contains__,
+            device=self._tiers.store,
         )
         if plan is not None:
             step.stores.append(plan)

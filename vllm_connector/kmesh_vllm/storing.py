@@ -22,11 +22,16 @@ def plan_store(
     block_tokens: int,
     computed: int,
     bad: Callable[[bytes], bool],
+    device: str | None = "",
 ) -> StorePlan | None:
     """Spans of the prompt that lie within its first ``computed`` tokens; None if there are none.
 
     What is planned or stored already counts as stored from then on. A span that was found ``bad``
     and that the daemon has not dropped yet is waited for, with all behind it.
+
+    Args:
+        device: UUID of the GPU in whose memory is stored, empty for host memory. None: not known
+            yet, so that the daemon has to say what is there.
     """
     span, sub = session.welcome.span_tokens, session.welcome.sub_tokens
     prompt = len(state.tokens)
@@ -44,7 +49,9 @@ def plan_store(
     if last > len(state.blocks):
         return None
     keys = [chain.key(number, tokens) for number, tokens in wanted]
-    there = covered(b"".join(keys), session.index, shardings)
+    there = [False] * len(keys)
+    if device is not None:
+        there = covered(b"".join(keys), session.index, shardings, device)
     waits = next((i for i, key in enumerate(keys) if there[i] and bad(key)), len(keys))
     del wanted[waits:]
     if not wanted:

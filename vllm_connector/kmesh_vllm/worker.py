@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Protocol
 
+from kmesh.errors import UnsupportedError
+from kmesh.session import Session
 from kmesh_vllm.config import Settings
 from kmesh_vllm.counts import Counts
+from kmesh_vllm.gpu import CudaGpu, Gpu
+from kmesh_vllm.gpumover import GpuMover
+from kmesh_vllm.hostmover import HostMover
 from kmesh_vllm.identity import Identity
 from kmesh_vllm.loading import Loader
 from kmesh_vllm.metadata import LoadReport, StepPlan
+from kmesh_vllm.movers import Mover
 from kmesh_vllm.paged import PagedCache
 from kmesh_vllm.saving import Saver
 from kmesh_vllm.scheduler import Sessions
@@ -18,23 +24,47 @@ if TYPE_CHECKING:
     import torch
 
 
+#: Bytes of a GPU's memory through which is stored, at most, where nothing is set.
+_BUFFER = 1 << 30
+
+
+class WorkerSessions(Sessions, Protocol):
+    """What is used of ``kmesh.client.Client``."""
+
+    def on_change(self, callback: Callable[[Session | None], None]) -> None: ...
+
+
 class WorkerHalf:
     """Acts for one rank.
 
+    Attributes:
+        make_gpu: how a GPU is had by its ordinal.
+
     Args:
         rank: within the tensor-parallel group.
+        step_tokens: that a step computes at most, over all requests.
     """
 
     def __init__(
-        self, identity: Identity, settings: Settings, client: Sessions, *, rank: int
+        self,
+        identity: Identity,
+        settings: Settings,
+        client: WorkerSessions,
+        *,
+        rank: int,
+        step_tokens: int = 0,
     ) -> None:
+        self.make_gpu: Callable[[int], Gpu] = CudaGpu
         self._identity = identity
         self._settings = settings
         self._client = client
         self._mine = identity.sharding.shard(rank)
         self._stores = settings.store and identity.sharding.stores(rank)
+        self._step_tokens = step_tokens
+        self._mover: Mover | None = None
         self._loader: Loader | None = None
         self._saver: Saver | None = None
+        self._computed = False
         self._bad_blocks: set[int] = set()
         self._report = LoadReport()
         self.counts = Counts()
@@ -44,6 +74,7 @@ class WorkerHalf:
 
         Raises:
             UnsupportedError: it is not served; says why.
+            CudaError: its GPU is not to be had.
         """
         geometry = self._identity.geometry(self._mine.heads)
         cache = PagedCache(
@@ -55,10 +86,40 @@ class WorkerHalf:
             block_tokens=self._identity.block_tokens,
             num_blocks=self._identity.num_blocks,
         )
-        common = (self._identity, self._mine, lambda: self._client.session, self._settings)
-        self._loader = Loader(cache, *common, self.counts)
+        mover = self._mover = self._make_mover(cache)
+        common = (mover, cache, self._identity, self._mine, lambda: self._client.session)
+        self._loader = Loader(*common, self._settings, self.counts)
+        device = mover.devices[0] if self._settings.tier == "gpu" else ""
         if self._stores:
-            self._saver = Saver(cache, *common, self.counts)
+            self._saver = Saver(*common, self._settings, self.counts, device)
+        if cache.device is not None:
+            self._report.devices = mover.devices
+
+    def _make_mover(self, cache: PagedCache) -> Mover:
+        if cache.device is None:
+            if self._settings.tier == "gpu":
+                raise UnsupportedError('tier "gpu" needs an engine whose KV cache is on a GPU')
+            return HostMover(cache.layout)
+        if self._settings.tier == "gpu" and self._identity.sharding.tp > 1:
+            # A lease is of spans on one GPU, and each rank has one of its own.
+            raise UnsupportedError('tier "gpu" is not served with tensor parallelism')
+        mover = GpuMover(
+            self.make_gpu(cache.device),
+            cache.layout,
+            lambda: self._client.session,
+            self.counts,
+            max_ctas=self._settings.max_ctas,
+            buffer_bytes=self._buffer_bytes() if self._stores else 0,
+            wait=self._settings.reserve_timeout_ms / 1000,
+        )
+        self._client.on_change(mover.warm)
+        return mover
+
+    def _buffer_bytes(self) -> int:
+        geometry = self._identity.geometry(self._mine.heads)
+        # The engine starts a step before the one before it has ended.
+        steps = 2 * self._step_tokens * geometry.token_bytes
+        return self._settings.store_buffer_bytes or min(max(steps, _BUFFER // 4), _BUFFER)
 
     def begin(self, step: StepPlan) -> None:
         """Before the forward pass: asks for reservations in the background."""
@@ -67,13 +128,14 @@ class WorkerHalf:
 
     def load(self, step: StepPlan) -> None:
         """Starts the loads of a step."""
-        for plan in step.loads:
+        if step.loads:
             if self._loader is None:
                 raise RuntimeError("a load came before the KV cache")
-            self._loader.start(plan)
+            self._loader.start(step.loads)
 
     def save(self, *, failed: bool) -> None:
         """After the forward pass: copies out what it made; nothing if it failed."""
+        self._computed = True
         if self._saver is None:
             return
         if failed:
@@ -102,9 +164,16 @@ class WorkerHalf:
         report, self._report = self._report, LoadReport()
         return report
 
+    def told(self) -> dict[str, int]:
+        """What was counted; only in a step that computes, as vLLM may not look otherwise."""
+        computed, self._computed = self._computed, False
+        return self.counts.take() if computed else {}
+
     def close(self) -> None:
-        """Waits for copies under way."""
+        """Waits for what is under way."""
         if self._loader is not None:
             self._loader.close()
         if self._saver is not None:
             self._saver.close()
+        if self._mover is not None:
+            self._mover.close()

@@ -19,7 +19,7 @@ from kmesh.errors import ConfigError, CudaError, UnsupportedError
 #: New drivers refuse registrations of 512 GiB and more.
 REGISTER_BYTES = 64 << 30
 
-_MADV_POPULATE_READ = 22
+_MADV_POPULATE_READ, _MADV_POPULATE_WRITE = 22, 23
 _libc = ctypes.CDLL(None)
 _libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
 
@@ -167,7 +167,7 @@ class DeviceMemory:
 
 
 class Registration:
-    """Memory that is mapped read-only in this process, so that a GPU can read it by itself.
+    """Memory that is mapped in this process, so that a GPU can reach it by itself.
 
     Attributes:
         address: of its first byte, as the GPU sees it.
@@ -175,6 +175,8 @@ class Registration:
     Args:
         address, size: whole pages; the mapping must outlive this object.
         chunk: most bytes that are registered in one call.
+        writable: the GPU may write it too, and so may this process; otherwise it is mapped
+            read-only.
 
     Raises:
         UnsupportedError: the GPU can't read memory that is mapped read-only, or sees the pieces
@@ -183,20 +185,26 @@ class Registration:
     """
 
     def __init__(
-        self, device: Device, address: int, size: int, *, chunk: int = REGISTER_BYTES
+        self,
+        device: Device,
+        address: int,
+        size: int,
+        *,
+        chunk: int = REGISTER_BYTES,
+        writable: bool = False,
     ) -> None:
-        if not device.can(Attribute.READ_ONLY_REGISTER):
+        if not writable and not device.can(Attribute.READ_ONLY_REGISTER):
             raise UnsupportedError(f"{device.name} can't register memory that is mapped read-only")
         self._device = device
         self._parts: list[int] = []
         # The driver takes several times as long for pages that this mapping has not touched yet.
         # Kernels that don't know this (before 5.14) leave it to the driver.
-        _libc.madvise(address, size, _MADV_POPULATE_READ)
+        _libc.madvise(address, size, _MADV_POPULATE_WRITE if writable else _MADV_POPULATE_READ)
         with device.current() as driver, _steps() as undo:
             undo.callback(self._parts.clear)
             for part in range(address, address + size, chunk):
                 length = min(chunk, address + size - part)
-                driver.register(part, length, read_only=True)
+                driver.register(part, length, read_only=not writable)
                 undo.callback(driver.unregister, part)
                 self._parts.append(part)
             seen = [driver.device_pointer(part) - part for part in self._parts]

@@ -8,8 +8,12 @@ from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import TYPE_CHECKING
 
 from kmesh import _host
+
+if TYPE_CHECKING:
+    from typing_extensions import Buffer
 
 _LAYOUT = struct.Struct("<8Q")
 _PART = struct.Struct("<16Q")
@@ -134,10 +138,7 @@ def scatter(layout: PagedLayout, parts: Sequence[SpanPart], blocks: Sequence[int
     Returns:
         A ``Status`` for each part, one byte each.
     """
-    status = bytearray(len(parts))
-    records = b"".join([part.pack() for part in parts])
-    _host.scatter(layout.packed, records, array("q", blocks), status)
-    return bytes(status)
+    return scatter_packed(layout, b"".join([part.pack() for part in parts]), array("q", blocks))
 
 
 def gather(layout: PagedLayout, parts: Sequence[SpanPart], blocks: Sequence[int]) -> bytes:
@@ -146,7 +147,18 @@ def gather(layout: PagedLayout, parts: Sequence[SpanPart], blocks: Sequence[int]
     Returns:
         A ``Status`` for each part, one byte each.
     """
-    status = bytearray(len(parts))
-    records = b"".join([part.pack() for part in parts])
-    _host.gather(layout.packed, records, array("q", blocks), status)
+    return gather_packed(layout, b"".join([part.pack() for part in parts]), array("q", blocks))
+
+
+def scatter_packed(layout: PagedLayout, records: bytes, blocks: Buffer) -> bytes:
+    """As ``scatter``, of parts that are packed one behind the other, and int64 block ids."""
+    status = bytearray(len(records) // _PART.size)
+    _host.scatter(layout.packed, records, blocks, status)
+    return bytes(status)
+
+
+def gather_packed(layout: PagedLayout, records: bytes, blocks: Buffer) -> bytes:
+    """As ``gather``, of parts that are packed one behind the other, and int64 block ids."""
+    status = bytearray(len(records) // _PART.size)
+    _host.gather(layout.packed, records, blocks, status)
     return bytes(status)

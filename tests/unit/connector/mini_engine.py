@@ -13,6 +13,7 @@ from kmesh.keys import Namespace
 from kmesh.session import Role, Session
 from kmesh.testing import FakeDaemon
 from kmesh_vllm.config import Settings
+from kmesh_vllm.gpu import Gpu
 from kmesh_vllm.identity import Identity
 from kmesh_vllm.metadata import LoadReport, StepPlan
 from kmesh_vllm.scheduler import SchedulerHalf
@@ -30,6 +31,20 @@ class Holder:
     """Stands for ``kmesh.client.Client``: a session that tests put in and take away."""
 
     session: Session | None = None
+
+    def on_change(self, callback: Callable[[Session | None], None]) -> None:
+        callback(self.session)
+
+
+class OnGpu:
+    """A tensor that says that it is on a GPU."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self._tensor = tensor
+        self.device = torch.device("cuda", 0)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._tensor, name)
 
 
 @dataclass
@@ -58,6 +73,8 @@ class MiniEngine:
         kernel_block: int | None = None,
         heads_last: bool = False,
         sharing: bool = True,
+        patience: float = 0.0,
+        gpu: Gpu | None = None,
         clock: Callable[[], float] = time.monotonic,
         **settings: Any,
     ) -> None:
@@ -77,7 +94,12 @@ class MiniEngine:
         self.client = Holder(self._connect(daemon, name, Role.SCHEDULER))
         self.workers_client = Holder(self._connect(daemon, name, Role.WORKER))
         self.scheduler = SchedulerHalf(
-            self.identity, self.settings, self.client, sharing=sharing, clock=clock
+            self.identity,
+            self.settings,
+            self.client,
+            sharing=sharing,
+            patience=patience,
+            clock=clock,
         )
         self.pages: list[dict[str, torch.Tensor]] = []
         self.workers: list[WorkerHalf] = []
@@ -100,8 +122,10 @@ class MiniEngine:
                 if rank == 0
                 else Holder(self._connect(daemon, name, Role.WORKER))
             )
-            worker = WorkerHalf(self.identity, self.settings, client, rank=rank)
-            worker.register(pages)
+            worker = WorkerHalf(self.identity, self.settings, client, rank=rank, step_tokens=1024)
+            if gpu is not None:
+                worker.make_gpu = lambda ordinal: gpu
+            worker.register({n: OnGpu(t) for n, t in pages.items()} if gpu else pages)  # type: ignore[misc]
             self.pages.append(pages)
             self.workers.append(worker)
         self._clients = [self.client, *(w._client for w in self.workers)]

@@ -11,7 +11,7 @@ import pytest
 from mini_engine import DIM, HEADS, LAYERS, NAMESPACE, MiniEngine, until
 
 from kmesh.testing import FakeDaemon
-from kmesh_vllm import loading
+from kmesh_vllm import hostmover
 
 DIGEST = NAMESPACE.digest()
 Make = Callable[..., MiniEngine]
@@ -192,7 +192,7 @@ def test_a_copy_under_way_keeps_its_memory_when_the_session_ends(
     assert other.match("r", 0, 192) == 160
     session = other.workers_client.session
     assert session is not None
-    inner = loading.scatter
+    inner = hostmover.scatter_packed
 
     def scatter(*arguments: Any) -> bytes:
         daemon.disconnect()
@@ -200,7 +200,7 @@ def test_a_copy_under_way_keeps_its_memory_when_the_session_ends(
         time.sleep(0.05)
         return inner(*arguments)
 
-    monkeypatch.setattr(loading, "scatter", scatter)
+    monkeypatch.setattr(hostmover, "scatter_packed", scatter)
     assert not other.load("r", [1, 2, 3, 4, 5], 160).bad_blocks
     assert other.wrong(7, [1, 2, 3, 4, 5], 0, 160) == []
 

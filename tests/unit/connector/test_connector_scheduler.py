@@ -339,3 +339,44 @@ def test_shutdown_gives_everything_back(engine: Make, daemon: FakeDaemon) -> Non
     until(lambda: daemon.leases == 0)
     other.close()
     until(lambda: threading.active_count() == threads)
+
+
+def test_a_lease_that_comes_soon_is_waited_for(engine: Make, daemon: FakeDaemon) -> None:
+    """Asking again costs a step, and the answer's thread the interpreter."""
+    stored_by(engine("a"), daemon, prompt(192))
+    other = engine("b", patience=30.0)
+    other.scheduler.add("r", prompt(192), DIGEST)
+    assert other.scheduler.match("r", 0, 192) == (160, True)
+    other.scheduler.allocated("r", [], 0)
+    until(lambda: daemon.leases == 0)
+
+
+def test_patience_is_for_a_step_not_for_each_request(engine: Make, daemon: FakeDaemon) -> None:
+    stored_by(engine("a"), daemon, prompt(192))
+    other = engine("b", patience=0.05, sharing=False, acquire_timeout_ms=30_000)
+    daemon.delay("acquire", 2.0, times=2)
+    for name in ("r", "s"):
+        other.scheduler.add(name, prompt(192), DIGEST)
+        assert other.scheduler.match(name, 0, 192) == (None, False)
+    assert other.scheduler._patience._left <= 0
+    other.scheduler.plan([], [])
+    assert other.scheduler._patience._left == 0.05
+    for name in ("r", "s"):
+        assert other.match(name, 0, 192, 30.0) == 160
+
+
+def test_counts_are_told_in_steps_that_compute(engine: Make, daemon: FakeDaemon) -> None:
+    """vLLM does not always look at those of a step without output."""
+    one = engine("a")
+    stored_by(one, daemon, prompt(128))
+    (worker,) = one.workers
+    until(lambda: worker.counts._values.get("stored_spans") == 2)
+    one.scheduler.counts.add("acquire_late")
+    one.run(one.scheduler.plan([], []))
+    worker._computed = False
+    assert (worker.told(), one.scheduler.told()) == ({}, {})
+    one.scheduler.add("x", prompt(32, seed=8), DIGEST)
+    one.prefill("x", 1, [9], 0, 32)
+    assert worker.told()["stored_spans"] >= 2
+    assert one.scheduler.told() == {"acquire_late": 1}
+    assert worker.told() == {}

@@ -130,7 +130,7 @@ class CoreMachine(RuleBasedStateMachine):
         """
         world = self.world
         if (name, shard, who) in (world.records() if stored is None else stored):
-            found = (who[0], tag(name, shard)) in world.index
+            found = (who[0], 0, tag(name, shard)) in world.index
             return {Reason.OK} if found else {Reason.PENDING}
         writing = [want for want in world.wanted.values() if (want.shard, want.who) == (shard, who)]
         if any(want.key == name for want in writing):

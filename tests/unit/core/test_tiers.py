@@ -1,4 +1,4 @@
-"""Host memory and GPUs: apart in names, slabs and eviction; only host memory is in the index."""
+"""Host memory and GPUs: apart in names, slabs, eviction and the index."""
 
 from __future__ import annotations
 
@@ -37,14 +37,14 @@ def test_the_same_key_in_two_tiers_is_two_spans() -> None:
     world.check()
 
 
-def test_the_index_is_of_host_memory() -> None:
+def test_the_index_tells_tiers_apart() -> None:
     world = world_of_tiers()
     session = world.connect()
     world.store(session, [key(1), key(2)], tier=1)
-    assert not world.index
-    assert world.core.status().index_entries == 0
+    assert {tier for _, tier, _ in world.index} == {1}
+    assert world.core.status().index_entries == 2
     world.store(session, [key(1)])
-    assert len(world.index) == 1
+    assert sorted(tier for _, tier, _ in world.index) == [0, 1, 1]
     world.check()
 
 
@@ -107,7 +107,7 @@ def test_a_restart_puts_spans_back_into_their_tier() -> None:
     found = world.acquire(session, [key(1), key(2)], tier=1)
     assert (found.reason, list(found.slab)) == ([Reason.OK] * 2, [2, 2])
     assert world.acquire(session, [key(2)]).reason == [Reason.MISS]
-    assert len(world.index) == 1
+    assert len(world.index) == 3
     world.check()
 
 

@@ -100,7 +100,7 @@ class World:
 
     def _reset(self, policy: Policy | None) -> None:
         self.core = Core(self.config, policy, self.tenancy, self.batch)
-        self.index: dict[tuple[int, int], int] = {}
+        self.index: dict[tuple[int, int, int], int] = {}
         self.uids: dict[int, int] = {}
         self.wipes: dict[int, int] = {}
         self.open: set[int] = set()
@@ -425,23 +425,23 @@ class World:
                         for at, word in self.memory.items()
                         if at[0] == slab and word != FLIPPED
                     ), "a tenant was given another's bytes"
-            case fx.Publish(slot, tags, group):
+            case fx.Publish(slot, tags, group, tier):
                 assert self.record(slot).state is State.COMMITTED
                 assert tags[0] == tag(self.record(slot).key, self.record(slot).shard)
                 who = self.who_of(self.record(slot).slab)
                 assert who is not None
                 assert who[0] == group
                 for name in tags:
-                    assert (group, name) not in self.index
-                    self.index[group, name] = slot
+                    assert (group, tier, name) not in self.index
+                    self.index[group, tier, name] = slot
                 self.wanted = {
                     n: want
                     for n, want in self.wanted.items()
                     if want.who != who or tag(want.key, want.shard) not in tags
                 }
-            case fx.Unpublish(slot, tags, group):
+            case fx.Unpublish(slot, tags, group, tier):
                 for name in tags:
-                    assert self.index.pop((group, name)) == slot
+                    assert self.index.pop((group, tier, name)) == slot
             case fx.DropStaging(session):
                 self.closed.remove(session)
                 assert all(copy.session != session for copy, _ in self.copies.values())
@@ -510,9 +510,9 @@ class World:
         assert status.sessions == len(self.open)
         assert status.leases == len(self.leases)
         assert status.idle == (not self.copies)
-        records = self.records()
-        names = {(who[0], tag(name, shard)) for name, shard, who in records}
-        assert set(self.index) <= names
+        assert set(self.index) <= {
+            self._name_of(r) for r in map(self.record, self.catalog) if r.state
+        }
         rows = {row.slot: row for row in self.core.spans(limit=10_000, now_ms=self.now)}
         stored = {"recovered", "verifying", "committed", "suspect"}
         listed = {slot for slot, row in rows.items() if row.state in stored}
@@ -534,7 +534,10 @@ class World:
                 "generation",
             ):
                 assert getattr(row, name) == getattr(record, name), name
-            if not self.tiers.get(record.slab, 0):
-                assert (row.state == "committed") == (
-                    (who[0], tag(record.key, record.shard)) in self.index
-                )
+            assert (row.state == "committed") == (self._name_of(record) in self.index)
+
+    def _name_of(self, record: Record) -> tuple[int, int, int]:
+        """Group, tier and tag by which the index would have a record."""
+        who = self.who_of(record.slab)
+        assert who is not None
+        return who[0], self.tiers.get(record.slab, 0), tag(record.key, record.shard)

@@ -1,0 +1,159 @@
+"""An engine's two halves with a daemon that has GPU memory, on a driver that needs no GPU."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from daemon_process import Daemon, wait_for
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "unit" / "connector"))
+
+from fake_cuda import UUIDS, FakeDriver
+from fake_cuda import Gpu as FakeCard
+from fake_gpu_streams import FakeGpu
+from mini_engine import NAMESPACE, MiniEngine
+
+from kmesh.errors import UnsupportedError
+from kmesh.kernels.cuda import Memory
+from kmesh.session import Session
+
+DIGEST = NAMESPACE.digest()
+MIB = 1 << 20
+WAIT = 30.0
+BLOCKS = [5, 1, 2, 9, 7, 3, 8, 4, 6, 10]
+
+
+def prompt(count: int, seed: int = 0) -> list[int]:
+    return [(i * 31 + seed * 977) % 5000 for i in range(count)]
+
+
+class Connects:
+    """A daemon as ``MiniEngine`` connects to one."""
+
+    def __init__(self, daemon: Daemon) -> None:
+        self._daemon = daemon
+
+    def connect(self, **arguments: Any) -> Session:
+        return Session.connect(self._daemon.socket_dir, **arguments)
+
+
+@pytest.fixture
+def daemon(start_gpu: Callable[..., Daemon]) -> Daemon:
+    daemon = start_gpu()
+    daemon.wait_populated()
+    return daemon
+
+
+@pytest.fixture
+def engine(daemon: Daemon) -> Iterator[Callable[..., MiniEngine]]:
+    """Makes engines whose pages are on the first GPU, unless said otherwise."""
+    engines: list[MiniEngine] = []
+
+    def make(name: str, *, on_gpu: bool = True, **settings: Any) -> MiniEngine:
+        gpu = FakeGpu(FakeDriver(FakeCard(UUIDS[0]))) if on_gpu else None
+        usual = {"gpu": gpu, "reserve_timeout_ms": 30_000, "acquire_timeout_ms": 30_000}
+        engines.append(MiniEngine(Connects(daemon), name, **{**usual, **settings}))  # type: ignore[arg-type]
+        return engines[-1]
+
+    yield make
+    while engines:
+        one = engines.pop()
+        sessions = [client.session for client in one._clients]
+        one.close()
+        for session in sessions:
+            if session is not None:
+                del session.index
+                session._slabs.clear()
+
+
+def tell(engine: MiniEngine) -> None:
+    """What vLLM brings from the worker to the scheduler with a step."""
+    engine.scheduler.worked(engine.workers[0].report(), ())
+
+
+def stored_by(engine: MiniEngine, daemon: Daemon, tokens: list[int], seed: int, name: str) -> None:
+    before = daemon.status().spans
+    engine.scheduler.add(name, tokens, DIGEST)
+    engine.prefill(name, seed, BLOCKS, 0, len(tokens))
+    spans = before + len(tokens) // 64
+    wait_for(lambda: daemon.status().spans == spans, WAIT, f"{spans} spans")
+    engine.scheduler.finished(name)
+
+
+def launches(engine: MiniEngine) -> list[Memory]:
+    gpu: Any = engine.workers[0]._mover
+    return [memory for program, memory, *_ in gpu._gpu.launches if program == "restore"]
+
+
+def test_what_one_engine_stores_on_the_gpu_another_restores(
+    engine: Callable[..., MiniEngine], daemon: Daemon
+) -> None:
+    one, other = engine("a", tier="gpu"), engine("b", tier="gpu")
+    # Also before the scheduler knows which GPU its worker has.
+    stored_by(one, daemon, prompt(256), 7, "first")
+    slabs = [slab for slab in daemon.status().slabs if slab.used]
+    assert {slab.device for slab in slabs} == {UUIDS[0]}
+    other.scheduler.add("r", prompt(256), DIGEST)
+    assert other.scheduler.match("r", 0, 256) == (None, False)
+    tell(other)
+    assert other.match("r", 0, 256, WAIT) == 224
+    assert not other.load("r", BLOCKS[:7], 224, WAIT).bad_blocks
+    assert other.wrong(7, BLOCKS, 0, 224) == []
+    assert launches(other) == [Memory.GPU]
+    counted = other.workers[0].counts.take()
+    assert counted["restored_bytes_gpu"] == counted["restored_bytes"] > 0
+    wait_for(lambda: not daemon.status().leases, WAIT)
+    # Known now, and a miss makes no call.
+    acquires = daemon.status().counters["acquires"]
+    other.scheduler.add("s", prompt(256, seed=3), DIGEST)
+    assert other.scheduler.match("s", 0, 256) == (0, False)
+    assert daemon.status().counters["acquires"] == acquires
+    # Nothing is stored twice.
+    other.prefill("r", 7, BLOCKS, 224, 32)
+    assert daemon.status().spans == 4
+
+
+def test_host_memory_is_looked_in_too(engine: Callable[..., MiniEngine], daemon: Daemon) -> None:
+    host, one = engine("h", on_gpu=False), engine("a", tier="gpu")
+    stored_by(host, daemon, prompt(256), 7, "first")
+    tell(one)
+    one.scheduler.add("r", prompt(256), DIGEST)
+    assert one.match("r", 0, 256, WAIT) == 224
+    assert not one.load("r", BLOCKS[:7], 224, WAIT).bad_blocks
+    assert one.wrong(7, BLOCKS, 0, 224) == []
+    assert launches(one) == [Memory.HOST]
+    one.scheduler.finished("r")
+    # What it computes itself is stored on the GPU, where engines of the host tier don't look,
+    # although it is in host memory already.
+    other = engine("b", tier="gpu")
+    stored_by(other, daemon, prompt(256), 7, "second")
+    stored_by(other, daemon, prompt(192, seed=4), 5, "third")
+    host.scheduler.add("t", prompt(192, seed=4), DIGEST)
+    assert host.scheduler.match("t", 0, 192) == (0, False)
+    # As long in both: the nearer one.
+    one.scheduler.add("u", prompt(256), DIGEST)
+    assert one.match("u", 0, 256, WAIT) == 224
+    assert not one.load("u", BLOCKS[3:], 224, WAIT).bad_blocks
+    assert launches(one) == [Memory.HOST, Memory.GPU]
+
+
+def test_a_scheduler_that_is_told_nothing_computes(
+    engine: Callable[..., MiniEngine], daemon: Daemon
+) -> None:
+    now = [0.0]
+    one = engine("a", tier="gpu", clock=lambda: now[0], acquire_timeout_ms=1000)
+    one.scheduler.add("r", prompt(256), DIGEST)
+    assert one.scheduler.match("r", 0, 256) == (None, False)
+    now[0] = 2.0
+    assert one.scheduler.match("r", 0, 256) == (0, False)
+
+
+def test_what_can_not_be(engine: Callable[..., MiniEngine]) -> None:
+    with pytest.raises(UnsupportedError, match="needs an engine whose KV cache is on a GPU"):
+        engine("a", on_gpu=False, tier="gpu")
+    with pytest.raises(UnsupportedError, match="not served with tensor parallelism"):
+        engine("b", tier="gpu", tp=2)

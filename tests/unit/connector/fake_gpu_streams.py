@@ -1,0 +1,240 @@
+"""A GPU without a GPU, behind ``kmesh_vllm.gpu.Gpu``: streams that run when a test lets them.
+
+Its memory is this process's, and its kernels are the reference.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from fake_cuda import FakeDriver, Gpu
+
+from kmesh.cuda.device import Device
+from kmesh.errors import CudaError
+from kmesh.kernels import reference
+from kmesh.kernels.chooser import Route
+from kmesh.kernels.cuda import Load, Memory, Request
+from kmesh.kernels.host import PagedLayout, Status
+
+#: The stream on which the engine computes.
+COMPUTE = 1
+
+
+class _Mark:
+    """A point in a stream."""
+
+    def __init__(self) -> None:
+        self.reached = False
+
+
+class FakeGpu:
+    """See ``kmesh_vllm.gpu.Gpu``.
+
+    Attributes:
+        held: what is started waits for ``run``; otherwise it runs at once, in its order.
+        launches: (program, memory, loads, requests) of each launch with something to do.
+        refuse: called with a call's name before it does anything; raises what it likes.
+        dead: every wait for what was started fails.
+    """
+
+    def __init__(self, driver: FakeDriver | None = None, **attributes: Any) -> None:
+        self.driver = driver or FakeDriver(Gpu(**attributes))
+        self.device = Device(self.driver, "0")
+        self.held = False
+        self.dead = False
+        self.launches: list[tuple[str, Memory, int, int]] = []
+        self.refuse: Callable[[str], None] = lambda name: None
+        self._lock = threading.RLock()
+        self._streams: dict[int, deque[_Mark | Callable[[], None]]] = {COMPUTE: deque()}
+        self._events: dict[int, _Mark] = {}
+        self._last = COMPUTE
+        self.open = 0
+
+    def start(
+        self, stream: int, work: Callable[[], None] | _Mark, after: _Mark | None = None
+    ) -> None:
+        """Puts something on a stream; ``after``: it waits there for that mark."""
+        with self._lock:
+            if after is not None:
+                self._streams[stream].append(lambda: None if after.reached else _stay())
+            else:
+                self._streams[stream].append(work)
+            if not self.held:
+                self.run()
+
+    def run(self, steps: int = 1 << 30, only: Sequence[int] | None = None) -> None:
+        """Lets streams go on as far as they can, at most so many steps."""
+        with self._lock:
+            moved = True
+            while moved and steps:
+                moved = False
+                for number, stream in self._streams.items():
+                    if only is not None and number not in only:
+                        continue
+                    while stream and steps:
+                        first = stream[0]
+                        if isinstance(first, _Mark):
+                            first.reached = True
+                        else:
+                            try:
+                                first()
+                            except _Stay:
+                                break
+                        stream.popleft()
+                        steps -= 1
+                        moved = True
+
+    def finish(self, mark: _Mark) -> None:
+        """Waits for a mark."""
+        self.refuse("wait")
+        if self.dead:
+            raise CudaError("cuEventSynchronize", 719, "CUDA_ERROR_LAUNCH_FAILED")
+        if not self.held:
+            self.run()
+        until = time.monotonic() + 30
+        while not mark.reached:
+            assert time.monotonic() < until, "waits for what never comes"
+            time.sleep(0.001)
+
+    # As ``Gpu`` has them.
+
+    def enter(self) -> None:
+        pass
+
+    def compute(self) -> int:
+        return COMPUTE
+
+    def stream(self) -> int:
+        with self._lock:
+            self._last += 1
+            self._streams[self._last] = deque()
+            return self._last
+
+    def event(self) -> int:
+        with self._lock:
+            self._last += 1
+            return self._last
+
+    def record(self, event: int, stream: int) -> None:
+        self.refuse("record")
+        mark = self._events[event] = _Mark()
+        self.start(stream, mark)
+
+    def follow(self, stream: int, event: int) -> None:
+        self.refuse("follow")
+        self.start(stream, lambda: None, after=self._events[event])
+
+    def done(self, event: int) -> bool:
+        return self.dead or self._events[event].reached
+
+    def wait(self, event: int) -> None:
+        self.finish(self._events[event])
+
+    def allocate(self, size: int) -> int:
+        self.refuse("allocate")
+        with self.device.current() as driver:
+            return driver.allocate(size)
+
+    def free(self, address: int) -> None:
+        with self.device.current() as driver:
+            driver.free(address)
+
+    def fetch(self, target: int, address: int, size: int, stream: int) -> None:
+        self.refuse("fetch")
+        self.start(stream, lambda: ctypes.memmove(target, address, size) and None)
+
+    def restorer(self, layout: PagedLayout, settings: Any) -> _Restorer:
+        self.refuse("restorer")
+        return _Restorer(self, layout)
+
+    def storer(self, layout: PagedLayout, settings: Any) -> _Storer:
+        self.refuse("storer")
+        return _Storer(self, layout)
+
+    def close(self) -> None:
+        self.device.close()
+
+
+class _Stay(Exception):
+    """A stream waits."""
+
+
+def _stay() -> None:
+    raise _Stay
+
+
+class _Pending:
+    def __init__(self, gpu: FakeGpu, stream: int, work: Callable[[], Any], route: Route) -> None:
+        self._gpu = gpu
+        self._mark = _Mark()
+        self._found: Any = None
+        self.route = route
+
+        def act() -> None:
+            self._found = work()
+
+        gpu.start(stream, act)
+        gpu.start(stream, self._mark)
+
+    def done(self) -> bool:
+        return self._gpu.dead or self._mark.reached
+
+    def wait(self) -> Any:
+        self._gpu.finish(self._mark)
+        return self._found
+
+
+class _Kernels:
+    def __init__(self, gpu: FakeGpu, layout: PagedLayout) -> None:
+        self._gpu = gpu
+        self._layout = layout
+        gpu.open += 1
+
+    def close(self) -> None:
+        self._gpu.open -= 1
+
+
+class _Restorer(_Kernels):
+    def restore(self, loads: Sequence[Load], stream: int, *, memory: Memory) -> _Pending:
+        gpu = self._gpu
+        gpu.refuse("restore")
+        if sum(len(load.records) for load in loads):
+            requests = sum(len(load.requests) for load in loads)
+            gpu.launches.append(("restore", memory, len(loads), requests))
+        return _Pending(gpu, stream, lambda: _restore(self._layout, loads), Route.KERNEL)
+
+
+def _restore(layout: PagedLayout, loads: Sequence[Load]) -> list[list[bytes]]:
+    """As the reference, but pages of bad parts hold rubbish then, as those of a GPU do."""
+    found = reference.restore(layout, loads)
+    for load, statuses in zip(loads, found, strict=True):
+        for request, status in zip(load.requests, statuses, strict=True):
+            for i, code in enumerate(status):
+                if code in (Status.BAD_ROOT, Status.BAD_TILE):
+                    record = load.records[i : i + 1].copy()
+                    rubbish = np.full(int(record["length"][0]), 0xEE, np.uint8)
+                    sums = reference.tile_sums(rubbish)
+                    record["address"], record["root"] = rubbish.ctypes.data, reference.fold(sums)
+                    record["sums_address"] = sums.ctypes.data
+                    assert reference.restore(layout, [Load(record, [request])]) == [[b"\0"]]
+    return found
+
+
+class _Storer(_Kernels):
+    def store(
+        self, records: npt.NDArray[np.void], request: Request, stream: int, *, memory: Memory
+    ) -> _Pending:
+        gpu = self._gpu
+        gpu.refuse("store")
+        if len(records):
+            gpu.launches.append(("store", memory, 1, 1))
+        return _Pending(
+            gpu, stream, lambda: reference.store(self._layout, records, request), Route.KERNEL
+        )

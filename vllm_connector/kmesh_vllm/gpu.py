@@ -1,0 +1,153 @@
+"""What the GPU's mover asks of CUDA, as an interface: tests replace what is behind it.
+
+Streams and events are handles. CuPy, torch and the driver are loaded when a ``CudaGpu`` is made.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Protocol
+
+from kmesh.cuda.device import Device
+from kmesh.kernels.host import PagedLayout
+
+if TYPE_CHECKING:
+    from kmesh.kernels.cuda import Restorer, Settings, Storer
+
+_NON_BLOCKING = 1
+_NO_TIMING = 2
+_TO_HOST = 2
+_NOT_READY = 600
+
+
+class Gpu(Protocol):
+    """One GPU. Nothing waits for it but ``wait`` and the ends of what owns memory.
+
+    Attributes:
+        device: the same GPU, as ``kmesh.cuda`` has it.
+    """
+
+    @property
+    def device(self) -> Device: ...
+
+    def enter(self) -> None:
+        """A thread of ours begins: what it calls is about this GPU."""
+
+    def compute(self) -> int:
+        """The stream on which the engine's thread computes now."""
+
+    def stream(self) -> int:
+        """A new stream that waits for no other by itself."""
+
+    def event(self) -> int:
+        """A new event."""
+
+    def record(self, event: int, stream: int) -> None:
+        """The event stands for all that was started on the stream up to now."""
+
+    def follow(self, stream: int, event: int) -> None:
+        """What is started on the stream from here on waits for the event."""
+
+    def done(self, event: int) -> bool:
+        """Whether what it stands for has ended, well or not."""
+
+    def wait(self, event: int) -> None:
+        """Waits for that.
+
+        Raises:
+            Exception: it has not ended well, or nothing does any more.
+        """
+
+    def allocate(self, size: int) -> int:
+        """Memory of the GPU; raises if there is none."""
+
+    def free(self, address: int) -> None: ...
+
+    def fetch(self, target: int, address: int, size: int, stream: int) -> None:
+        """Starts to copy memory of the GPU to registered host memory at ``target``."""
+
+    def restorer(self, layout: PagedLayout, settings: Settings) -> Restorer: ...
+
+    def storer(self, layout: PagedLayout, settings: Settings) -> Storer: ...
+
+    def close(self) -> None:
+        """Frees streams and events. What they stand for has ended."""
+
+
+class CudaGpu:
+    """The real one; see ``Gpu``.
+
+    Args:
+        ordinal: as torch and the driver count in this process.
+
+    Raises:
+        UnsupportedError: CuPy is not installed, or the GPU can't export memory.
+        CudaError: the driver refuses.
+    """
+
+    def __init__(self, ordinal: int) -> None:
+        from torch.cuda import current_stream
+
+        from kmesh.cuda import driver
+        from kmesh.kernels.device import cupy
+
+        self._current_stream = current_stream
+        self._ordinal = ordinal
+        self._runtime = cupy().cuda.runtime
+        self._streams: list[int] = []
+        self._events: list[int] = []
+        # Whoever counts GPUs in this process counts alike; beyond it the UUID is what names one.
+        self.device = Device(driver.load(), str(ordinal))
+
+    def enter(self) -> None:
+        self._runtime.setDevice(self._ordinal)
+
+    def compute(self) -> int:
+        return int(self._current_stream(self._ordinal).cuda_stream)
+
+    def stream(self) -> int:
+        self._streams.append(self._runtime.streamCreateWithFlags(_NON_BLOCKING))
+        return self._streams[-1]
+
+    def event(self) -> int:
+        self._events.append(self._runtime.eventCreateWithFlags(_NO_TIMING))
+        return self._events[-1]
+
+    def record(self, event: int, stream: int) -> None:
+        self._runtime.eventRecord(event, stream)
+
+    def follow(self, stream: int, event: int) -> None:
+        self._runtime.streamWaitEvent(stream, event)
+
+    def done(self, event: int) -> bool:
+        return bool(self._runtime.eventQuery(event) != _NOT_READY)
+
+    def wait(self, event: int) -> None:
+        self._runtime.eventSynchronize(event)
+
+    def allocate(self, size: int) -> int:
+        return int(self._runtime.malloc(size))
+
+    def free(self, address: int) -> None:
+        self._runtime.free(address)
+
+    def fetch(self, target: int, address: int, size: int, stream: int) -> None:
+        self._runtime.memcpyAsync(target, address, size, _TO_HOST, stream)
+
+    def restorer(self, layout: PagedLayout, settings: Settings) -> Restorer:
+        from kmesh.kernels.cuda import Restorer
+
+        return Restorer(layout, device=self._ordinal, settings=settings)
+
+    def storer(self, layout: PagedLayout, settings: Settings) -> Storer:
+        from kmesh.kernels.cuda import Storer
+
+        return Storer(layout, device=self._ordinal, settings=settings)
+
+    def close(self) -> None:
+        for event in self._events:
+            self._runtime.eventDestroy(event)
+        for stream in self._streams:
+            self._runtime.streamDestroy(stream)
+        self._events.clear()
+        self._streams.clear()
+        self.device.close()

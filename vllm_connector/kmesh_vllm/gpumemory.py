@@ -1,0 +1,155 @@
+"""The daemon's memory as the engine's GPU sees it, attached off the engine's thread."""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+from collections.abc import Callable
+
+from kmesh.cuda.device import Device
+from kmesh.cuda.driver import Attribute
+from kmesh.cuda.slabs import DeviceSlab, DeviceSlabs
+from kmesh.errors import KMeshError, NotFound, UnsupportedError
+from kmesh.handles import HandleKind
+from kmesh.session import Session
+
+logger = logging.getLogger("kmesh_vllm")
+
+_ATTACH_TIMEOUT = 60.0
+#: Seconds between looks for slabs that are being filled.
+_FIRST_LOOK, _LAST_LOOK = 0.25, 30.0
+
+
+class _Known:
+    """What one session gave."""
+
+    def __init__(self, session: Session, device: Device) -> None:
+        self.session = session
+        self.slabs = DeviceSlabs(session, device)
+        self.there: dict[int, DeviceSlab] = {}
+
+
+class GpuMemory:
+    """Imports and registers slabs: all that there are when a session is new, in the background.
+
+    Slabs of an ended session stay until ``tidy``: a load may still read them, and the next
+    session's slabs, which mostly are the same memory, are then not registered anew.
+
+    Attributes:
+        reads_host: whether this GPU can read host memory that is mapped read-only.
+    """
+
+    def __init__(self, device: Device, current: Callable[[], Session | None]) -> None:
+        self.reads_host = device.can(Attribute.READ_ONLY_REGISTER)
+        self._device = device
+        self._current = current
+        self._lock = threading.Lock()
+        self._known: _Known | None = None
+        self._ended: list[_Known] = []
+        self._idle: list[_Known] = []
+        self._closed = threading.Event()
+        self._wake = threading.Event()
+        # One thread, so that nothing is attached through what is being closed. It may wait for a
+        # daemon for ever, which must not keep a process from its end.
+        self._thread = threading.Thread(target=self._run, name="kmesh-slabs", daemon=True)
+        self._thread.start()
+
+    def attached(self, session: Session, number: int) -> DeviceSlab | None:
+        """A slab, if it is attached already."""
+        known = self._known
+        return known.there.get(number) if known and known.session is session else None
+
+    def attach(self, session: Session, number: int, timeout: float | None = None) -> DeviceSlab:
+        """A slab; errors as ``DeviceSlabs.slab``."""
+        known = self._of(session)
+        slab = known.slabs.slab(number, timeout)
+        known.there[number] = slab
+        return slab
+
+    def warm(self) -> None:
+        """Attaches in the background whatever the session has and is not attached."""
+        self._wake.set()
+
+    def tidy(self) -> None:
+        """Nothing reads through ended sessions any more: gives back what was theirs alone."""
+        if self._ended:
+            with self._lock:
+                self._idle += self._ended
+                self._ended = []
+            self._wake.set()
+
+    def close(self) -> None:
+        """Gives everything back; nothing may be read any more."""
+        self._closed.set()
+        self._wake.set()
+        self._thread.join()
+        with self._lock:
+            rest = [*self._ended, *self._idle, *filter(None, [self._known])]
+            self._ended, self._idle, self._known = [], [], None
+        _close(rest)
+
+    def _of(self, session: Session) -> _Known:
+        with self._lock:
+            known = self._known
+            if known is None or known.session is not session:
+                if known is not None:
+                    self._ended.append(known)
+                known = self._known = _Known(session, self._device)
+            return known
+
+    def _run(self) -> None:
+        wait: float | None = None
+        while not self._closed.is_set():
+            woken = self._wake.wait(wait)
+            self._wake.clear()
+            with self._lock:
+                idle, self._idle = self._idle, []
+            _close(idle)
+            session = self._current()
+            if session is None or not self._attach_filled(session):
+                wait = None
+            else:
+                wait = _FIRST_LOOK if woken or wait is None else min(wait * 2, _LAST_LOOK)
+
+    def _attach_filled(self, session: Session) -> int:
+        """Attaches slabs that are filled; returns how many are still to come.
+
+        A hole would be filled by being registered, at this engine's cost.
+        """
+        left = 0
+        for number in range(session.index.slab_count):
+            if self._closed.is_set() or session.closed:
+                return 0
+            if self.attached(session, number) is not None:
+                continue
+            try:
+                if self._filled(session, number):
+                    self.attach(session, number, _ATTACH_TIMEOUT)
+                else:
+                    left += 1
+            except NotFound:
+                left += 1
+            except UnsupportedError as wrong:
+                logger.debug("slab %d: %s", number, str(wrong))
+            except (KMeshError, OSError) as wrong:
+                logger.warning("slab %d can't be attached yet: %s", number, str(wrong))
+                left += 1
+        return left
+
+    def _filled(self, session: Session, number: int) -> bool:
+        handle = session.export_slab(number, _ATTACH_TIMEOUT)
+        try:
+            if handle.kind == HandleKind.CUDA_VMM_FD:
+                return True
+            return os.fstat(handle.fd).st_blocks * 512 >= handle.size
+        finally:
+            os.close(handle.fd)
+
+
+def _close(ended: list[_Known]) -> None:
+    for known in ended:
+        try:
+            known.slabs.close()
+        except (KMeshError, OSError) as wrong:
+            logger.warning("memory of an ended session: %s", str(wrong))

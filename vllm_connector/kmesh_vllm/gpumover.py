@@ -1,0 +1,223 @@
+"""Pages on a GPU: restores on a stream of their own, stores through a buffer on the GPU."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+
+from kmesh.cuda.slabs import DeviceSlab
+from kmesh.errors import DeadlineExceeded, UnsupportedError
+from kmesh.handles import HandleKind
+from kmesh.kernels.cuda import Load, Memory, Pending, Request, Settings
+from kmesh.kernels.host import PagedLayout
+from kmesh.kernels.plan import merged
+from kmesh.session import Session, Staging
+from kmesh_vllm.counts import Counts
+from kmesh_vllm.gpu import Gpu
+from kmesh_vllm.gpumemory import GpuMemory
+from kmesh_vllm.gpustore import GpuStore, TakenOnGpu
+from kmesh_vllm.loadjob import moved_bytes
+from kmesh_vllm.movers import Ids, Piece, Records, Slab, empty_records
+
+logger = logging.getLogger("kmesh_vllm")
+
+
+class _Launched:
+    """What one step restores: a launch for each memory that it comes from.
+
+    Attributes:
+        error: why not everything was started. What was is waited for all the same.
+    """
+
+    def __init__(self, pieces: list[Piece], row_bytes: int, counts: Counts) -> None:
+        self._results = [bytearray(len(piece.records)) for piece in pieces]
+        self._pieces = pieces
+        self._row_bytes = row_bytes
+        self._counts = counts
+        self._launches: list[tuple[Pending, Memory, list[list[int]]]] = []
+        self.error: Exception | None = None
+
+    def add(self, pending: Pending, memory: Memory, owners: list[list[int]]) -> None:
+        """A launch; ``owners`` has the piece's number for each load, for each request."""
+        self._launches.append((pending, memory, owners))
+
+    def done(self) -> bool:
+        return all(pending.done() for pending, _, _ in self._launches)
+
+    def statuses(self) -> list[bytes]:
+        for pending, memory, owners in self._launches:
+            try:
+                found = pending.wait()
+            except Exception as wrong:
+                self.error = self.error or wrong
+                continue
+            route = "gpu" if memory is Memory.GPU else pending.route.value
+            for load, numbers in zip(found, owners, strict=True):
+                for status, number in zip(load, numbers, strict=True):
+                    self._take(number, memory, status, route)
+        self._launches.clear()
+        if self.error is not None:
+            raise self.error
+        return [bytes(result) for result in self._results]
+
+    def _take(self, number: int, memory: Memory, status: bytes, route: str) -> None:
+        piece, result = self._pieces[number], self._results[number]
+        here = piece.on_gpu == (memory is Memory.GPU)
+        np.frombuffer(result, np.uint8)[here] = np.frombuffer(status, np.uint8)
+        amount = moved_bytes(piece.records[here], status, self._row_bytes)
+        self._counts.add(f"restored_bytes_{route}", amount)
+
+
+class GpuMover:
+    """See ``movers.Mover``.
+
+    Restores are the engine's thread's alone, stores its and one thread's of ours.
+
+    Args:
+        gpu: that the pages are on.
+        current: the worker's live session, or None.
+        max_ctas: thread blocks that a restore may have, 0: as many as are of use.
+        buffer_bytes: through which is stored; 0: nothing is stored.
+        wait: seconds that a store waits for its kernel to be compiled.
+    """
+
+    starts_only = True
+
+    def __init__(
+        self,
+        gpu: Gpu,
+        layout: PagedLayout,
+        current: Callable[[], Session | None],
+        counts: Counts,
+        *,
+        max_ctas: int,
+        buffer_bytes: int,
+        wait: float,
+    ) -> None:
+        self._gpu = gpu
+        self._layout = layout
+        self._counts = counts
+        self._wait = wait
+        self._settings = Settings(max_ctas=max_ctas or None)
+        self._memory = GpuMemory(gpu.device, current)
+        self._restorer = gpu.restorer(layout, self._settings)
+        self._stream, self._behind = gpu.stream(), gpu.event()
+        self._store = GpuStore(gpu, layout, self._settings, buffer_bytes) if buffer_bytes else None
+        self._under_way: list[_Launched] = []
+        self._compiled = threading.Event()
+        self._failed = ""
+        self.devices: tuple[str, ...] = (gpu.device.uuid,)
+        if self._memory.reads_host:
+            self.devices += ("",)
+        else:
+            counts.add("host_memory_unreadable")
+            logger.warning(
+                "nothing is restored from host memory: %s can't read memory that is mapped"
+                " read-only",
+                gpu.device.name,
+            )
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="kmesh-kernels")
+        self._thread.submit(self._compile)
+
+    def warm(self, session: Session | None) -> None:
+        """A session is new: its slabs are attached in the background. Never waits."""
+        if session is not None:
+            self._memory.warm()
+
+    def attached(self, session: Session, number: int) -> DeviceSlab | None:
+        return self._memory.attached(session, number) if self._ready() else None
+
+    def attach(self, session: Session, number: int, timeout: float) -> DeviceSlab:
+        until = time.monotonic() + timeout
+        slab = self._memory.attach(session, number, timeout)
+        if not self._compiled.wait(max(until - time.monotonic(), 0)):
+            raise DeadlineExceeded("the kernels are not compiled yet")
+        if self._failed:
+            raise UnsupportedError(f"the kernels can't be compiled: {self._failed}")
+        return slab
+
+    def reads_gpu(self, slab: Slab) -> bool:
+        return isinstance(slab, DeviceSlab) and slab.kind == HandleKind.CUDA_VMM_FD
+
+    def restore(self, pieces: list[Piece]) -> _Launched:
+        gpu = self._gpu
+        # Blocks are given to a load while the step that used them last still runs.
+        gpu.record(self._behind, gpu.compute())
+        gpu.follow(self._stream, self._behind)
+        launched = _Launched(pieces, self._layout.row_bytes, self._counts)
+        self._under_way = [one for one in self._under_way if not one.done()]
+        self._under_way.append(launched)
+        for memory in Memory:
+            loads, owner = [], {}
+            for number, piece in enumerate(pieces):
+                here = piece.on_gpu == (memory is Memory.GPU)
+                if here.any():
+                    request = Request(piece.pages)
+                    owner[request] = number
+                    loads.append(Load(np.ascontiguousarray(piece.records[here]), [request]))
+            if not loads:
+                continue
+            loads = merged(loads)
+            try:
+                pending = self._restorer.restore(loads, self._stream, memory=memory)
+            except Exception as wrong:
+                launched.error = wrong
+                break
+            launched.add(pending, memory, [[owner[r] for r in load.requests] for load in loads])
+        return launched
+
+    def take(self, records: Records, pages: Ids) -> TakenOnGpu:
+        assert self._store is not None
+        wanted = records if self._compiled.wait(self._wait) and self._ready() else records[:0]
+        return self._store.take(wanted, pages)
+
+    def room(self, length: int, timeout: float) -> bool:
+        return self._ready() and self._store is not None and self._store.room(length, timeout)
+
+    def prepare_staging(self, staging: Staging) -> None:
+        assert self._store is not None
+        self._store.prepare(staging)
+
+    def tidy(self) -> None:
+        self._memory.tidy()
+
+    def close(self) -> None:
+        self._thread.shutdown(wait=True, cancel_futures=True)
+        if any(not one.done() for one in self._under_way):
+            # The kernel may read and write for as long as it likes: all of it stays.
+            logger.error("a restore has not ended: its memory is kept")
+            return
+        self._restorer.close()
+        if self._store is not None:
+            self._store.close()
+        self._memory.close()
+        self._gpu.close()
+
+    def _ready(self) -> bool:
+        return self._compiled.is_set() and not self._failed
+
+    def _compile(self) -> None:
+        """Runs both kernels on nothing, with objects of this thread's own."""
+        try:
+            self._gpu.enter()
+            stream, nothing = self._gpu.stream(), Request(np.zeros(0, np.int64))
+            restorer = self._gpu.restorer(self._layout, self._settings)
+            load = Load(empty_records(0), [nothing])
+            restorer.restore([load], stream, memory=Memory.GPU).wait()
+            restorer.close()
+            if self._store is not None:
+                storer = self._gpu.storer(self._layout, self._settings)
+                storer.store(load.records, nothing, stream, memory=Memory.GPU).wait()
+                storer.close()
+        except Exception as wrong:
+            self._failed = str(wrong)
+            logger.error(
+                "nothing is restored or stored: the kernels can't be compiled: %s", self._failed
+            )
+        finally:
+            self._compiled.set()

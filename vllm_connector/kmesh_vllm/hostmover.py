@@ -1,0 +1,85 @@
+"""Pages in host memory: one native call for a request, in the thread that asks."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from kmesh.kernels.host import PagedLayout, gather_packed, scatter_packed
+from kmesh.memory import SlabMapping
+from kmesh.session import Session, Staging
+from kmesh_vllm.movers import Ids, Piece, Records, Slab
+
+
+@dataclass(frozen=True, slots=True)
+class _Moved:
+    """Pieces that were restored."""
+
+    results: list[bytes]
+
+    def done(self) -> bool:
+        return True
+
+    def statuses(self) -> list[bytes]:
+        return self.results
+
+
+class _Pages:
+    """Spans that still lie in the pages."""
+
+    kept = False
+
+    def __init__(self, layout: PagedLayout, records: Records, pages: Ids) -> None:
+        self._layout, self._records, self._pages = layout, records, pages
+        self.count = len(records)
+
+    def put(self, first: int, offsets: list[int], staging: Staging) -> bytes:
+        records = self._records[first : first + len(offsets)].copy()
+        records["address"] = np.asarray(offsets, np.uint64) + np.uint64(staging.address)
+        return gather_packed(self._layout, records.tobytes(), self._pages.data)
+
+    def drop(self) -> None:
+        pass
+
+
+class HostMover:
+    """See ``movers.Mover``. Slabs are mapped; every tile is verified before it is copied."""
+
+    starts_only = False
+    devices = ("",)
+
+    def __init__(self, layout: PagedLayout) -> None:
+        self._layout = layout
+
+    def attached(self, session: Session, number: int) -> SlabMapping | None:
+        return None
+
+    def attach(self, session: Session, number: int, timeout: float) -> SlabMapping:
+        return session.slab(number, timeout)
+
+    def reads_gpu(self, slab: Slab) -> bool:
+        return False
+
+    def restore(self, pieces: list[Piece]) -> _Moved:
+        return _Moved(
+            [
+                scatter_packed(self._layout, piece.records.tobytes(), piece.pages.data)
+                for piece in pieces
+            ]
+        )
+
+    def take(self, records: Records, pages: Ids) -> _Pages:
+        return _Pages(self._layout, records, pages)
+
+    def room(self, length: int, timeout: float) -> bool:
+        return True
+
+    def prepare_staging(self, staging: Staging) -> None:
+        pass
+
+    def tidy(self) -> None:
+        pass
+
+    def close(self) -> None:
+        pass

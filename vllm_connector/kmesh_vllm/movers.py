@@ -1,0 +1,146 @@
+"""What moves spans between memory that processes share and an engine's pages, as an interface.
+
+``hostmover`` is the one for pages in host memory, ``gpumover`` the one for pages on a GPU.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from kmesh.kernels.plan import RECORD
+from kmesh.session import Session, Staging
+
+Ids = npt.NDArray[np.int64]
+Records = npt.NDArray[np.void]
+
+
+class Slab(Protocol):
+    """One of the daemon's slabs, as whoever moves its spans sees it."""
+
+    @property
+    def slab(self) -> int: ...
+    @property
+    def address(self) -> int: ...
+    def sums_address(self, offset: int) -> int: ...
+    def contains(self, offset: int, length: int) -> bool: ...
+
+
+@dataclass(eq=False, slots=True)
+class Piece:
+    """Parts of spans for the pages of one request.
+
+    Attributes:
+        records: of ``kmesh.kernels.plan.RECORD``.
+        on_gpu: for each of them, whether its payload is in a GPU's memory.
+        pages: int64 ids of the tensors' blocks; -1 where a block must not be written.
+    """
+
+    records: Records
+    on_gpu: npt.NDArray[np.bool_]
+    pages: Ids
+
+
+class Moving(Protocol):
+    """Pieces that are being restored. Until ``done`` their pages may be written at any time."""
+
+    def done(self) -> bool:
+        """Whether nothing is written any more. Never waits."""
+
+    def statuses(self) -> list[bytes]:
+        """For each piece, a ``kmesh.kernels.host.Status`` for each record; once ``done``.
+
+        Raises:
+            Exception: the move failed as a whole; all of its pages may hold anything.
+        """
+
+
+class Taken(Protocol):
+    """Spans of a step that are to be stored: the first ``count`` of those that were asked for.
+
+    Attributes:
+        kept: they stay as they are when the engine goes on, so that ``put`` may be called later
+            and in another thread. Otherwise only before the engine's next step.
+    """
+
+    @property
+    def kept(self) -> bool: ...
+    @property
+    def count(self) -> int: ...
+
+    def put(self, first: int, offsets: list[int], staging: Staging) -> bytes:
+        """Writes spans from number ``first`` on to these offsets of the staging; waits for it.
+
+        Spans are put once each, in their order.
+
+        Returns:
+            A ``Status`` for each; one that is not DONE was not written.
+
+        Raises:
+            Exception: none of them may be committed.
+        """
+
+    def drop(self) -> None:
+        """The rest is not wanted. May be called again."""
+
+
+class Mover(Protocol):
+    """Restores into, and stores from, the pages of one engine.
+
+    Attributes:
+        starts_only: ``restore`` only starts something and is called in the engine's thread alone;
+            otherwise it does it, and is called in threads that may be kept.
+        devices: whose memory it can read: UUIDs of GPUs, and "" for the daemon's host memory.
+    """
+
+    @property
+    def starts_only(self) -> bool: ...
+    @property
+    def devices(self) -> tuple[str, ...]: ...
+
+    def attached(self, session: Session, number: int) -> Slab | None:
+        """A slab whose memory can be read at once; None: ``attach`` it first. Never waits."""
+
+    def attach(self, session: Session, number: int, timeout: float) -> Slab:
+        """A slab; may take long. It stays as long as the caller holds it or has a job.
+
+        Raises:
+            KMeshError, OSError: it can't be read here; says why.
+        """
+
+    def reads_gpu(self, slab: Slab) -> bool:
+        """Whether a slab is GPU memory."""
+
+    def restore(self, pieces: list[Piece]) -> Moving:
+        """Starts to move the pieces, behind all that the engine has started on its pages."""
+
+    def take(self, records: Records, pages: Ids) -> Taken:
+        """Spans that the step has filled; ``address`` of the records means nothing.
+
+        When it returns, the engine may go on: what it starts from here on comes after the reading
+        of what is ``kept``.
+        """
+
+    def room(self, length: int, timeout: float) -> bool:
+        """Whether ``take`` has room for a span of so many bytes; waits a while until it has."""
+
+    def prepare_staging(self, staging: Staging) -> None:
+        """Staging that ``put`` will write to; may take long.
+
+        Raises:
+            KMeshError, OSError: it can't be written from here.
+        """
+
+    def tidy(self) -> None:
+        """No load is under way: what only ended sessions used may go. Never waits."""
+
+    def close(self) -> None:
+        """Waits, for a bounded time, for what is under way and gives memory back."""
+
+
+def empty_records(count: int) -> Records:
+    """Records that are all zero."""
+    return np.zeros(count, RECORD)

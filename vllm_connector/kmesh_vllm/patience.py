@@ -1,0 +1,33 @@
+"""How long a step waits for answers that mostly come at once."""
+
+from __future__ import annotations
+
+import time
+from concurrent.futures import Future, wait
+from typing import Any
+
+#: Seconds of a step.
+PATIENCE = 0.002
+
+
+class Patience:
+    """A thread that takes an answer has to wait for the interpreter, in which an engine without
+    other work spins, unless the engine waits for the answer.
+
+    Args:
+        seconds: of one step, for all of its answers.
+    """
+
+    def __init__(self, seconds: float) -> None:
+        self._seconds = self._left = seconds
+
+    def renew(self) -> None:
+        """A step is over."""
+        self._left = self._seconds
+
+    def wait(self, future: Future[Any]) -> None:
+        """Waits for an answer, as long as there is patience left."""
+        if self._left > 0:
+            begun = time.perf_counter()
+            wait([future], self._left)
+            self._left -= time.perf_counter() - begun
