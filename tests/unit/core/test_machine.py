@@ -66,7 +66,7 @@ TENANCIES = [
 MUST_REACH = ("hits", "released", "committed", "aborted", "recovered", "verified")
 MUST_REACH += ("evicted", "discarded", "reserve_quota")
 MUST_REACH += ("flight_leads", "flight_joins", "flight_promotions", "flight_landed")
-MUST_REACH += ("flight_leaves", "flight_shared", "flight_ended_not_stored")
+MUST_REACH += ("flight_leaves", "flight_ended_not_stored")
 ENDS = [FlightCause.DONE, FlightCause.ABORTED, FlightCause.PREEMPTED, FlightCause.NOT_STORED]
 # Mostly the case in which something happens.
 seldom = st.sampled_from([False, False, False, True])
