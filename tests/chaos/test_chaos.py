@@ -25,6 +25,7 @@ from leaks import process_tree
 
 from kmesh.layout import TILE_BYTES, sums_offset
 from kmesh.v1 import admin_pb2
+from tools.verify_evidence import derive
 
 pytestmark = pytest.mark.chaos
 HERE = Path(__file__).parent
@@ -190,6 +191,13 @@ def test_a_short_run(kept: Path) -> None:
     done = run(2, 8, "uids")
     assert sum(done["faults"].values()) >= 5
     assert done["clients"]["read_ok"] > 20
+    derived = derive({"kind": "chaos", "raw": {"runs": [done]}})
+    assert (derived["left"], derived["ledger_off_bytes"], derived["unexplained"]) == (0, 0, 0)
+    assert derived["operations"] == done["clients"]["ops"]
+    done["ledger"] |= {"leases": 2, "used_bytes": done["ledger"]["used_bytes"] + 7}
+    done["reports"]["corrupt"] = done["corruptions_explained"] + 1
+    derived = derive({"kind": "chaos", "raw": {"runs": [done]}})
+    assert (derived["left"], derived["ledger_off_bytes"], derived["unexplained"]) == (2, 7, 1)
     assert not list(kept.iterdir())
 
 
