@@ -141,7 +141,29 @@ class GpuKeeper:
 
     def _start(self, worker: _Worker, now: float) -> None:
         ours, theirs = ipc.pair()
-        to_control, from_control = ipc.pair()
+        with theirs:
+            try:
+                to_control, from_control = ipc.pair()
+            except OSError:
+                ours.close()
+                raise
+            with to_control, from_control:
+                self._fork(worker, ours, theirs, from_control)
+                ours.setblocking(False)
+                worker.channel = ours
+                worker.lives += 1
+                worker.backoff.started(now)
+                worker.kill_at = now + _START_SECONDS
+                news = ipc.GpuWorker(worker.gpu, worker.lives - 1, worker.pid)
+                self._tell(news, to_control.fileno())
+
+    def _fork(
+        self,
+        worker: _Worker,
+        ours: socket.socket,
+        theirs: socket.socket,
+        from_control: socket.socket,
+    ) -> None:
         settings, gpu = self._settings, worker.gpu
         nothing = Memory(-1, 0)
         pieces = [
@@ -159,16 +181,7 @@ class GpuKeeper:
 
         held = (fd for _, _, fd in pieces if fd >= 0)
         keep = [theirs.fileno(), from_control.fileno(), *held]
-        worker.pid = child.fork(f"gpu{gpu}", keep, main)
-        worker.lives += 1
-        theirs.close()
-        from_control.close()
-        ours.setblocking(False)
-        worker.channel = ours
-        worker.backoff.started(now)
-        worker.kill_at = now + _START_SECONDS
-        self._tell(ipc.GpuWorker(gpu, worker.lives - 1, worker.pid), to_control.fileno())
-        to_control.close()
+        worker.pid = child.fork_or_close(ours, f"gpu{gpu}", keep, main)
 
     def restart(self, gpu: int) -> None:
         """Ends a worker that control has given up; the next one follows."""

@@ -34,6 +34,7 @@ from kmesh.v1 import admin_pb2
 TESTS = Path(__file__).parents[1]
 #: A process is started again after ten seconds at the latest, and then has to start.
 RECOVERY = 10.0 + SLACK
+MAX_SPANS = 1024
 _DIED = re.compile(r"a process died: .*name_of=\W?(control|worker|device)")
 _COUNTERS = ("spans_recovered", "spans_recovered_dropped", "spans_corrupt", "spans_corrupt_false")
 _COUNTERS += ("spans_evicted", "spans_wiped", "spans_copy_failed", "spans_aborted")
@@ -62,7 +63,7 @@ class House:
             "host_memory": "12MiB",
             "slab_size": "2MiB",
             "staging_memory": "24MiB",
-            "max_spans": 1024,
+            "max_spans": MAX_SPANS,
             "grace_ms": 1000,
             "copy_timeout_ms": 5000,
             "deadline_ms": 5000,

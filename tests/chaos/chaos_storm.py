@@ -18,13 +18,14 @@ from typing import Any, ClassVar
 from chaos_cast import SLACK, Client, Rude, is_root
 from chaos_end import finish
 from chaos_events import Events
-from chaos_house import House
+from chaos_house import MAX_SPANS, House
 from chaos_plan import Fault, schedule
 from chaos_watch import Broken, memory, require, touches
 from foreign import NOBODY
 from leaks import open_fds
 
 from kmesh.layout import sums_offset
+from kmesh_spand.core.record import RECORD_BYTES, decode
 
 CLIENTS = 4
 _LOOK, _STATUS = 0.5, 2.0
@@ -252,7 +253,7 @@ class Storm:
         self.house.let_in()
 
     def _flip(self, fault: Fault, pid: int) -> bool:
-        """A bit of what is stored, as a broken machine would."""
+        """Some bits of what is stored, each in another byte, as a broken machine would."""
         found = memory(self.house.pid)
         catalog = found.pop("catalog", None)
         rng = random.Random(fault.draw)
@@ -260,22 +261,26 @@ class Storm:
         if path is None:
             return False
         file = path.stat()
-        begin, end = 0, sums_offset(file.st_size) if path != catalog else 1024 * 128
-        if fault.target == "sums":
-            begin, end = end, file.st_size
-        at = rng.randrange(begin, end)
+        end = sums_offset(file.st_size)
+        if fault.target == "record":
+            places = [rng.choice(_records(path) or [0]) + rng.randrange(RECORD_BYTES)]
+        elif fault.target == "sums":
+            places = [rng.randrange(end, file.st_size) for _ in range(4)]
+        else:
+            places = [rng.randrange(end) for _ in range(8)]
         if path != catalog:
-            self._flips.append((file.st_ino, at))
+            self._flips += [(file.st_ino, at) for at in places]
         path.chmod(0o600)
         try:
             with open(path, "r+b", buffering=0) as memory_file:
-                memory_file.seek(at)
-                byte = memory_file.read(1)[0]
-                memory_file.seek(at)
-                memory_file.write(bytes([byte ^ 1 << rng.randrange(8)]))
+                for at in places:
+                    memory_file.seek(at)
+                    byte = memory_file.read(1)[0]
+                    memory_file.seek(at)
+                    memory_file.write(bytes([byte ^ 1 << rng.randrange(8)]))
         finally:
             path.chmod(file.st_mode & 0o777)
-        self.events.add("flipped", inode=file.st_ino, at=at)
+        self.events.add("flipped", inode=file.st_ino, at=places)
         return True
 
     def _limit(self, pid: int, what: int, soft: int, seconds: float, ours: bool) -> bool:
@@ -331,6 +336,15 @@ class Storm:
         if self.rude is not None:
             self.rude.close()
         self.house.close()
+
+
+def _records(catalog: Path) -> list[int]:
+    """Where a catalog has records of what is stored."""
+    with catalog.open("rb") as file:
+        data = file.read(MAX_SPANS * RECORD_BYTES)
+    places = range(0, len(data), RECORD_BYTES)
+    found = {at: decode(data[at : at + RECORD_BYTES]) for at in places}
+    return [at for at, record in found.items() if record is not None and record.tokens]
 
 
 def _gone(handle: int) -> bool:

@@ -25,6 +25,7 @@ from leaks import process_tree
 
 from kmesh.layout import TILE_BYTES, sums_offset
 from kmesh.v1 import admin_pb2
+from tools.verify_evidence import derive
 
 pytestmark = pytest.mark.chaos
 HERE = Path(__file__).parent
@@ -170,6 +171,7 @@ def test_a_call_that_hangs_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(300)
 def test_wrong_bytes_end_a_run(kept: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Clients store what their keys do not say: the sums of it are right, as if served wrongly."""
     monkeypatch.setattr(Storm, "arguments", {"lie": 1})
@@ -186,14 +188,24 @@ def test_wrong_bytes_end_a_run(kept: Path, monkeypatch: pytest.MonkeyPatch) -> N
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(300)
 def test_a_short_run(kept: Path) -> None:
     done = run(2, 8, "uids")
-    assert sum(done["faults"].values()) >= 5
-    assert done["clients"]["read_ok"] > 20
+    assert done["faults"]
+    # The audit at its end has stored something, and read it.
+    assert done["clients"]["read_ok"] > 0
+    derived = derive({"kind": "chaos", "raw": {"runs": [done]}})
+    assert (derived["left"], derived["ledger_off_bytes"], derived["unexplained"]) == (0, 0, 0)
+    assert derived["operations"] == done["clients"]["ops"]
+    done["ledger"] |= {"leases": 2, "used_bytes": done["ledger"]["used_bytes"] + 7}
+    done["reports"]["corrupt"] = done["corruptions_explained"] + 1
+    derived = derive({"kind": "chaos", "raw": {"runs": [done]}})
+    assert (derived["left"], derived["ledger_off_bytes"], derived["unexplained"]) == (2, 7, 1)
     assert not list(kept.iterdir())
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(300)
 def test_a_run_that_is_interrupted_ends_all_that_it_started(kept: Path) -> None:
     process = subprocess.Popen(
         [sys.executable, str(HERE), "--seconds=600", "--seed=3"],
@@ -202,18 +214,19 @@ def test_a_run_that_is_interrupted_ends_all_that_it_started(kept: Path) -> None:
         stderr=subprocess.PIPE,
         text=True,
     )
-    try:
-        assert process.stderr is not None
-        assert process.stderr.readline() == "SEED=3 (hardened)\n"
-        wait_for(lambda: any("begin" in path.read_text() for path in kept.glob("*/ev*")), 60)
-        assert process.poll() is None
-        family = process_tree(process.pid)
-        assert len(family) > CLIENTS + 4
-        process.send_signal(signal.SIGINT)
-        out, said = process.communicate(timeout=60)
-    finally:
-        process.kill()
-        process.wait()
+    with process:
+        try:
+            assert process.stderr is not None
+            assert process.stderr.readline() == "SEED=3 (hardened)\n"
+            wait_for(lambda: any("begin" in path.read_text() for path in kept.glob("*/ev*")), 60)
+            assert process.poll() is None
+            family = process_tree(process.pid)
+            # The daemon with control and its worker, the rude client, and the others.
+            assert len(family) >= CLIENTS + 4
+            process.send_signal(signal.SIGINT)
+            out, said = process.communicate(timeout=60)
+        finally:
+            process.kill()
     assert (process.returncode, out, said) == (130, "", "stopped\n")
     wait_for(lambda: not any(Path(f"/proc/{pid}").exists() for pid in family), 30)
     assert not list(kept.iterdir())

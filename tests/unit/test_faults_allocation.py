@@ -111,12 +111,18 @@ def test_starting_the_other_processes(
 ) -> None:
     """No process can be started here: a child would be a copy of this test."""
     socket_dir.mkdir()
-    chosen = settings(socket_dir)
+    chosen = settings(socket_dir, gpu="0", gpu_memory="2MiB")
     supervisor = Supervisor(chosen, "test", None)  # type: ignore[arg-type]
     supervisor._storage = Storage(chosen)
     supervisor._listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     try:
-        for start in (supervisor._start_control, supervisor._start_worker, lambda _: Prepared()):
+        gpus = supervisor._gpus
+        for start in (
+            supervisor._start_control,
+            supervisor._start_worker,
+            lambda now: gpus._start(gpus._workers[0], now),
+            lambda _: Prepared(),
+        ):
             with pytest.MonkeyPatch.context() as patch:
                 patch.setattr(os, "fork", _never)
                 refused = each_allocation(
