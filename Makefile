@@ -150,8 +150,8 @@ defconfig-tokendance-model: env ## choose the profile with the state of a real m
 	@$(PY) -m experiments.tokendance defconfig tokendance-model
 
 # What reads the profile chooses the one for CPUs if none was chosen.
-.config:
-	@$(MAKE) --no-print-directory defconfig-tokendance-cpu
+.config: | env
+	@$(PY) -m experiments.tokendance defconfig tokendance-cpu
 
 .PHONY: tokendance-plan
 tokendance-plan: env .config ## print what the experiment will do, and to what

@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+from transformers import AutoTokenizer
 
 from demo.prompts import DOCUMENT, QUESTIONS
 from experiments.tokendance.reference import Computed, Reference, divergence
@@ -56,7 +57,8 @@ class Captured:
     """
 
     def __init__(self, path: str, shared: int, prompts: int) -> None:
-        self._reference = Reference(path)
+        self._reference = Reference.load(path)
+        self._tokenizer: Any = AutoTokenizer.from_pretrained(path)
         self.shape = CapturedShape(self._reference, Path(path).name)
         text = self._tokens(DOCUMENT.read_text())
         self._passage, rest = text[:shared], text[shared:]
@@ -128,7 +130,7 @@ class Captured:
         return Prompt(np.concatenate([notes, self._passage, question]), (length,))
 
     def _tokens(self, text: str) -> npt.NDArray[np.uint32]:
-        ids: Any = self._reference.tokenizer(text, add_special_tokens=False)["input_ids"]
+        ids: Any = self._tokenizer(text, add_special_tokens=False)["input_ids"]
         return np.array(ids, dtype=np.uint32)
 
     def _describe(

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM
 
 from kmesh.kernels.rotary import Rotary
 
@@ -41,17 +41,15 @@ class Reference:
     """One model.
 
     Args:
-        path: of a checkpoint, or its name in a hub.
+        causal: a language model of transformers, Llama-, Qwen2- or Qwen3-like, in float32.
 
     Raises:
         kmesh.errors.UnsupportedError: its keys can't be turned by a distance.
     """
 
-    def __init__(self, path: str) -> None:
-        torch.manual_seed(0)
-        self.tokenizer: Any = AutoTokenizer.from_pretrained(path)
-        self._causal: Any = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
-        self._model: Any = self._causal.model
+    def __init__(self, causal: Any) -> None:
+        self._causal = causal
+        self._model: Any = causal.model
         config: Any = self._causal.config
         self.layers: int = config.num_hidden_layers
         self.heads: int = config.num_key_value_heads
@@ -60,6 +58,11 @@ class Reference:
         self.rotary = Rotary.from_parameters(
             self.rope, head_dim=self.head_dim, interleaved=False, dtype="bfloat16"
         )
+
+    @classmethod
+    def load(cls, path: str) -> Reference:
+        """A checkpoint's, by its path or its name in a hub."""
+        return cls(AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32))
 
     def prefill(self, tokens: npt.NDArray[np.uint32]) -> Computed:
         """Everything is computed."""

@@ -311,6 +311,33 @@ def test_chunks_that_do_not_add_up(raw: int) -> None:
         assert refused.value.field in ("chunks.raw", "chunks.stored", "literal_bytes")
 
 
+@pytest.mark.parametrize(
+    ("at", "value", "field"),
+    [
+        pytest.param(4, 0, "chunks.stored", id="a plane without bytes"),
+        pytest.param(12, 1, "chunks.stored", id="a third plane"),
+        pytest.param(20, 1, "chunks.reserved", id="reserved bytes"),
+        pytest.param(4, 31, "stored_bytes", id="less than is stored"),
+    ],
+)
+def test_fields_of_chunks(at: int, value: int, field: str) -> None:
+    file = bytearray(GOLDEN[1].read_bytes())
+    struct.pack_into("<I", file, 0x158 + at, value)
+    bad = sealed(file)
+    for refuse in (lambda: decode(bad), lambda: second.decode(bad, {})):
+        with pytest.raises((RecipeFormatError, second.Refused)) as refused:
+            refuse()
+        assert refused.value.field == field
+
+
+def test_a_plane_that_is_longer_than_its_chunk() -> None:
+    bad = _cold_with(bytes(33), 64)
+    for refuse in (lambda: decode(bad), lambda: second.decode(bad, {})):
+        with pytest.raises((RecipeFormatError, second.Refused)) as refused:
+            refuse()
+        assert refused.value.field == "chunks.stored"
+
+
 def test_a_payload_larger_than_wanted_gets_no_memory() -> None:
     """A thousand references to the same tokens are a small recipe of a large member."""
     geometry = Geometry(layers=1, heads=1, head_dim=64)
