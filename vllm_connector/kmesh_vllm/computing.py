@@ -134,7 +134,7 @@ class Computing:
 
     def _sibling_computes(self, state: RequestState, session: Session, local: int) -> bool:
         """Whether another request of this engine sees to the span that this one needs next."""
-        if not self._by_key or not self._sharing:
+        if not self._by_key:
             return False
         key = key_at(state, session, local)
         other = self._by_key.get(key) if key is not None else None

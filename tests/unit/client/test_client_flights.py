@@ -103,7 +103,7 @@ async def test_a_cancelled_wait_is_left(daemon: FakeDaemon, tmp_path: Path) -> N
         mine = await leader.claim(keys, [SHARD])
         found = await other.claim(keys, [SHARD])
         for how in ("waiting", "answered"):
-            task = asyncio.create_task(other.await_flight(found, 30))
+            task = asyncio.create_task(other.await_flight(found, 3000))
             while not daemon.waits:
                 await asyncio.sleep(0.005)
             if how == "answered":

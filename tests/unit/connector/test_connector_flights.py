@@ -274,6 +274,7 @@ def test_siblings_of_a_leader_find_its_blocks(
     one.scheduler.plan([("r0", [0, 1], 0, 64)], [])
     if sharing:
         assert ask(one, "r2", 256, 64) == ASK
+        assert one.scheduler._states["r2"].part is None
         one.scheduler.plan([], [("r0", [2, 3, 4, 5, 6, 7], False, 64, 192)])
     assert answered(one, "r2", 256) == 0
     assert daemon.flights == 1
