@@ -155,15 +155,21 @@ def test_pages_are_read_before_the_next_step_writes_them(engine: Make, daemon: F
     mover: Any = one.workers[0]._mover
     until(mover._ready, WAIT)
     gpu.held = True
+    before = gpu.waits
     one.scheduler.add("r", prompt(128), DIGEST)
     blocks = [3, 1, 4, 2]
     step = one.scheduler.plan([("r", blocks, 0, 128)], [])
     one.run(step, lambda: gpu.start(COMPUTE, lambda: one.compute(7, blocks, 0, 128)))
     # The request is preempted, and its blocks are another's in the next step.
     gpu.start(COMPUTE, lambda: one.compute(55, blocks, 0, 128))
+    gathering = mover._store._gathering
+    gpu.run(only=[gathering])
     gpu.run(only=[COMPUTE])
     assert one.wrong(7, blocks, 0, 128) == [], "the next step did not wait"
-    assert daemon.spans == 0
+    gpu.run(only=[gathering, COMPUTE])
+    # The pages were read, and a thread waits until the bytes are in staging.
+    until(lambda: gpu.waits == before + 2, WAIT)
+    assert (daemon.spans, daemon.reservations) == (0, 2)
     gpu.run()
     gpu.held = False
     until(lambda: daemon.spans == 2, WAIT)
@@ -358,6 +364,32 @@ def test_a_new_session_attaches_anew_and_registers_no_memory_twice(
     assert other.wrong(7, [1, 2, 3, 4, 5], 0, 160) == []
     until(lambda: not mover._memory._ended, WAIT)
     assert len(gpu.driver._registered) == 1
+
+
+def test_memory_of_a_daemon_that_is_gone_is_given_back_when_nothing_reads_it(
+    engine: Make, daemon: FakeDaemon
+) -> None:
+    stored_by(engine("a"), daemon, prompt(192))
+    gpu = FakeGpu()
+    other = engine("b", gpu=gpu)
+    warm(other, daemon)
+    mover: Any = other.workers[0]._mover
+    assert promised(other, "r", prompt(192)) == 160
+    gpu.held = True
+    other.scheduler.allocated("r", [1, 2, 3, 4, 5], 160)
+    other.run(other.scheduler.plan([], []))
+    session = other.workers_client.session
+    assert session is not None
+    session.close()
+    other.workers_client.session = None
+    mover.warm(None)
+    until(lambda: mover._memory._known is None, WAIT)
+    assert len(gpu.driver._registered) == 1, "memory went while it was read"
+    gpu.run()
+    assert not other.settle("r", WAIT).bad_blocks
+    assert other.wrong(7, [1, 2, 3, 4, 5], 0, 160) == []
+    # Without a further step: an engine that has nothing to do keeps nothing.
+    until(lambda: not gpu.driver._registered, WAIT)
 
 
 def test_host_memory_that_the_gpu_can_not_read(
