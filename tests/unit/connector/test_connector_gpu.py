@@ -11,14 +11,17 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from fake_cuda import refuse_nth
 from fake_gpu_streams import COMPUTE, FakeGpu
 from mini_engine import LAYERS, NAMESPACE, MiniEngine, until
 
+from kmesh.cuda import proof
 from kmesh.cuda.driver import Attribute
 from kmesh.errors import CudaError, UnsupportedError
 from kmesh.kernels.cuda import Memory
 from kmesh.testing import FakeDaemon
 from kmesh_vllm.counts import Counts
+from kmesh_vllm.gpumemory import GpuMemory
 from kmesh_vllm.gpumover import GpuMover
 from kmesh_vllm.movers import Piece
 
@@ -427,6 +430,37 @@ def test_kernels_that_can_not_be_compiled(
     counted = other.workers[0].counts.take()
     assert (counted["load_failed_error"], counted["store_skipped_staging"]) == (1, 2)
     assert "the kernels can't be compiled: no compiler" in caplog.text
+
+
+def test_the_driver_fails_at_each_step_of_attaching(
+    daemon: FakeDaemon, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whichever call fails: a later one succeeds, and nothing is held twice or left."""
+    with daemon.connect() as session:
+        for number in range(1, 100):
+            monkeypatch.setattr(proof, "_proved", set())
+            gpu = FakeGpu()
+            memory = GpuMemory(gpu.device, lambda: None)
+            refuse = refuse_nth(number)
+            # Undoing something does not fail here, and naming it for later is no call.
+            gpu.driver.refuse = lambda name, refuse=refuse: (  # type: ignore[misc]
+                None if name in ("unregister", "free", "pop_context") else refuse(name)
+            )
+            failed = False
+            try:
+                memory.attach(session, 0)
+            except CudaError:
+                failed = True
+            gpu.driver.refuse = None
+            assert memory.attach(session, 0).size == memory.attached(session, 0).size  # type: ignore[union-attr]
+            assert len(gpu.driver._registered) == 1
+            memory.close()
+            gpu.close()
+            assert not any(gpu.driver.ledger().values())
+            if not failed:
+                break
+        del session.index
+    assert number > 10
 
 
 @pytest.mark.parametrize("call", ["record", "follow", "restore"])
