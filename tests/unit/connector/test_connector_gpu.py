@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import threading
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -575,7 +574,8 @@ def test_closed_while_it_restores_and_stores(engine: Make, daemon: FakeDaemon) -
     other.run(other.scheduler.plan([], []))
     closing = threading.Thread(target=other.workers[0].close)
     closing.start()
-    time.sleep(0.05)
+    loader: Any = other.workers[0]._loader
+    until(lambda: loader._threads._shutdown, WAIT)
     assert gpu.driver.ledger()["registered"] > 0, "memory went while it was read"
     gpu.run()
     gpu.held = False
