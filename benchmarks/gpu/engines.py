@@ -13,6 +13,7 @@ import random
 import sys
 import tempfile
 import time
+import traceback
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from pathlib import Path
@@ -98,6 +99,7 @@ class Taken:
         self.times: dict[tuple[str, str], list[float]] = {}
         self.tokens: dict[tuple[str, str, int], int] = {}
         self.traces: dict[str, Any] = {}
+        self.failed: list[str] = []
 
     def add(self, what: str, length: str, number: int, run: Run, cached: bool) -> None:
         wanted = LENGTHS[length] if cached else 0
@@ -183,9 +185,9 @@ def rows(taken: Taken, copies: dict[str, list[float]]) -> Iterator[Row]:
             ("host", "median a - median b - 1.1 median c"),
             ("gpu", "median a - median b"),
         ):
-            ours = taken.times.get((tier, length))
-            if ours:
-                series = {tier: ours, "own prefix cache": taken.times[f"{tier}_prefix", length]}
+            ours, own = (taken.times.get((what, length)) for what in (tier, f"{tier}_prefix"))
+            if ours and own:
+                series = {tier: ours, "own prefix cache": own}
                 if tier == "host":
                     series["pinned copy"] = copies[length]
                 yield Row(f"engine_{tier}_over_{length}", "ms", reduce, series, what)
@@ -233,12 +235,17 @@ def measure(rounds: int, parts: Sequence[str]) -> tuple[Taken, dict[str, list[fl
             one.up()
             print(f"{part} is up", file=sys.stderr, flush=True)
         for part, one in engines.items():
-            if part == "plain":
-                plain(one, prompts, taken)
-            elif part == "offload":
-                offloaded(one, prompts, taken)
-            else:
-                restored(one, prompts, taken, part)
+            try:
+                if part == "plain":
+                    plain(one, prompts, taken)
+                elif part == "offload":
+                    offloaded(one, prompts, taken)
+                else:
+                    restored(one, prompts, taken, part)
+            except RuntimeError:
+                # What the others measured is worth having.
+                traceback.print_exc()
+                taken.failed.append(part)
             if part == "host":
                 for length, tokens in LENGTHS.items():
                     times = one.copies(tokens * TOKEN_BYTES, 11)
@@ -274,7 +281,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     result["command"] = f"python -m benchmarks.gpu.engines run --rounds {options.rounds}"
     options.out.parent.mkdir(parents=True, exist_ok=True)
     options.out.write_text(json.dumps(result, ensure_ascii=False, indent=1) + "\n", "utf-8")
-    return 0
+    print(f"written to {options.out}", *(f"; {part} failed" for part in taken.failed))
+    return 1 if taken.failed else 0
 
 
 if __name__ == "__main__":

@@ -7,7 +7,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from kmesh_vllm import hostmover
+from kmesh_vllm import hostmover, loading
 from kmesh_vllm.connector import KMeshConnector
 
 __all__ = ["KMeshConnector"]
@@ -19,14 +19,14 @@ def _there(name: str) -> bool:
     return Path(os.environ[DIRECTORY], name).exists()
 
 
-_attach = hostmover.HostMover.attach
+_prepare = loading.Loader._prepare
 _scatter = hostmover.scatter_packed
 
 
-def _held(self: Any, *arguments: Any) -> Any:
+def _held(self: Any, job: Any) -> None:
     while _there("held"):
         time.sleep(0.02)
-    return _attach(self, *arguments)
+    _prepare(self, job)
 
 
 def _failing(*arguments: Any) -> bytes:
@@ -35,5 +35,5 @@ def _failing(*arguments: Any) -> bytes:
     return _scatter(*arguments)
 
 
-hostmover.HostMover.attach = _held
+loading.Loader._prepare = _held
 hostmover.scatter_packed = _failing

@@ -33,8 +33,8 @@ class _Known:
 class GpuMemory:
     """Imports and registers slabs: all that there are when a session is new, in the background.
 
-    Slabs of an ended session stay until ``tidy``: a load may still read them, and the next
-    session's slabs, which mostly are the same memory, are then not registered anew.
+    Slabs of an ended session go when no load is under way and, as the next session's mostly are
+    the same memory, when those are attached.
 
     Attributes:
         reads_host: whether this GPU can read host memory that is mapped read-only.
@@ -47,7 +47,7 @@ class GpuMemory:
         self._lock = threading.Lock()
         self._known: _Known | None = None
         self._ended: list[_Known] = []
-        self._idle: list[_Known] = []
+        self._loads = 0
         self._closed = threading.Event()
         self._wake = threading.Event()
         # One thread, so that nothing is attached through what is being closed. It may wait for a
@@ -67,16 +67,20 @@ class GpuMemory:
         known.there[number] = slab
         return slab
 
-    def warm(self) -> None:
-        """Attaches in the background whatever the session has and is not attached."""
+    def changed(self) -> None:
+        """There is another session, or none: the background sees to what it gives."""
         self._wake.set()
 
-    def tidy(self) -> None:
-        """Nothing reads through ended sessions any more: gives back what was theirs alone."""
-        if self._ended:
-            with self._lock:
-                self._idle += self._ended
-                self._ended = []
+    def begin(self) -> None:
+        """A load begins: what it is given stays until ``end``."""
+        with self._lock:
+            self._loads += 1
+
+    def end(self) -> None:
+        """A load has ended."""
+        with self._lock:
+            self._loads -= 1
+        if self._ended and not self._loads:
             self._wake.set()
 
     def close(self) -> None:
@@ -85,8 +89,8 @@ class GpuMemory:
         self._wake.set()
         self._thread.join()
         with self._lock:
-            rest = [*self._ended, *self._idle, *filter(None, [self._known])]
-            self._ended, self._idle, self._known = [], [], None
+            rest = [*self._ended, *filter(None, [self._known])]
+            self._ended, self._known = [], None
         _close(rest)
 
     def _of(self, session: Session) -> _Known:
@@ -103,14 +107,25 @@ class GpuMemory:
         while not self._closed.is_set():
             woken = self._wake.wait(wait)
             self._wake.clear()
-            with self._lock:
-                idle, self._idle = self._idle, []
-            _close(idle)
             session = self._current()
-            if session is None or not self._attach_filled(session):
+            left = 0 if session is None else self._attach_filled(session)
+            _close(self._unused(session))
+            if not left:
                 wait = None
             else:
                 wait = _FIRST_LOOK if woken or wait is None else min(wait * 2, _LAST_LOOK)
+
+    def _unused(self, session: Session | None) -> list[_Known]:
+        """What nobody needs any more: it is to be closed."""
+        with self._lock:
+            known = self._known
+            if known is not None and known.session is not session and known.session.closed:
+                self._ended.append(known)
+                self._known = None
+            if self._loads:
+                return []
+            ended, self._ended = self._ended, []
+            return ended
 
     def _attach_filled(self, session: Session) -> int:
         """Attaches slabs that are filled; returns how many are still to come.

@@ -125,9 +125,8 @@ class GpuMover:
         self._thread.submit(self._compile)
 
     def warm(self, session: Session | None) -> None:
-        """A session is new: its slabs are attached in the background. Never waits."""
-        if session is not None:
-            self._memory.warm()
+        """A session is new, or lost: its slabs come, or go, in the background. Never waits."""
+        self._memory.changed()
 
     def attached(self, session: Session, number: int) -> DeviceSlab | None:
         return self._memory.attached(session, number) if self._ready() else None
@@ -183,8 +182,11 @@ class GpuMover:
         assert self._store is not None
         self._store.prepare(staging)
 
-    def tidy(self) -> None:
-        self._memory.tidy()
+    def begin(self) -> None:
+        self._memory.begin()
+
+    def end(self) -> None:
+        self._memory.end()
 
     def close(self) -> None:
         self._thread.shutdown(wait=True, cancel_futures=True)

@@ -1,8 +1,8 @@
 """Spans out of pages on a GPU: into a buffer there at once, and from it into staging later.
 
 The engine's stream waits until the pages were read, so what it computes next can't change what is
-stored. Reading them into a buffer in the GPU's memory keeps that short; the bus is slower by a
-factor of thirty, and the copies over it are nobody's wait.
+stored. Reading them into a buffer in the GPU's memory keeps that short; the bus is much slower, and
+nobody waits for the copies over it.
 """
 
 from __future__ import annotations

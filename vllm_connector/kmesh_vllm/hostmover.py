@@ -78,7 +78,10 @@ class HostMover:
     def prepare_staging(self, staging: Staging) -> None:
         pass
 
-    def tidy(self) -> None:
+    def begin(self) -> None:
+        pass
+
+    def end(self) -> None:
         pass
 
     def close(self) -> None:

@@ -73,6 +73,7 @@ class Loader:
         for plan in plans:
             job = LoadJob(plan, self._clock() + self._timeout)
             self._jobs[plan.request] = job
+            self._mover.begin()
             if not (self._mover.starts_only and self._at_once(job)):
                 self._threads.submit(self._prepare, job)
         self._start_ready()
@@ -94,6 +95,7 @@ class Loader:
             if job.state is not State.DONE:
                 continue
             del self._jobs[request]
+            self._mover.end()
             requests.add(request)
             bad_blocks |= self._clerk.bad_blocks(job)
             if job.bad:
@@ -102,8 +104,6 @@ class Loader:
                 report.failed[request] = max(first // block * block, job.plan.begin)
             if job.corrupt:
                 report.corrupt[request] = job.corrupt
-        if not self._jobs:
-            self._mover.tidy()
         return requests, bad_blocks, report
 
     def close(self) -> None:

@@ -105,7 +105,7 @@ class Mover(Protocol):
         """A slab whose memory can be read at once; None: ``attach`` it first. Never waits."""
 
     def attach(self, session: Session, number: int, timeout: float) -> Slab:
-        """A slab; may take long. It stays as long as the caller holds it or has a job.
+        """A slab; may take long. It stays as long as the caller holds it, or until ``end``.
 
         Raises:
             KMeshError, OSError: it can't be read here; says why.
@@ -134,8 +134,11 @@ class Mover(Protocol):
             KMeshError, OSError: it can't be written from here.
         """
 
-    def tidy(self) -> None:
-        """No load is under way: what only ended sessions used may go. Never waits."""
+    def begin(self) -> None:
+        """A load begins: memory that it gets stays until ``end``, also if its session ends."""
+
+    def end(self) -> None:
+        """A load has ended. Never waits."""
 
     def close(self) -> None:
         """Waits, for a bounded time, for what is under way and gives memory back."""

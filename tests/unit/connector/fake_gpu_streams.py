@@ -42,6 +42,7 @@ class FakeGpu:
         launches: (program, memory, loads, requests) of each launch with something to do.
         refuse: called with a call's name before it does anything; raises what it likes.
         dead: every wait for what was started fails.
+        waits: how often something was waited for.
     """
 
     def __init__(self, driver: FakeDriver | None = None, **attributes: Any) -> None:
@@ -49,6 +50,7 @@ class FakeGpu:
         self.device = Device(self.driver, "0")
         self.held = False
         self.dead = False
+        self.waits = 0
         self.launches: list[tuple[str, Memory, int, int]] = []
         self.refuse: Callable[[str], None] = lambda name: None
         self._lock = threading.RLock()
@@ -94,6 +96,7 @@ class FakeGpu:
     def finish(self, mark: _Mark) -> None:
         """Waits for a mark."""
         self.refuse("wait")
+        self.waits += 1
         if self.dead:
             raise CudaError("cuEventSynchronize", 719, "CUDA_ERROR_LAUNCH_FAILED")
         if not self.held:

@@ -4,21 +4,24 @@ from __future__ import annotations
 
 import os
 import threading
-import time
 from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from fake_cuda import refuse_nth
 from fake_gpu_streams import COMPUTE, FakeGpu
 from mini_engine import LAYERS, NAMESPACE, MiniEngine, until
 
+from kmesh.cuda import proof
 from kmesh.cuda.driver import Attribute
 from kmesh.errors import CudaError, UnsupportedError
+from kmesh.handles import HandleKind
 from kmesh.kernels.cuda import Memory
 from kmesh.testing import FakeDaemon
 from kmesh_vllm.counts import Counts
+from kmesh_vllm.gpumemory import GpuMemory
 from kmesh_vllm.gpumover import GpuMover
 from kmesh_vllm.movers import Piece
 
@@ -155,15 +158,21 @@ def test_pages_are_read_before_the_next_step_writes_them(engine: Make, daemon: F
     mover: Any = one.workers[0]._mover
     until(mover._ready, WAIT)
     gpu.held = True
+    before = gpu.waits
     one.scheduler.add("r", prompt(128), DIGEST)
     blocks = [3, 1, 4, 2]
     step = one.scheduler.plan([("r", blocks, 0, 128)], [])
     one.run(step, lambda: gpu.start(COMPUTE, lambda: one.compute(7, blocks, 0, 128)))
     # The request is preempted, and its blocks are another's in the next step.
     gpu.start(COMPUTE, lambda: one.compute(55, blocks, 0, 128))
+    gathering = mover._store._gathering
+    gpu.run(only=[gathering])
     gpu.run(only=[COMPUTE])
     assert one.wrong(7, blocks, 0, 128) == [], "the next step did not wait"
-    assert daemon.spans == 0
+    gpu.run(only=[gathering, COMPUTE])
+    # The pages were read, and a thread waits until the bytes are in staging.
+    until(lambda: gpu.waits == before + 2, WAIT)
+    assert (daemon.spans, daemon.reservations) == (0, 2)
     gpu.run()
     gpu.held = False
     until(lambda: daemon.spans == 2, WAIT)
@@ -360,6 +369,32 @@ def test_a_new_session_attaches_anew_and_registers_no_memory_twice(
     assert len(gpu.driver._registered) == 1
 
 
+def test_memory_of_a_daemon_that_is_gone_is_given_back_when_nothing_reads_it(
+    engine: Make, daemon: FakeDaemon
+) -> None:
+    stored_by(engine("a"), daemon, prompt(192))
+    gpu = FakeGpu()
+    other = engine("b", gpu=gpu)
+    warm(other, daemon)
+    mover: Any = other.workers[0]._mover
+    assert promised(other, "r", prompt(192)) == 160
+    gpu.held = True
+    other.scheduler.allocated("r", [1, 2, 3, 4, 5], 160)
+    other.run(other.scheduler.plan([], []))
+    session = other.workers_client.session
+    assert session is not None
+    session.close()
+    other.workers_client.session = None
+    mover.warm(None)
+    until(lambda: mover._memory._known is None, WAIT)
+    assert len(gpu.driver._registered) == 1, "memory went while it was read"
+    gpu.run()
+    assert not other.settle("r", WAIT).bad_blocks
+    assert other.wrong(7, [1, 2, 3, 4, 5], 0, 160) == []
+    # Without a further step: an engine that has nothing to do keeps nothing.
+    until(lambda: not gpu.driver._registered, WAIT)
+
+
 def test_host_memory_that_the_gpu_can_not_read(
     engine: Make, daemon: FakeDaemon, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -395,6 +430,37 @@ def test_kernels_that_can_not_be_compiled(
     counted = other.workers[0].counts.take()
     assert (counted["load_failed_error"], counted["store_skipped_staging"]) == (1, 2)
     assert "the kernels can't be compiled: no compiler" in caplog.text
+
+
+def test_the_driver_fails_at_each_step_of_attaching(daemon: FakeDaemon) -> None:
+    """Whichever call fails: a later one succeeds, and nothing is held twice or left."""
+    with daemon.connect() as session:
+        with FakeGpu().device as device:
+            # The proof of the kind is moved once in a process.
+            proof.prove(device, HandleKind.MEMFD)
+        for number in range(1, 100):
+            gpu = FakeGpu()
+            memory = GpuMemory(gpu.device, lambda: None)
+            refuse = refuse_nth(number)
+            # Undoing something does not fail here, and naming it for later is no call.
+            gpu.driver.refuse = lambda name, refuse=refuse: (  # type: ignore[misc]
+                None if name in ("unregister", "free", "pop_context") else refuse(name)
+            )
+            failed = False
+            try:
+                memory.attach(session, 0)
+            except CudaError:
+                failed = True
+            gpu.driver.refuse = None
+            assert memory.attach(session, 0).size == memory.attached(session, 0).size  # type: ignore[union-attr]
+            assert len(gpu.driver._registered) == 1
+            memory.close()
+            gpu.close()
+            assert not any(gpu.driver.ledger().values())
+            if not failed:
+                break
+        del session.index
+    assert number >= 5
 
 
 @pytest.mark.parametrize("call", ["record", "follow", "restore"])
@@ -508,7 +574,8 @@ def test_closed_while_it_restores_and_stores(engine: Make, daemon: FakeDaemon) -
     other.run(other.scheduler.plan([], []))
     closing = threading.Thread(target=other.workers[0].close)
     closing.start()
-    time.sleep(0.05)
+    loader: Any = other.workers[0]._loader
+    until(lambda: loader._threads._shutdown, WAIT)
     assert gpu.driver.ledger()["registered"] > 0, "memory went while it was read"
     gpu.run()
     gpu.held = False
