@@ -3,6 +3,8 @@
 #include "device.cuh"
 
 static const u32 TILE = 65536;
+// Of a stage.
+static const u32 ITEM_BYTES = 16384, UNIT_BYTES = 32768;
 static const u32 NONE = 0xFFFFFFFFu;
 
 // Division of n < 2^31 by a number that is known beforehand: by a product and a shift.
@@ -26,7 +28,7 @@ struct Part {
     u32 dense;          // every tile between the first and the last is wanted
     Divisor by_tokens, by_heads;
     u32 bad;            // written by the kernel
-    u32 spare;
+    u32 unit_begin;     // of the job's units, where this part's begin; it has items or units
 };
 
 // One destination: the page of each token, by block or by slot.
@@ -47,7 +49,9 @@ struct Job {
     Divisor by_vectors, by_block, by_items;
     u32 rotary_dim, interleaved, element;
     u32 entries;  // addresses of pages for which a stage has room
-    u32 spare;
+    u32 units_count, unit_tokens, unit_stages, unit_entries;
+    u32 burst;  // units that are asked for together
+    u32 heads;  // of the pages, and of each part that is moved in units
 };
 
 __device__ inline const Part *parts_of(const Job *job) {

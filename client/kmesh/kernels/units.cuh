@@ -1,0 +1,226 @@
+// Units: what the pages of one or a few blocks take of one layer, K and V of all heads. A unit is
+// brought as one run of the payload for each head of K and of V, and written page by page, so that
+// a page's bytes are written together.
+#pragma once
+#include "turning.cuh"
+
+// The head of a stage that holds a unit. Behind it lie addresses: for each request, for each block,
+// where K and V of the block's first token of the unit belong (0: nowhere; the lowest bit: keys to
+// be turned).
+struct __align__(16) Unit {
+    const Part *part;
+    u64 begin, stride;  // in the payload: its first run, and from one run to the next
+    u32 tokens, requests;  // no tokens: there are no more units
+};
+
+__device__ inline u32 units_before(const Job *job, u32 part) {
+    return part < job->parts_count ? parts_of(job)[part].unit_begin : job->units_count;
+}
+
+// Blocks of a unit.
+__device__ inline u32 unit_blocks(const Job *job) {
+    return (job->unit_tokens - 1) / job->by_block.value + 1;
+}
+
+template <bool TURN>
+__device__ inline void address(const Job *job, const Unit &unit, u32 layer, u32 token, u64 *table) {
+    const Part *part = unit.part;
+    const u64 *bases = (const u64 *)((const u8 *)job + job->bases) + part->dst_layer_begin + layer;
+    const u32 size = job->by_block.value, each = 2 * unit_blocks(job);
+    for (u32 i = lane(); i < unit.requests * each; i += lanes()) {
+        u32 r = i / each, inside = (i - r * each) / 2 * size, plane = i & 1;
+        u64 entry = 0;
+        if (part->requests >> r & 1 && inside < unit.tokens) {
+            const Request *request = request_of(job, part->request_begin + r);
+            const u32 *pages = (const u32 *)((const u8 *)job + request->pages);
+            u32 at = (u32)part->position + token + inside + request->shift;
+            u32 number = job->by_block.divide(at), slot = at - number * size;
+            entry = bases[plane * job->layers] + pages[number] * job->block_stride +
+                    slot * job->token_stride + part->dst_head_begin * job->head_stride;
+            if (TURN && !plane && request->turns != NONE) entry |= 1;
+        }
+        table[i] = entry;
+    }
+}
+
+// Each block takes neighbouring units, so that what it looks up stays in its cache. They are asked
+// for in bursts: reads that come one by one between writes make the memory turn around each time.
+template <bool TURN>
+struct UnitProducer {
+    const Job *job;
+    const Ring<Vec16> *ring;
+    const Part *part;
+    u32 at, end, left;
+    Cursor cursor;
+    bool ended;
+
+    __device__ UnitProducer(const Job *job_, const Ring<Vec16> *ring_, u32 begin, u32 end_)
+        : job(job_), ring(ring_), left(0), ended(false) {
+        const u32 share = (end_ - begin) / blocks(), more = (end_ - begin) % blocks();
+        at = begin + block() * share + (block() < more ? block() : more);
+        end = at + share + (block() < more);
+        u32 low = 0, high = job->parts_count;
+        while (high - low > 1) {
+            u32 middle = (low + high) / 2;
+            if (units_before(job, middle) <= at) low = middle;
+            else high = middle;
+        }
+        part = parts_of(job) + low;
+    }
+
+    __device__ void step() {
+        if (at == end) {
+            ring->wait_empty(cursor);
+            if (lane() == 0) ((Unit *)ring->head(cursor))->tokens = 0;
+            warp_barrier();
+            ring->ready(cursor);
+            ended = true;
+            return;
+        }
+        if (!left) {
+            Cursor ahead = cursor;
+            for (left = 0; left < job->burst && left < ring->count; left++, ahead.next(ring->count))
+                ring->wait_empty(ahead);
+        }
+        left--;
+        const Part *behind = parts_of(job) + job->parts_count;
+        while (part + 1 < behind && part[1].unit_begin <= at) part++;
+        const u32 most = job->unit_tokens, all = (u32)part->tokens, row = job->row_bytes;
+        const u32 chunks = (all - 1) / most + 1, runs = 2 * job->heads;
+        const u32 number = at - part->unit_begin, layer = number / chunks;
+        const u32 token = (number - layer * chunks) * most;
+        Unit unit;
+        unit.part = part;
+        unit.stride = (u64)all * row;
+        unit.begin = (part->src_layer_begin + layer) * runs * unit.stride + (u64)token * row;
+        unit.tokens = all - token < most ? all - token : most;
+        unit.requests = 32 - leading_zeros(part->requests);
+        ring->fill(cursor, (const u8 *)part->address + unit.begin, unit.tokens * row, runs,
+                   unit.stride, most * row);
+        if (lane() == 0) *(Unit *)ring->head(cursor) = unit;
+        address<TURN>(job, unit, layer, token, ring->table(cursor));
+        warp_barrier();
+        ring->ready(cursor);
+        cursor.turn();
+        cursor.next(ring->count);
+        at++;
+    }
+};
+
+// Each thread has the same vectors of every unit: where they lie in the stage and where they belong
+// in a page is found once. Neighbours belong beside each other in the page.
+template <bool TURN>
+struct UnitConsumer {
+    const Job *job;
+    const Ring<Vec16> *ring;
+    Cursor cursor;
+    bool ended;
+    u32 each;                  // addresses of one request
+    u32 place[PER_CONSUMER];   // vector of the stage, address, token of the unit
+    u32 offset[PER_CONSUMER];  // from that address
+
+    static const u32 FROM = 11, ENTRY = 9, NOWHERE = 2047;
+
+    __device__ UnitConsumer(const Job *job_, const Ring<Vec16> *ring_)
+        : job(job_), ring(ring_), ended(false), each(2 * unit_blocks(job_)) {
+        const u32 heads = job->heads, in_row = job->by_vectors.value, most = job->unit_tokens;
+        const u32 size = job->by_block.value, vectors = 2 * heads * most * in_row;
+        const u64 *bases = (const u64 *)((const u8 *)job + job->bases);
+        const u64 apart = bases[0] < bases[job->layers] ? bases[job->layers] - bases[0]
+                                                        : bases[0] - bases[job->layers];
+        const bool joined = apart < job->head_stride && apart < job->token_stride;
+        const bool by_token = job->token_stride >= job->head_stride;
+#pragma unroll
+        for (u32 k = 0; k < PER_CONSUMER; k++) {
+            u32 i = consumer() + k * consumers();
+            place[k] = NOWHERE << (FROM + ENTRY);
+            if (i >= vectors) continue;
+            u32 row = i / in_row, within = i - row * in_row, plane = 0;
+            if (joined) plane = row & 1, row >>= 1;
+            u32 inner = by_token ? heads : most, outer = row / inner, head = row - outer * inner;
+            u32 token = outer;
+            if (!joined) {
+                u32 count = by_token ? most : heads;
+                plane = outer / count, token = outer - plane * count;
+            }
+            if (!by_token) {
+                u32 other = head;
+                head = token, token = other;
+            }
+            u32 from = ((plane * heads + head) * most + token) * in_row + within;
+            u32 number = token / size;
+            place[k] = from | (2 * number + plane) << FROM | token << (FROM + ENTRY);
+            offset[k] = head * (u32)job->head_stride +
+                        (token - number * size) * (u32)job->token_stride + 16 * within;
+        }
+    }
+
+    __device__ void step() {
+        ring->wait_full(cursor);
+        const Unit unit = *(const Unit *)ring->head(cursor);
+        if (!unit.tokens) {
+            ended = true;
+            return;
+        }
+        const Vec16 *stage = (const Vec16 *)ring->stage(cursor);
+        scatter(unit, ring->table(cursor), stage);
+#ifndef KM_NO_SUMS
+        sum(unit, stage);
+#endif
+        ring->release(cursor);
+        cursor.turn();
+        cursor.next(ring->count);
+    }
+
+    __device__ void scatter(const Unit &unit, const u64 *table, const Vec16 *stage) const {
+        Vec16 v[PER_CONSUMER];
+#pragma unroll
+        for (u32 k = 0; k < PER_CONSUMER; k++)
+            if (place[k] >> (FROM + ENTRY) < unit.tokens)
+                v[k] = load(stage + (place[k] & ((1u << FROM) - 1)));
+#pragma unroll 1
+        for (u32 r = 0; r < unit.requests; r++, table += each) {
+#pragma unroll
+            for (u32 k = 0; k < PER_CONSUMER; k++) {
+                if (place[k] >> (FROM + ENTRY) >= unit.tokens) continue;
+                u64 entry = table[place[k] >> FROM & ((1u << ENTRY) - 1)];
+                if (!entry) continue;
+                Vec16 *to = (Vec16 *)((entry & ~(u64)1) + offset[k]);
+                if (TURN && entry & 1) store_once(to, turned_at(unit, stage, place[k], r));
+                else store_once(to, v[k]);
+            }
+        }
+    }
+
+    __device__ Vec16 turned_at(const Unit &unit, const Vec16 *stage, u32 where, u32 request) const {
+        u32 from = where & ((1u << FROM) - 1);
+        u32 row = job->by_vectors.divide(from), in_row = job->by_vectors.value;
+        const float2 *turns = (const float2 *)((const u8 *)job + job->turns);
+        turns += request_of(job, unit.part->request_begin + request)->turns;
+        return turned<Vec16>(job, (const u8 *)(stage + row * in_row), 16 * (from - row * in_row),
+                             turns);
+    }
+
+    // Each warp sums runs, or parts of them where there are more warps than runs.
+    __device__ void sum(const Unit &unit, const Vec16 *stage) const {
+        const u32 warps = consumers() / lanes(), runs = 2 * job->heads;
+        const u32 pieces = warps > runs ? warps / runs : 1, in_row = job->by_vectors.value;
+        const u32 vectors = unit.tokens * in_row, pitch = job->unit_tokens * in_row;
+        for (u32 i = consumer() / lanes(); i < runs * pieces; i += warps) {
+            u32 run = i / pieces, piece = i - run * pieces;
+            u32 first = vectors * piece / pieces, end = vectors * (piece + 1) / pieces;
+            if (first == end) continue;
+            Item item;
+            item.part = unit.part;
+            item.begin = unit.begin + run * unit.stride + 16 * first;
+            item.bytes = 16 * (end - first);
+            item.wanted[0] = true;
+            item.wanted[1] = item.begin % TILE + item.bytes > TILE;
+            Sums sums(item);
+#pragma unroll 4
+            for (u32 at = first + lane(); at < end; at += lanes())
+                sums.take(load(stage + run * pitch + at), 4 * (at - first));
+            sums.give(job, item);
+        }
+    }
+};
