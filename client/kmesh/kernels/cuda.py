@@ -19,7 +19,7 @@ from kmesh import _host
 from kmesh.kernels import plan
 from kmesh.kernels.chooser import Rates, Route, choose
 from kmesh.kernels.copying import Copier
-from kmesh.kernels.device import Device, Slot
+from kmesh.kernels.device import UNIT_THREADS, Device, Slot
 from kmesh.kernels.host import PagedLayout
 from kmesh.kernels.plan import Load, Request
 from kmesh.kernels.rotary import Rotary
@@ -48,11 +48,16 @@ class Memory(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class Grid:
-    """Of one launch: blocks, and the most stages and shared memory of each."""
+    """Of one launch: blocks, and the most stages and shared memory of each; the same for one that
+    moves units, and how many units it asks for together."""
 
     blocks: int
     stages: int
     shared: int
+    unit_blocks: int
+    unit_stages: int
+    unit_shared: int
+    burst: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +71,10 @@ class Settings:
             bus; more of them only wait for it.
         gpu_ctas, gpu_stages: the same for each multiprocessor, for payloads in the GPU's memory
             or for several requests, whose pages are more to write than the bus brings.
+        unit_ctas, unit_host_ctas, unit_stages, unit_burst: where whole pages are moved, which
+            needs fewer and larger blocks: one each of so many multiprocessors (None: all of them;
+            from host memory, for several requests) with so many stages of 32 KiB, asked for so
+            many at a time. 0 stages: nothing is moved that way.
         chunk_bytes, chunks: of the copy engine's buffers.
     """
 
@@ -74,6 +83,10 @@ class Settings:
     host_stages: int = 3
     gpu_ctas: int = 4
     gpu_stages: int = 2
+    unit_ctas: int | None = None
+    unit_host_ctas: int = 32
+    unit_stages: int = 6
+    unit_burst: int = 6
     chunk_bytes: int = 32 << 20
     chunks: int = 3
 
@@ -96,7 +109,21 @@ class Settings:
                 blocks, each = self.host_ctas, 1
             elif requests <= 4:
                 blocks, each = device.multiprocessors, 1
-        return Grid(min(blocks, self.max_ctas or blocks), stages, device.shared(each))
+        units, unit_stages = self.unit_ctas or device.multiprocessors, self.unit_stages
+        burst = self.unit_burst
+        if memory is Memory.HOST:
+            units = self.host_ctas if requests == 1 else self.unit_host_ctas
+            burst = 1
+        most = self.max_ctas or max(blocks, units)
+        return Grid(
+            blocks=min(blocks, most),
+            stages=stages,
+            shared=device.shared(each),
+            unit_blocks=min(units, most),
+            unit_stages=unit_stages,
+            unit_shared=device.shared(1),
+            burst=burst,
+        )
 
 
 class Pending:
@@ -242,15 +269,22 @@ class Restorer:
             rotary=self._rotary,
             stages=grid.stages,
             shared=grid.shared,
+            unit_stages=grid.unit_stages,
+            unit_shared=grid.unit_shared,
+            burst=grid.burst,
             allocate=slot.reserve,
         )
 
     def _launch(
         self, job: plan.Job, slot: Slot, grid: Grid, parts: tuple[int, int], stream: int
     ) -> None:
-        name = f"kmesh_restore_{'turn_' if job.turns else ''}{job.vector}"
-        blocks = max(min(grid.blocks, job.items), 1)
-        self._device.launch("restore", name, blocks, job.shared_bytes, slot, parts, stream)
+        units, turn = "units_" if job.units else "", "turn_" if job.turns else ""
+        blocks, threads = (grid.unit_blocks, UNIT_THREADS) if units else (grid.blocks, 0)
+        self._device.launch(
+            "restore", f"kmesh_restore_{units}{turn}{job.vector}",
+            max(min(blocks, job.items + job.units), 1), job.shared_bytes, slot, parts, stream,
+            threads,
+        )  # fmt: skip
 
 
 class PendingStore:
