@@ -35,7 +35,7 @@ typedef struct {
     uint64_t bases, parts, requests, turns, expected, sums, folded, counters;
     uint32_t layers, row_bytes, item_rows, item_bytes;
     uint32_t parts_count, items_count, tiles_count, stages;
-    km_divisor by_vectors, by_block, by_items;
+    km_divisor by_vectors, by_block, by_items, by_units;
     uint32_t rotary_dim, interleaved, element, entries;
     uint32_t units_count, unit_tokens, unit_stages, unit_entries, burst, heads;
 } km_job;
@@ -274,7 +274,9 @@ static const char *km_job_try(const km_job_input *in, unsigned char *memory, siz
                 out.by_tokens = km_divide_by(s->tokens);
                 out.by_heads = km_divide_by(s->src_heads);
                 if (km_part_in_units(in, unit_tokens, &out, in->wanted + request)) {
-                    units += s->layers * ((s->tokens - 1) / unit_tokens + 1);
+                    uint64_t own = s->layers * ((s->tokens - 1) / unit_tokens + 1);
+                    if (!units) job.by_units = km_divide_by(own);
+                    units += own;
                 } else {
                     if (!items) job.by_items = km_divide_by(km_part_items(&out, item));
                     items += km_part_items(&out, item);

@@ -26,10 +26,11 @@ static u32 blocks() { return all_blocks; }
 static void barrier() {}
 static void warp_barrier() {}
 static const bool ALONE = true;
-enum { PER_CONSUMER = 2048 };
-static u32 consumers() { return 1; }
+enum { PER_CONSUMER = 2048, UNIT_PRODUCERS = 1 };
+static u32 consumers(u32 = 1) { return 1; }
 static u32 consumer() { return 0; }
-static bool produces() { return true; }
+static bool produces(u32 = 1) { return true; }
+static u32 producer(u32) { return 0; }
 static void fence() {}
 static void system_fence() {}
 static u32 leading_zeros(u32 bits) { return (u32)__builtin_clz(bits); }
@@ -66,6 +67,10 @@ static void tell_host(u32 *to, u32 value) { *to = value; }
 
 struct Cursor {
     u32 stage = 0, parities = 0;
+    Cursor() {}
+    Cursor(u32 turn, u32 count) : stage(turn % count) {
+        parities = (turn / count & 1) << stage;
+    }
     u32 parity() const { return parities >> stage & 1; }
     void turn() { parities ^= 1u << stage; }
     void next(u32 count) { stage = stage + 1 == count ? 0 : stage + 1; }
@@ -81,7 +86,7 @@ struct Ring {
     u32 count, data, entries, stage_bytes;
     mutable std::vector<State> states;
 
-    Ring(u8 *memory_, u32 count_, u32 data_, u32 entries_)
+    Ring(u8 *memory_, u32 count_, u32 data_, u32 entries_, u32 = 1)
         : memory(memory_), count(count_), data(data_), entries(entries_),
           stage_bytes(data_ + HEAD + entries_ * 8), states(count_) {
         if (16 * count > BARRIERS || BARRIERS + (size_t)count * stage_bytes > SHARED) abort();

@@ -17,12 +17,14 @@ __device__ inline u32 blocks() { return gridDim.x; }
 __device__ inline void barrier() { __syncthreads(); }
 __device__ inline void warp_barrier() { __syncwarp(); }
 
-// The first warps consume what the last one produces. A unit has up to 2048 vectors, and at least
-// 256 threads consume it.
-enum { ALONE = 0, PER_CONSUMER = 8 };
-__device__ inline u32 consumers() { return blockDim.x - 32; }
+// The first warps consume what the last ones produce. A unit has up to 2048 vectors, and at least
+// 256 threads consume it. What a unit's producer looks up takes longer than moving a unit, so there
+// are several.
+enum { ALONE = 0, PER_CONSUMER = 8, UNIT_PRODUCERS = 4 };
+__device__ inline u32 consumers(u32 producers = 1) { return blockDim.x - 32 * producers; }
 __device__ inline u32 consumer() { return threadIdx.x; }
-__device__ inline bool produces() { return threadIdx.x >= blockDim.x - 32; }
+__device__ inline bool produces(u32 producers = 1) { return threadIdx.x >= consumers(producers); }
+__device__ inline u32 producer(u32 producers) { return (threadIdx.x - consumers(producers)) / 32; }
 __device__ inline void fence() { __threadfence(); }
 __device__ inline void system_fence() { __threadfence_system(); }
 __device__ inline u32 leading_zeros(u32 bits) { return __clz((int)bits); }
@@ -100,6 +102,10 @@ __device__ inline void tell_host(u32 *to, u32 value) { *(volatile u32 *)to = val
 struct Cursor {
     u32 stage, parities;
     __device__ Cursor() : stage(0), parities(0) {}
+    // Where somebody is who has been at that many stages of so many.
+    __device__ Cursor(u32 turn, u32 count) : stage(turn % count) {
+        parities = (turn / count & 1) << stage;
+    }
     __device__ u32 parity() const { return parities >> stage & 1; }
     __device__ void turn() { parities ^= 1u << stage; }
     __device__ void next(u32 count) { stage = stage + 1 == count ? 0 : stage + 1; }
@@ -123,13 +129,13 @@ struct Ring {
 #endif
 
     // Stages of so many bytes and addresses.
-    __device__ Ring(u8 *memory_, u32 count_, u32 data_, u32 entries_)
+    __device__ Ring(u8 *memory_, u32 count_, u32 data_, u32 entries_, u32 producers = 1)
         : memory(memory_), count(count_), data(data_), entries(entries_),
           stage_bytes(data_ + HEAD + entries_ * 8) {
         if (thread() == 0) {
             for (u32 i = 0; i < count; i++) {
                 start(full(i), bulk ? 1 : 33);
-                start(empty(i), consumers() / 32);
+                start(empty(i), consumers(producers) / 32);
             }
             asm volatile("fence.acq_rel.cta;" ::: "memory");
 #if __CUDA_ARCH__ >= 900

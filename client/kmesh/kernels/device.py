@@ -16,8 +16,8 @@ from kmesh.kernels import sources
 
 #: Of a block, by program; the last warp of a restore brings what the others move.
 THREADS = {"restore": 288, "store": 256}
-#: Of a block that restores in units.
-UNIT_THREADS = 288
+#: Of a block that restores in units: more warps bring them.
+UNIT_THREADS = 384
 
 _RESERVED = 1024  # of a multiprocessor's shared memory, for each block
 _TO_DEVICE = 1

@@ -46,7 +46,7 @@ struct Job {
     u64 bases, parts, requests, turns, expected, sums, folded, counters;
     u32 layers, row_bytes, item_rows, item_bytes;
     u32 parts_count, items_count, tiles_count, stages;
-    Divisor by_vectors, by_block, by_items;
+    Divisor by_vectors, by_block, by_items, by_units;
     u32 rotary_dim, interleaved, element;
     u32 entries;  // addresses of pages for which a stage has room
     u32 units_count, unit_tokens, unit_stages, unit_entries;
@@ -143,20 +143,25 @@ struct Item {
     bool wanted[2];  // its tile, the one behind
 };
 
-__device__ inline Item item_at(const Job *job, u32 index) {
+// The part with an item, or a unit. Parts are mostly alike, so the first guess is mostly right.
+__device__ inline const Part *part_with(const Job *job, u32 index, const Divisor &by,
+                                        u32 Part::*begin) {
     const Part *parts = parts_of(job);
-    // Parts are mostly alike, so the first guess is mostly right.
-    u32 low = 0, high = job->parts_count, guess = job->by_items.divide(index);
-    if (guess < high && parts[guess].item_begin <= index &&
-        (guess + 1 == high || parts[guess + 1].item_begin > index))
+    u32 low = 0, high = job->parts_count, guess = by.divide(index);
+    if (guess < high && parts[guess].*begin <= index &&
+        (guess + 1 == high || parts[guess + 1].*begin > index))
         low = guess, high = guess + 1;
     while (high - low > 1) {
         u32 middle = (low + high) / 2;
-        if (parts[middle].item_begin <= index) low = middle;
+        if (parts[middle].*begin <= index) low = middle;
         else high = middle;
     }
+    return parts + low;
+}
+
+__device__ inline Item item_at(const Job *job, u32 index) {
     Item item;
-    item.part = parts + low;
+    item.part = part_with(job, index, job->by_items, &Part::item_begin);
     u32 number = index - item.part->item_begin + item.part->first_item;
     item.row = number * job->item_rows;
     item.begin = (u64)number * job->item_bytes;

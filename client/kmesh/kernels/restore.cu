@@ -49,7 +49,7 @@ struct Producer {
     Cursor cursor;
     bool ended;
 
-    __device__ Producer(const Job *job_, const Ring<V> *ring_, u32 begin, u32 end_)
+    __device__ Producer(const Job *job_, const Ring<V> *ring_, u32 begin, u32 end_, u32)
         : job(job_), ring(ring_), at(begin + block()), end(end_), first(0), ended(false) {}
 
     __device__ void step() {
@@ -156,11 +156,11 @@ struct Consumer {
 };
 
 // The sums that the parts should have, read once, while the first payload bytes are on their way.
-__device__ inline void fetch_sums(const Job *job, Range range) {
+__device__ inline void fetch_sums(const Job *job, Range range, u32 producers) {
     const Part *parts = parts_of(job);
     u64 *expected = (u64 *)((u8 *)job + job->expected);
     u64 *folded = (u64 *)((u8 *)job + job->folded);
-    u32 warps = consumers() / lanes();
+    u32 warps = consumers(producers) / lanes();
     for (u32 p = range.begin + consumer() / lanes() * blocks() + block(); p < range.end;
          p += warps * blocks()) {
         const Part *part = parts + p;
@@ -228,22 +228,22 @@ __device__ inline u32 items_before(const Job *job, u32 part) {
 }
 
 // Through a ring, what lies between two indices.
-template <typename P, typename C, typename R>
+template <u32 PRODUCERS, typename P, typename C, typename R>
 __device__ inline void move(const Job *job, const R &ring, Range range, u32 begin, u32 end,
                             bool fetch) {
 #ifdef KM_NO_SUMS
     fetch = false;
 #endif
     if (ALONE) {
-        if (fetch) fetch_sums(job, range);
-        P producer(job, &ring, begin, end);
+        if (fetch) fetch_sums(job, range, PRODUCERS);
+        P producer(job, &ring, begin, end, 0);
         C consumer(job, &ring);
         while (!consumer.ended) producer.step(), consumer.step();
-    } else if (produces()) {
-        P producer(job, &ring, begin, end);
+    } else if (produces(PRODUCERS)) {
+        P producer(job, &ring, begin, end, ::producer(PRODUCERS));
         while (!producer.ended) producer.step();
     } else {
-        if (fetch) fetch_sums(job, range);
+        if (fetch) fetch_sums(job, range, PRODUCERS);
         C consumer(job, &ring);
         while (!consumer.ended) consumer.step();
     }
@@ -253,16 +253,16 @@ __device__ inline void move(const Job *job, const R &ring, Range range, u32 begi
 template <typename V, bool TURN, bool UNITS>
 __device__ inline void restore(const Job *job, u32 *results, Range range, u8 *shared) {
     if (UNITS) {
-        Ring<Vec16> ring(shared, job->unit_stages, UNIT_BYTES, job->unit_entries);
-        move<UnitProducer<TURN>, UnitConsumer<TURN>>(job, ring, range,
-                                                     units_before(job, range.begin),
-                                                     units_before(job, range.end), true);
+        Ring<Vec16> ring(shared, job->unit_stages, UNIT_BYTES, job->unit_entries, UNIT_PRODUCERS);
+        const u32 begin = units_before(job, range.begin), end = units_before(job, range.end);
+        move<UNIT_PRODUCERS, UnitProducer<TURN>, UnitConsumer<TURN>>(job, ring, range, begin, end,
+                                                                     true);
         ring.end();
     }
     const u32 begin = items_before(job, range.begin), end = items_before(job, range.end);
     if (!UNITS || begin != end) {
         Ring<V> ring(shared, job->stages, ITEM_BYTES, job->entries);
-        move<Producer<V, TURN>, Consumer<V, TURN>>(job, ring, range, begin, end, !UNITS);
+        move<1, Producer<V, TURN>, Consumer<V, TURN>>(job, ring, range, begin, end, !UNITS);
     }
     fence();
     barrier();

@@ -43,67 +43,59 @@ __device__ inline void address(const Job *job, const Unit &unit, u32 layer, u32 
     }
 }
 
-// Each block takes neighbouring units, so that what it looks up stays in its cache. They are asked
-// for in bursts: reads that come one by one between writes make the memory turn around each time.
+// Units are asked for in bursts: reads that come one by one between writes make the memory turn
+// around each time. Each of the producing warps brings one unit in so many.
 template <bool TURN>
 struct UnitProducer {
     const Job *job;
     const Ring<Vec16> *ring;
-    const Part *part;
-    u32 at, end, left;
-    Cursor cursor;
+    u32 begin, count, turn;  // of the block's units, the next one of this warp
     bool ended;
 
-    __device__ UnitProducer(const Job *job_, const Ring<Vec16> *ring_, u32 begin, u32 end_)
-        : job(job_), ring(ring_), left(0), ended(false) {
-        const u32 share = (end_ - begin) / blocks(), more = (end_ - begin) % blocks();
-        at = begin + block() * share + (block() < more ? block() : more);
-        end = at + share + (block() < more);
-        u32 low = 0, high = job->parts_count;
-        while (high - low > 1) {
-            u32 middle = (low + high) / 2;
-            if (units_before(job, middle) <= at) low = middle;
-            else high = middle;
-        }
-        part = parts_of(job) + low;
+    __device__ UnitProducer(const Job *job_, const Ring<Vec16> *ring_, u32 begin_, u32 end, u32 own)
+        : job(job_), ring(ring_), begin(begin_ + block()), count(0), turn(own), ended(false) {
+        if (begin < end) count = (end - begin - 1) / blocks() + 1;
     }
 
     __device__ void step() {
-        if (at == end) {
+        const Cursor cursor(turn, ring->count);
+        if (turn >= count) {
+            ended = true;
+            if (turn > count) return;
             ring->wait_empty(cursor);
             if (lane() == 0) ((Unit *)ring->head(cursor))->tokens = 0;
             warp_barrier();
             ring->ready(cursor);
-            ended = true;
             return;
         }
-        if (!left) {
-            Cursor ahead = cursor;
-            for (left = 0; left < job->burst && left < ring->count; left++, ahead.next(ring->count))
-                ring->wait_empty(ahead);
-        }
-        left--;
-        const Part *behind = parts_of(job) + job->parts_count;
-        while (part + 1 < behind && part[1].unit_begin <= at) part++;
-        const u32 most = job->unit_tokens, all = (u32)part->tokens, row = job->row_bytes;
-        const u32 chunks = (all - 1) / most + 1, runs = 2 * job->heads;
-        const u32 number = at - part->unit_begin, layer = number / chunks;
-        const u32 token = (number - layer * chunks) * most;
         Unit unit;
-        unit.part = part;
-        unit.stride = (u64)all * row;
-        unit.begin = (part->src_layer_begin + layer) * runs * unit.stride + (u64)token * row;
-        unit.tokens = all - token < most ? all - token : most;
-        unit.requests = 32 - leading_zeros(part->requests);
-        ring->fill(cursor, (const u8 *)part->address + unit.begin, unit.tokens * row, runs,
-                   unit.stride, most * row);
+        u32 layer, token;
+        find(unit, layer, token);
+        const u32 burst = job->burst < ring->count ? job->burst : ring->count;
+        for (u32 behind = turn - turn % burst + burst, at = turn; at < behind; at++)
+            ring->wait_empty(Cursor(at, ring->count));
+        const u32 row = job->row_bytes;
+        ring->fill(cursor, (const u8 *)unit.part->address + unit.begin, unit.tokens * row,
+                   2 * job->heads, unit.stride, job->unit_tokens * row);
         if (lane() == 0) *(Unit *)ring->head(cursor) = unit;
         address<TURN>(job, unit, layer, token, ring->table(cursor));
         warp_barrier();
         ring->ready(cursor);
-        cursor.turn();
-        cursor.next(ring->count);
-        at++;
+        turn += UNIT_PRODUCERS;
+    }
+
+    __device__ void find(Unit &unit, u32 &layer, u32 &token) const {
+        const u32 index = begin + turn * blocks(), most = job->unit_tokens;
+        const Part *part = part_with(job, index, job->by_units, &Part::unit_begin);
+        const u32 all = (u32)part->tokens, chunks = (all - 1) / most + 1;
+        const u32 number = index - part->unit_begin;
+        layer = number / chunks, token = (number - layer * chunks) * most;
+        unit.part = part;
+        unit.stride = (u64)all * job->row_bytes;
+        unit.begin = (part->src_layer_begin + layer) * 2 * job->heads * unit.stride +
+                     (u64)token * job->row_bytes;
+        unit.tokens = all - token < most ? all - token : most;
+        unit.requests = 32 - leading_zeros(part->requests);
     }
 };
 
@@ -132,7 +124,7 @@ struct UnitConsumer {
         const bool by_token = job->token_stride >= job->head_stride;
 #pragma unroll
         for (u32 k = 0; k < PER_CONSUMER; k++) {
-            u32 i = consumer() + k * consumers();
+            u32 i = consumer() + k * consumers(UNIT_PRODUCERS);
             place[k] = NOWHERE << (FROM + ENTRY);
             if (i >= vectors) continue;
             u32 row = i / in_row, within = i - row * in_row, plane = 0;
@@ -203,7 +195,7 @@ struct UnitConsumer {
 
     // Each warp sums runs, or parts of them where there are more warps than runs.
     __device__ void sum(const Unit &unit, const Vec16 *stage) const {
-        const u32 warps = consumers() / lanes(), runs = 2 * job->heads;
+        const u32 warps = consumers(UNIT_PRODUCERS) / lanes(), runs = 2 * job->heads;
         const u32 pieces = warps > runs ? warps / runs : 1, in_row = job->by_vectors.value;
         const u32 vectors = unit.tokens * in_row, pitch = job->unit_tokens * in_row;
         for (u32 i = consumer() / lanes(); i < runs * pieces; i += warps) {
