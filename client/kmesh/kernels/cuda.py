@@ -39,6 +39,11 @@ H200 = Rates(
 )
 
 
+#: From how many requests on units are read in bursts; below, more than a few stages only wait.
+_BURST_REQUESTS = 8
+_SINGLE_STAGES = 3
+
+
 class Memory(enum.Enum):
     """Where payloads are."""
 
@@ -71,10 +76,9 @@ class Settings:
             bus; more of them only wait for it.
         gpu_ctas, gpu_stages: the same for each multiprocessor, for payloads in the GPU's memory
             or for several requests, whose pages are more to write than the bus brings.
-        unit_ctas, unit_host_ctas, unit_stages, unit_burst: where whole pages are moved, which
-            needs fewer and larger blocks: one each of so many multiprocessors (None: all of them;
-            from host memory, for several requests) with so many stages of 32 KiB, asked for so
-            many at a time. 0 stages: nothing is moved that way.
+        unit_ctas, unit_stages: where whole pages are moved, from the GPU's memory: blocks, one
+            each of so many multiprocessors (None: of all), and how many stages of 32 KiB each of
+            them has. 0 stages: nothing is moved that way.
         chunk_bytes, chunks: of the copy engine's buffers.
     """
 
@@ -84,13 +88,13 @@ class Settings:
     gpu_ctas: int = 4
     gpu_stages: int = 2
     unit_ctas: int | None = None
-    unit_host_ctas: int = 32
     unit_stages: int = 6
-    unit_burst: int = 6
     chunk_bytes: int = 32 << 20
     chunks: int = 3
 
     def __post_init__(self) -> None:
+        if self.unit_stages < 0 or (self.unit_ctas is not None and self.unit_ctas < 1):
+            raise ValueError(f"unit_stages is {self.unit_stages}, unit_ctas {self.unit_ctas}")
         for name in ("host_ctas", "host_stages", "gpu_ctas", "gpu_stages", "chunk_bytes"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} is {getattr(self, name)}, not at least 1")
@@ -109,11 +113,13 @@ class Settings:
                 blocks, each = self.host_ctas, 1
             elif requests <= 4:
                 blocks, each = device.multiprocessors, 1
-        units, unit_stages = self.unit_ctas or device.multiprocessors, self.unit_stages
-        burst = self.unit_burst
-        if memory is Memory.HOST:
-            units = self.host_ctas if requests == 1 else self.unit_host_ctas
-            burst = 1
+        # Reads over the bus are slower in units: their runs lie far apart.
+        units = self.unit_ctas or device.multiprocessors
+        unit_stages = self.unit_stages if memory is Memory.GPU else 0
+        # Many pages for each read: reading in bursts spares the memory turning around.
+        burst = unit_stages if requests >= _BURST_REQUESTS else 1
+        if burst == 1:
+            unit_stages = min(unit_stages, _SINGLE_STAGES)
         most = self.max_ctas or max(blocks, units)
         return Grid(
             blocks=min(blocks, most),
@@ -122,7 +128,7 @@ class Settings:
             unit_blocks=min(units, most),
             unit_stages=unit_stages,
             unit_shared=device.shared(1),
-            burst=burst,
+            burst=max(burst, 1),
         )
 
 
@@ -213,7 +219,7 @@ class Restorer:
         if route is Route.COPY and not self._fits(loads, requests):
             route = Route.KERNEL
         if route is Route.COPY:
-            return self._by_copies(loads, stream)
+            return self._by_copies(loads, requests, stream)
         with self._device:
             with self._device.job(stream) as slot:
                 job = self._write(slot, loads, grid)
@@ -243,9 +249,9 @@ class Restorer:
             return Route.KERNEL
         return choose(size, requests, grid.blocks, self._rates)
 
-    def _by_copies(self, loads: Sequence[Load], stream: int) -> Pending:
+    def _by_copies(self, loads: Sequence[Load], requests: int, stream: int) -> Pending:
         settings = self._settings
-        grid = settings.grid(self._device, Memory.GPU)
+        grid = settings.grid(self._device, Memory.GPU, requests)
         with self._device:
             if self._copier is None:
                 self._copier = Copier(self._device, settings.chunk_bytes, settings.chunks)

@@ -22,38 +22,37 @@ __device__ inline u32 unit_blocks(const Job *job) {
     return (job->unit_tokens - 1) / job->by_block.value + 1;
 }
 
+// One of a unit's addresses.
 template <bool TURN>
-__device__ inline void address(const Job *job, const Unit &unit, u32 layer, u32 token, u64 *table) {
+__device__ inline u64 address(const Job *job, const Unit &unit, u32 layer, u32 token, u32 number) {
     const Part *part = unit.part;
     const u64 *bases = (const u64 *)((const u8 *)job + job->bases) + part->dst_layer_begin + layer;
     const u32 size = job->by_block.value, each = 2 * unit_blocks(job);
-    for (u32 i = lane(); i < unit.requests * each; i += lanes()) {
-        u32 r = i / each, inside = (i - r * each) / 2 * size, plane = i & 1;
-        u64 entry = 0;
-        if (part->requests >> r & 1 && inside < unit.tokens) {
-            const Request *request = request_of(job, part->request_begin + r);
-            const u32 *pages = (const u32 *)((const u8 *)job + request->pages);
-            u32 at = (u32)part->position + token + inside + request->shift;
-            u32 number = job->by_block.divide(at), slot = at - number * size;
-            entry = bases[plane * job->layers] + pages[number] * job->block_stride +
-                    slot * job->token_stride + part->dst_head_begin * job->head_stride;
-            if (TURN && !plane && request->turns != NONE) entry |= 1;
-        }
-        table[i] = entry;
-    }
+    const u32 r = number / each, inside = (number - r * each) / 2 * size, plane = number & 1;
+    if (!(part->requests >> r & 1) || inside >= unit.tokens) return 0;
+    const Request *request = request_of(job, part->request_begin + r);
+    const u32 *pages = (const u32 *)((const u8 *)job + request->pages);
+    u32 at = (u32)part->position + token + inside + request->shift;
+    u32 block = job->by_block.divide(at), slot = at - block * size;
+    u64 entry = bases[plane * job->layers] + pages[block] * job->block_stride +
+                slot * job->token_stride + part->dst_head_begin * job->head_stride;
+    return TURN && !plane && request->turns != NONE ? entry | 1 : entry;
 }
 
 // Units are asked for in bursts: reads that come one by one between writes make the memory turn
-// around each time. Each of the producing warps brings one unit in so many.
+// around each time. The producing warps take turns; more of them than stages would let one run a
+// whole round ahead of another, and a barrier tells one round from the next, not from the one after.
 template <bool TURN>
 struct UnitProducer {
     const Job *job;
     const Ring<Vec16> *ring;
-    u32 begin, count, turn;  // of the block's units, the next one of this warp
+    u32 begin, count, turn, stride;  // of the block's units: how many, this warp's next, its step
     bool ended;
 
     __device__ UnitProducer(const Job *job_, const Ring<Vec16> *ring_, u32 begin_, u32 end, u32 own)
         : job(job_), ring(ring_), begin(begin_ + block()), count(0), turn(own), ended(false) {
+        stride = UNIT_PRODUCERS < ring->count ? (u32)UNIT_PRODUCERS : ring->count;
+        ended = own >= stride;
         if (begin < end) count = (end - begin - 1) / blocks() + 1;
     }
 
@@ -71,6 +70,9 @@ struct UnitProducer {
         Unit unit;
         u32 layer, token;
         find(unit, layer, token);
+        // What takes long is looked up while the stage is not empty yet.
+        const u32 addresses = unit.requests * 2 * unit_blocks(job);
+        u64 first = lane() < addresses ? address<TURN>(job, unit, layer, token, lane()) : 0;
         const u32 burst = job->burst < ring->count ? job->burst : ring->count;
         for (u32 behind = turn - turn % burst + burst, at = turn; at < behind; at++)
             ring->wait_empty(Cursor(at, ring->count));
@@ -78,10 +80,13 @@ struct UnitProducer {
         ring->fill(cursor, (const u8 *)unit.part->address + unit.begin, unit.tokens * row,
                    2 * job->heads, unit.stride, job->unit_tokens * row);
         if (lane() == 0) *(Unit *)ring->head(cursor) = unit;
-        address<TURN>(job, unit, layer, token, ring->table(cursor));
+        u64 *table = ring->table(cursor);
+        if (lane() < addresses) table[lane()] = first;
+        for (u32 i = lane() + lanes(); i < addresses; i += lanes())
+            table[i] = address<TURN>(job, unit, layer, token, i);
         warp_barrier();
         ring->ready(cursor);
-        turn += UNIT_PRODUCERS;
+        turn += stride;
     }
 
     __device__ void find(Unit &unit, u32 &layer, u32 &token) const {
@@ -108,6 +113,7 @@ struct UnitConsumer {
     Cursor cursor;
     bool ended;
     u32 each;                  // addresses of one request
+    u32 pieces;                // of a run, each summed by a warp
     u32 place[PER_CONSUMER];   // vector of the stage, address, token of the unit
     u32 offset[PER_CONSUMER];  // from that address
 
@@ -115,6 +121,8 @@ struct UnitConsumer {
 
     __device__ UnitConsumer(const Job *job_, const Ring<Vec16> *ring_)
         : job(job_), ring(ring_), ended(false), each(2 * unit_blocks(job_)) {
+        const u32 warps = consumers(UNIT_PRODUCERS) / lanes(), runs = 2 * job->heads;
+        pieces = warps > runs ? warps / runs : 1;
         const u32 heads = job->heads, in_row = job->by_vectors.value, most = job->unit_tokens;
         const u32 size = job->by_block.value, vectors = 2 * heads * most * in_row;
         const u64 *bases = (const u64 *)((const u8 *)job + job->bases);
@@ -195,13 +203,16 @@ struct UnitConsumer {
 
     // Each warp sums runs, or parts of them where there are more warps than runs.
     __device__ void sum(const Unit &unit, const Vec16 *stage) const {
-        const u32 warps = consumers(UNIT_PRODUCERS) / lanes(), runs = 2 * job->heads;
-        const u32 pieces = warps > runs ? warps / runs : 1, in_row = job->by_vectors.value;
+        const u32 warps = consumers(UNIT_PRODUCERS) / lanes(), in_row = job->by_vectors.value;
         const u32 vectors = unit.tokens * in_row, pitch = job->unit_tokens * in_row;
-        for (u32 i = consumer() / lanes(); i < runs * pieces; i += warps) {
-            u32 run = i / pieces, piece = i - run * pieces;
-            u32 first = vectors * piece / pieces, end = vectors * (piece + 1) / pieces;
-            if (first == end) continue;
+        for (u32 i = consumer() / lanes(); i < 2 * job->heads * pieces; i += warps) {
+            u32 run = i, first = 0, end = vectors;
+            if (pieces > 1) {
+                run = i / pieces;
+                u32 piece = i - run * pieces;
+                first = vectors * piece / pieces, end = vectors * (piece + 1) / pieces;
+                if (first == end) continue;
+            }
             Item item;
             item.part = unit.part;
             item.begin = unit.begin + run * unit.stride + 16 * first;
