@@ -98,7 +98,7 @@ test-fast: env native ## the suite without engines and slow tests
 test-vm: env native ## DMA-BUFs in a virtual machine (root on Debian; downloads a kernel once)
 	@$(PY) tests/vm/machine.py env PYTHONPATH=client:. PYTEST_DISABLE_PLUGIN_AUTOLOAD=1 \
 	  $(PY) -m pytest -v -p no:cacheprovider -p pytest_timeout -p pytest_asyncio.plugin \
-	  --color=no -o timeout=900 tests/vm/guest_udmabuf.py tests/vm/guest_broker.py $(PYTEST_ARGS)
+	  --color=no -o timeout=1800 tests/vm/guest_udmabuf.py tests/vm/guest_broker.py $(PYTEST_ARGS)
 
 .PHONY: test-gpu
 test-gpu: env native ## what needs an NVIDIA GPU (PYTEST_ARGS=...)

@@ -30,7 +30,7 @@ ROOT = Path(__file__).resolve().parents[2]
 CACHE = Path(os.environ.get("KMESH_VM_CACHE", ROOT / ".cache" / "vm"))
 MEMORY = "1G"
 #: Seconds that a whole run may take.
-TIMEOUT = float(os.environ.get("KMESH_VM_TIMEOUT", "900"))
+TIMEOUT = float(os.environ.get("KMESH_VM_TIMEOUT", "2400"))
 
 SUITE = "bookworm-backports"
 #: The one that the tests were written with. Archives drop old kernels: then the suite's present

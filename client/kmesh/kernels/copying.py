@@ -7,6 +7,7 @@ restores in the order in which they were started.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 
@@ -67,29 +68,45 @@ class Copier:
     Args:
         chunk_bytes: of a buffer.
         chunks: buffers.
+
+    Raises:
+        RuntimeError: the GPU has no memory for all of it; nothing is held then.
     """
 
     def __init__(self, device: Device, chunk_bytes: int, chunks: int) -> None:
         self._runtime = runtime = device.runtime
         self.room = chunk_bytes
-        self.stream = runtime.streamCreateWithFlags(_NON_BLOCKING)
-        self.copied = [runtime.eventCreateWithFlags(_NO_TIMING) for _ in range(chunks)]
-        self.scattered = [runtime.eventCreateWithFlags(_NO_TIMING) for _ in range(chunks)]
-        self.buffers = [runtime.malloc(chunk_bytes) for _ in range(chunks)]
+        self.copied: list[int] = []
+        self.scattered: list[int] = []
+        self.buffers: list[int] = []
         self.next = 0
+        with ExitStack() as undo:
+            self.stream = runtime.streamCreateWithFlags(_NON_BLOCKING)
+            undo.callback(runtime.streamDestroy, self.stream)
+            for _ in range(chunks):
+                self.buffers.append(runtime.malloc(chunk_bytes))
+                undo.callback(runtime.free, self.buffers[-1])
+                for events in (self.copied, self.scattered):
+                    events.append(runtime.eventCreateWithFlags(_NO_TIMING))
+                    undo.callback(runtime.eventDestroy, events[-1])
+            self._held = undo.pop_all()
 
     def start(self, loads: Sequence[Load]) -> Trip:
         """Starts to copy the payloads of loads, as far as there are buffers."""
-        return Trip(self, self._runtime, loads)
+        try:
+            return Trip(self, self._runtime, loads)
+        except BaseException:
+            self.wait()
+            raise
+
+    def wait(self) -> None:
+        """Returns when no payload is read any more."""
+        self._runtime.streamSynchronize(self.stream)
 
     def close(self) -> None:
         """Waits and frees."""
-        self._runtime.streamSynchronize(self.stream)
-        for event in (*self.copied, *self.scattered):
-            self._runtime.eventDestroy(event)
-        for buffer in self.buffers:
-            self._runtime.free(buffer)
-        self._runtime.streamDestroy(self.stream)
+        with self._held:
+            self.wait()
         self.buffers.clear()
 
 

@@ -9,6 +9,7 @@ Needs CuPy (extras ``cuda12`` and ``cuda13``), which is imported when a ``Restor
 from __future__ import annotations
 
 import enum
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -25,6 +26,10 @@ from kmesh.kernels.plan import Load, Request
 from kmesh.kernels.rotary import Rotary
 
 __all__ = ["H200", "Load", "Memory", "Pending", "Request", "Restorer", "Settings", "Storer"]
+
+logger = logging.getLogger(__name__)
+
+_OUT_OF_MEMORY = 2
 
 #: Seen on an H200 (PCIe 5.0 x16); what another machine does is measured, not guessed.
 H200 = Rates(
@@ -189,6 +194,7 @@ class Restorer:
         self._settings = settings or Settings()
         self._rates = rates
         self._copier: Copier | None = None
+        self._no_copier = False
 
     def restore(
         self,
@@ -205,7 +211,9 @@ class Restorer:
             stream: handle of a CUDA stream of the device.
             memory: where all the payloads are.
             route: of payloads in host memory; by default the faster one. Copies need all of each
-                payload to be readable, and neighbours in memory to be of one registration.
+                payload to be readable, and neighbours in memory to be of one registration; where
+                the GPU has no memory for their buffers, the kernel does it. ``Pending.route``
+                says what was done.
 
         Raises:
             UnsupportedError, ValueError: as ``plan.write``; nothing was started.
@@ -218,15 +226,15 @@ class Restorer:
             route = self._choose(loads, requests, grid)
         if route is Route.COPY and not self._fits(loads, requests):
             route = Route.KERNEL
-        if route is Route.COPY:
-            return self._by_copies(loads, requests, stream)
         with self._device:
+            if route is Route.COPY and (copier := self._buffers()):
+                return self._by_copies(loads, requests, stream, copier)
             with self._device.job(stream) as slot:
                 job = self._write(slot, loads, grid)
                 slot.upload(job.upload_bytes, stream)
                 slot.expect(job.parts)
                 self._launch(job, slot, grid, (0, job.parts), stream)
-            return Pending(self._device, slot, job, route)
+            return Pending(self._device, slot, job, Route.KERNEL)
 
     def close(self) -> None:
         """Waits for what is under way and frees what was allocated."""
@@ -249,24 +257,43 @@ class Restorer:
             return Route.KERNEL
         return choose(size, requests, grid.blocks, self._rates)
 
-    def _by_copies(self, loads: Sequence[Load], requests: int, stream: int) -> Pending:
-        settings = self._settings
-        grid = settings.grid(self._device, Memory.GPU, requests)
-        with self._device:
-            if self._copier is None:
-                self._copier = Copier(self._device, settings.chunk_bytes, settings.chunks)
-            # What is first on the bus is on its way before the job is written.
-            trip = self._copier.start(loads)
+    def _buffers(self) -> Copier | None:
+        """The copy engine's; None once the GPU had no memory for them."""
+        if self._copier is None and not self._no_copier:
+            settings = self._settings
             try:
-                with self._device.job(stream) as slot:
-                    job = self._write(slot, trip.loads, grid)
-                    slot.upload(job.upload_bytes, stream)
-                    slot.expect(job.parts)
-                    for parts in trip.chunks(stream):
-                        self._launch(job, slot, grid, parts, stream)
-            finally:
-                trip.end(stream)
-            return Pending(self._device, slot, job, Route.COPY)
+                self._copier = Copier(self._device, settings.chunk_bytes, settings.chunks)
+            except RuntimeError as lacking:
+                if getattr(lacking, "status", None) != _OUT_OF_MEMORY:
+                    raise
+                self._no_copier = True
+                logger.warning(
+                    "no memory on GPU %d for %d buffers of %d bytes: payloads of host memory are "
+                    "restored by the kernel alone",
+                    self._device.ordinal, settings.chunks, settings.chunk_bytes,
+                )  # fmt: skip
+        return self._copier
+
+    def _by_copies(
+        self, loads: Sequence[Load], requests: int, stream: int, copier: Copier
+    ) -> Pending:
+        grid = self._settings.grid(self._device, Memory.GPU, requests)
+        # What is first on the bus is on its way before the job is written.
+        trip = copier.start(loads)
+        try:
+            with self._device.job(stream) as slot:
+                job = self._write(slot, trip.loads, grid)
+                slot.upload(job.upload_bytes, stream)
+                slot.expect(job.parts)
+                for parts in trip.chunks(stream):
+                    self._launch(job, slot, grid, parts, stream)
+        except BaseException:
+            # Whoever hears of it may give the payloads up at once.
+            copier.wait()
+            raise
+        finally:
+            trip.end(stream)
+        return Pending(self._device, slot, job, Route.COPY)
 
     def _write(self, slot: Slot, loads: Sequence[Load], grid: Grid) -> plan.Job:
         return plan.write(

@@ -78,15 +78,19 @@ class Slot:
         self.told = 0
 
     def reserve(self, size: int) -> npt.NDArray[np.uint8]:
-        """Pinned memory for a job of that size; room for it on the device."""
+        """Pinned memory for a job of that size; room for it on the device.
+
+        Raises:
+            RuntimeError: there is no memory for it; what was there before still is.
+        """
         if size > len(self._host):
             room = max(_SMALLEST, 1 << (size - 1).bit_length())
-            self._pinned = self._allocate_pinned(room)
-            self._host = np.frombuffer(self._pinned, dtype=np.uint8, count=room)
+            pinned = self._allocate_pinned(room)
+            job = self._runtime.malloc(room)
             if self.job:
                 self._runtime.free(self.job)
-                self.job = 0
-            self.job = self._runtime.malloc(room)
+            self.job, self._pinned = job, pinned
+            self._host = np.frombuffer(pinned, dtype=np.uint8, count=room)
         return self._host[:size]
 
     def upload(self, size: int, stream: int) -> None:
