@@ -231,8 +231,9 @@ static PyObject *host_job(PyObject *module, PyObject *args) {
     PyObject *result = NULL;
     if (wrong) refuse(wrong);
     else
-        result = Py_BuildValue("(KKKKKKKK)", sizes.size, sizes.upload, sizes.vector, sizes.parts,
-                               sizes.items, sizes.tiles, sizes.bytes, sizes.shared);
+        result = Py_BuildValue("(KKKKKKKKKK)", sizes.size, sizes.upload, sizes.vector, sizes.parts,
+                               sizes.items, sizes.tiles, sizes.bytes, sizes.shared, sizes.units,
+                               sizes.unit_shared);
     PyBuffer_Release(&b.layout);
     PyBuffer_Release(&b.parts);
     PyBuffer_Release(&b.groups);

@@ -57,18 +57,19 @@ def job(
     memory: Buffer,
     status: Buffer,
     /,
-) -> tuple[int, int, int, int, int, int, int, int]:
+) -> tuple[int, int, int, int, int, int, int, int, int, int]:
     """Writes a job of the GPU's kernels into ``memory`` (aligned to 16); see kmesh.kernels.plan.
 
     groups: (parts, requests) as u32 each; spans and wanted are those of all groups in order.
     wanted: (address of int64 page ids, their number, shift: i64, by slot: u32, turns: u32) for each
     request. turns: cosines and sines as float32. options: most shared memory, most stages,
-    rotary dim, interleaved, element as u32. status: as ``check`` for each group's requests, one
-    after the other, written.
+    the same two for units, units in a burst, rotary dim, interleaved, element as u32. status: as
+    ``check`` for each group's requests, one after the other, written.
 
     Returns:
         (size, bytes to upload, bytes of a vector, parts, items, tiles, payload bytes, bytes of
-        shared memory). When size is more than the memory's, the job was not written.
+        shared memory, units, bytes of shared memory for them). When size is more than the
+        memory's, the job was not written.
 
     Raises:
         ValueError: a buffer has the wrong length, or a size or alignment is not served.

@@ -8,6 +8,8 @@
 enum { KM_STAGE = 16384, KM_ENTRIES = 1024, KM_SHARED_BY = 32, KM_MOST_STAGES = 12 };
 // Of shared memory: before all stages, and in each beside its bytes and its addresses.
 enum { KM_HEAD = 512, KM_UNIT = 128 };
+// Of a unit: its bytes, and addresses of pages (of K, of V) for which its stage has room.
+enum { KM_UNIT_BYTES = 32768, KM_UNIT_ENTRIES = 512 };
 #define KM_NO_TURNS UINT32_MAX
 #define KM_JOB_LIMIT (UINT64_C(1) << 31)
 
@@ -20,7 +22,7 @@ typedef struct {
     uint32_t item_begin, first_item, tile_begin, first_tile, end_tile, request_begin, requests;
     uint32_t dense;
     km_divisor by_tokens, by_heads;
-    uint32_t bad, spare;
+    uint32_t bad, unit_begin;
 } km_job_part;
 
 typedef struct {
@@ -33,8 +35,9 @@ typedef struct {
     uint64_t bases, parts, requests, turns, expected, sums, folded, counters;
     uint32_t layers, row_bytes, item_rows, item_bytes;
     uint32_t parts_count, items_count, tiles_count, stages;
-    km_divisor by_vectors, by_block, by_items;
-    uint32_t rotary_dim, interleaved, element, entries, spare;
+    km_divisor by_vectors, by_block, by_items, by_units;
+    uint32_t rotary_dim, interleaved, element, entries;
+    uint32_t units_count, unit_tokens, unit_stages, unit_entries, burst, heads;
 } km_job;
 
 // As kmesh.kernels.plan packs it.
@@ -50,11 +53,13 @@ typedef struct {
 
 typedef struct {
     uint32_t shared, stages;  // bytes of shared memory and stages in it, at most
+    uint32_t unit_shared, unit_stages;  // the same for units; no stages: no units
+    uint32_t burst;                     // units that are asked for together
     uint32_t rotary_dim, interleaved, element;
 } km_job_options;
 
 typedef struct {
-    uint64_t size, upload, vector, parts, items, tiles, bytes, shared;
+    uint64_t size, upload, vector, parts, items, tiles, bytes, shared, units, unit_shared;
 } km_job_sizes;
 
 typedef struct {
@@ -78,6 +83,12 @@ static km_divisor km_divide_by(uint64_t value) {
     d.factor = (uint32_t)(((UINT64_C(1) << (31 + bits)) + value - 1) / value);
     d.shift = bits - 1;
     return d;
+}
+
+static uint64_t km_stages(uint64_t shared, uint64_t stage, uint64_t most) {
+    uint64_t stages = shared > KM_HEAD ? (shared - KM_HEAD) / stage : 0;
+    if (stages > most) stages = most;
+    return stages < KM_MOST_STAGES ? stages : KM_MOST_STAGES;
 }
 
 static size_t km_room(size_t bytes) {
@@ -121,9 +132,45 @@ static uint64_t km_part_items(const km_job_part *p, uint64_t item) {
     return (end + item - 1) / item - p->first_item;
 }
 
-// Writes as much as `room` allows; what it takes is in `sizes`. NULL, or what is not served.
-static const char *km_job_write(const km_job_input *in, unsigned char *memory, size_t room,
-                                km_job_sizes *sizes) {
+// Tokens of a unit, which lies in one block or is made of whole ones; 0: there are none.
+static uint64_t km_unit_tokens(const km_layout *l, uint64_t longest, uint64_t requests) {
+    uint64_t token, most, block = l->block_tokens;
+    // Offsets in a page have 32 bits.
+    if (__builtin_mul_overflow(2 * l->row_bytes, l->heads, &token) || l->heads >= KM_JOB_LIMIT ||
+        (l->heads - 1) * l->head_stride + (block - 1) * l->token_stride + l->row_bytes > UINT32_MAX)
+        return 0;
+    most = KM_UNIT_BYTES / token;
+    if (most < block) {
+        uint64_t tokens = most;
+        while (tokens && block % tokens) tokens--;
+        return tokens;
+    }
+    uint64_t blocks = most / block, needed = (longest - 1) / block + 1;
+    if (blocks > needed) blocks = needed;
+    if (blocks > KM_UNIT_ENTRIES / 2 / requests) blocks = KM_UNIT_ENTRIES / 2 / requests;
+    return blocks * block;
+}
+
+// Whether a part can be moved in units: all of its layers' bytes are wanted, its tiles hold nothing
+// of other layers, and each unit begins where a page or a part of one does, for all who want it.
+static int km_part_in_units(const km_job_input *in, uint64_t tokens, const km_job_part *p,
+                            const km_wanted *wanted) {
+    const km_layout *l = in->layout;
+    const km_part *s = &p->part;
+    if (!tokens || !p->dense || s->heads != l->heads || s->address % 16) return 0;
+    uint64_t layer = 2 * s->heads * s->tokens * l->row_bytes;
+    uint64_t begin = s->src_layer_begin * layer, end = begin + s->layers * layer;
+    if (begin % KM_TILE || (end % KM_TILE && end != s->length)) return 0;
+    uint64_t step = tokens < l->block_tokens ? tokens : l->block_tokens;
+    for (uint32_t r = 0; r < KM_SHARED_BY; r++)
+        if (p->requests >> r & 1 &&
+            (wanted[r].by_slot || (s->position + (uint64_t)wanted[r].shift) % step))
+            return 0;
+    return 1;
+}
+
+static const char *km_job_try(const km_job_input *in, unsigned char *memory, size_t room,
+                              km_job_sizes *sizes) {
     const km_layout *l = in->layout;
     if (l->row_bytes < 4 || l->row_bytes > KM_STAGE || l->row_bytes % 4)
         return "rows are not served: only of 4 to 16384 bytes, by fours";
@@ -151,10 +198,24 @@ static const char *km_job_write(const km_job_input *in, unsigned char *memory, s
     if (entries > KM_ENTRIES) entries = KM_ENTRIES / item_rows * item_rows;
     entries += entries & 1;
     uint64_t stage = KM_STAGE + KM_UNIT + entries * 8;
-    uint64_t stages = in->options.shared > KM_HEAD ? (in->options.shared - KM_HEAD) / stage : 0;
-    if (stages > in->options.stages) stages = in->options.stages;
-    if (stages > KM_MOST_STAGES) stages = KM_MOST_STAGES;
+    uint64_t stages = km_stages(in->options.shared, stage, in->options.stages);
     if (!stages) return "the shared memory has no room for a stage";
+
+    uint64_t longest = 1;
+    for (size_t p = 0; p < parts; p++) {
+        km_part s;
+        memcpy(&s, in->parts + p * sizeof s, sizeof s);
+        if (s.tokens > longest) longest = s.tokens;
+    }
+    uint64_t unit_tokens = km_unit_tokens(l, longest, most), unit_entries = 0, unit_stages = 0;
+    uint64_t unit_stage = KM_UNIT_BYTES + KM_UNIT;
+    if (unit_tokens) {
+        uint64_t blocks = (unit_tokens - 1) / l->block_tokens + 1;
+        unit_entries = 2 * blocks * most;
+        unit_stage += unit_entries * 8;
+        unit_stages = km_stages(in->options.unit_shared, unit_stage, in->options.unit_stages);
+        if (!unit_stages) unit_tokens = 0;
+    }
 
     km_job job = {.block_stride = l->block_stride,
                   .head_stride = l->head_stride,
@@ -166,6 +227,11 @@ static const char *km_job_write(const km_job_input *in, unsigned char *memory, s
                   .parts_count = (uint32_t)parts,
                   .stages = (uint32_t)stages,
                   .entries = (uint32_t)entries,
+                  .unit_tokens = (uint32_t)unit_tokens,
+                  .unit_stages = (uint32_t)unit_stages,
+                  .unit_entries = (uint32_t)unit_entries,
+                  .burst = in->options.burst,
+                  .heads = (uint32_t)l->heads,
                   .by_block = km_divide_by(l->block_tokens),
                   .rotary_dim = in->options.rotary_dim,
                   .interleaved = in->options.interleaved,
@@ -184,7 +250,7 @@ static const char *km_job_write(const km_job_input *in, unsigned char *memory, s
 
     uint64_t bits = l->block_stride | l->head_stride | l->token_stride | l->row_bytes;
     for (uint64_t i = 0; i < 2 * l->layers; i++) bits |= in->bases[i];
-    uint64_t items = 0, tiles = 0, bytes = 0;
+    uint64_t items = 0, units = 0, tiles = 0, bytes = 0;
     size_t part = 0, request = 0;
     unsigned char *status = in->status;
     for (size_t g = 0; g < in->group_count; g++) {
@@ -202,12 +268,19 @@ static const char *km_job_write(const km_job_input *in, unsigned char *memory, s
             }
             if (s->token_begin == s->token_end || !s->heads || !s->layers) out.requests = 0;
             out.item_begin = (uint32_t)items, out.tile_begin = (uint32_t)tiles;
+            out.unit_begin = (uint32_t)units;
             if (out.requests) {
                 km_part_extent(in, item, &out);
                 out.by_tokens = km_divide_by(s->tokens);
                 out.by_heads = km_divide_by(s->src_heads);
-                if (!items) job.by_items = km_divide_by(km_part_items(&out, item));
-                items += km_part_items(&out, item);
+                if (km_part_in_units(in, unit_tokens, &out, in->wanted + request)) {
+                    uint64_t own = s->layers * ((s->tokens - 1) / unit_tokens + 1);
+                    if (!units) job.by_units = km_divide_by(own);
+                    units += own;
+                } else {
+                    if (!items) job.by_items = km_divide_by(km_part_items(&out, item));
+                    items += km_part_items(&out, item);
+                }
                 tiles += out.end_tile - out.first_tile;
                 bytes += s->length;
                 bits |= s->address;
@@ -216,7 +289,8 @@ static const char *km_job_write(const km_job_input *in, unsigned char *memory, s
         }
         status += (size_t)group->requests * group->parts, request += group->requests;
     }
-    if (items >= KM_JOB_LIMIT || tiles >= KM_JOB_LIMIT) return "more than 2^31 tiles at once";
+    if (items >= KM_JOB_LIMIT || units >= KM_JOB_LIMIT || tiles >= KM_JOB_LIMIT)
+        return "more than 2^31 tiles at once";
     if (bits % 4) return "payloads, pages and their strides must be multiples of 4 bytes";
     *sizes = (km_job_sizes){.vector = bits % 16 ? 4 : 16,
                             .upload = at + km_room(8 * tiles),
@@ -224,12 +298,15 @@ static const char *km_job_write(const km_job_input *in, unsigned char *memory, s
                             .items = items,
                             .tiles = tiles,
                             .bytes = bytes,
-                            .shared = KM_HEAD + stages * stage};
+                            .shared = KM_HEAD + stages * stage,
+                            .units = units,
+                            .unit_shared = units ? KM_HEAD + unit_stages * unit_stage : 0};
     job.expected = sizes->upload;
     sizes->size = job.expected + km_room(8 * tiles);
     if (sizes->size > room) return NULL;
 
     job.items_count = (uint32_t)items, job.tiles_count = (uint32_t)tiles;
+    job.units_count = (uint32_t)units;
     job.by_vectors = km_divide_by(l->row_bytes / sizes->vector);
     memcpy(memory, &job, sizeof job);
     memcpy(memory + job.bases, in->bases, 16 * l->layers);
@@ -248,6 +325,17 @@ static const char *km_job_write(const km_job_input *in, unsigned char *memory, s
         pages += 4 * w->count;
     }
     return NULL;
+}
+
+// Writes as much as `room` allows; what it takes is in `sizes`. NULL, or what is not served.
+static const char *km_job_write(const km_job_input *in, unsigned char *memory, size_t room,
+                                km_job_sizes *sizes) {
+    const char *wrong = km_job_try(in, memory, room, sizes);
+    if (wrong || !sizes->units || sizes->vector == 16) return wrong;
+    // Units are for whole vectors.
+    km_job_input other = *in;
+    other.options.unit_stages = 0;
+    return km_job_try(&other, memory, room, sizes);
 }
 
 #endif

@@ -62,10 +62,32 @@ def test_restores_are_the_reference(
     assert image == engine.image()
 
 
+@pytest.mark.parametrize(("memory", "route", "options"), WAYS)
+@FEW
+@given(
+    case=cases(whole=True, rows=[16, 32, 80, 128, 256, 512]), ctas=st.sampled_from([1, 2, 5, None]),
+    stages=st.integers(0, 7),
+)  # fmt: skip
+def test_whole_pages_are_the_reference(
+    cupy: Any, stream: int, memory: Memory, route: Any, options: Any, case: Case, ctas: Any,
+    stages: int,
+) -> None:  # fmt: skip
+    how = Settings(max_ctas=ctas, unit_stages=stages, chunk_bytes=1 << 18)
+    engine = case.engine()
+    done, image = restored(cupy, stream, case, engine, (memory, route, options), settings=how)
+    assert reference.restore(engine.layout, case.loads) == done
+    assert image == engine.image()
+
+
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
 @pytest.mark.parametrize("interleaved", [False, True])
 @FEW
-@given(case=cases(deltas=True, rows=[32, 80, 128, 160, 256]), part=st.sampled_from([1.0, 0.5, 0.3]))
+@given(
+    case=st.booleans().flatmap(
+        lambda whole: cases(deltas=True, rows=[32, 80, 128, 160, 256], whole=whole)
+    ),
+    part=st.sampled_from([1.0, 0.5, 0.3]),
+)  # fmt: skip
 def test_turned_keys_are_the_reference_bit_by_bit(
     cupy: Any, stream: int, dtype: str, interleaved: bool, case: Case, part: float
 ) -> None:

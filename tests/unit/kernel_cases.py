@@ -46,15 +46,31 @@ def engines(draw: st.DrawFn, rows: list[int] = ROWS) -> dict[str, Any]:
 
 
 @st.composite
-def cases(draw: st.DrawFn, deltas: bool = False, rows: list[int] = ROWS) -> Case:
-    """Up to two loads, each of up to three spans for up to three requests; pages never collide."""
+def cases(
+    draw: st.DrawFn, deltas: bool = False, rows: list[int] = ROWS, whole: bool = False
+) -> Case:
+    """Up to two loads, each of up to three spans for up to three requests; pages never collide.
+
+    Args:
+        whole: mostly whole spans that begin where pages begin, so that they are moved in units.
+    """
     sizes = draw(engines(rows))
     slots, spans, loads, used = sizes["slots"], [], [], 0
     for _ in range(draw(st.integers(1, 2))):
         position, parts = draw(st.integers(0, 40)), []
+        if whole:
+            position = position // 8 * slots
         for _ in range(draw(st.integers(1, 3))):
             tokens = draw(st.sampled_from([1, 5, 16, 48, 64, 256]))
             want: dict[str, int] = {"position": position}
+            if whole and draw(st.integers(0, 4)):
+                heads, layers = sizes["heads"], draw(st.integers(1, sizes["layers"]))
+                span = Stored.make(draw(st.integers(0, 99)), layers, heads, tokens, sizes["row"])
+                want["dst_layer_begin"] = draw(st.integers(0, sizes["layers"] - layers))
+                spans.append(span)
+                parts.append(span.part(**want))
+                position += tokens if tokens % slots == 0 else slots * (tokens // slots + 1)
+                continue
             want["token_begin"], want["token_end"] = 0, tokens
             if draw(st.booleans()):
                 want["token_begin"], want["token_end"] = _range(draw, tokens)
@@ -77,11 +93,11 @@ def cases(draw: st.DrawFn, deltas: bool = False, rows: list[int] = ROWS) -> Case
             position += tokens
         requests = []
         for _ in range(draw(st.integers(1, 3))):
-            shift = draw(st.sampled_from([0, 0, 7, -parts[0].position]))
+            shift = draw(st.sampled_from([0, 0, slots if whole else 7, -parts[0].position]))
             blocks = -(-(position + max(shift, 0)) // slots)
             ids = np.random.default_rng(draw(st.integers(0, 99))).permutation(blocks) + used
             used += blocks
-            by_slot = draw(st.booleans())
+            by_slot = draw(st.integers(0, 9)) == 0 if whole else draw(st.booleans())
             if by_slot:
                 at = np.arange(blocks * slots)
                 ids = ids[at // slots] * slots + at % slots

@@ -1,14 +1,14 @@
 // The kernels' own code, compiled for the CPU.
 #include "one_thread.hpp"
 
-static u8 shared_memory[1 << 19] __attribute__((aligned(1024)));
+static u8 shared_memory[SHARED] __attribute__((aligned(1024)));
 
 #define RUN(call)                                                            \
     for (all_blocks = n, this_block = 0; this_block < n; this_block++) call;
 
-#define KM_ENTRY(name, vector, turn, resident)                              \
+#define KM_ENTRY(name, vector, turn, units, threads, resident)              \
     extern "C" void name(const Job *job, u32 *results, u32 n, Range range) { \
-        RUN((restore<vector, turn>(job, results, range, shared_memory)))    \
+        RUN((restore<vector, turn, units>(job, results, range, shared_memory))) \
     }
 #include "restore.cu"
 #undef KM_ENTRY

@@ -3,6 +3,7 @@
 #include <cstdint>
 #include <cstdlib>
 #include <cstring>
+#include <vector>
 
 #define __device__
 #define __align__(n) __attribute__((aligned(n)))
@@ -16,6 +17,7 @@ struct Vec16 { u32 word[4]; };
 struct Vec4 { u32 word[1]; };
 struct float2 { float x, y; };
 
+static const size_t SHARED = 1 << 19;
 static u32 this_block, all_blocks;
 static u32 thread() { return 0; }
 static u32 threads() { return 1; }
@@ -24,9 +26,11 @@ static u32 blocks() { return all_blocks; }
 static void barrier() {}
 static void warp_barrier() {}
 static const bool ALONE = true;
-static u32 consumers() { return 1; }
+enum { PER_CONSUMER = 2048, UNIT_PRODUCERS = 1 };
+static u32 consumers(u32 = 1) { return 1; }
 static u32 consumer() { return 0; }
-static bool produces() { return true; }
+static bool produces(u32 = 1) { return true; }
+static u32 producer(u32) { return 0; }
 static void fence() {}
 static void system_fence() {}
 static u32 leading_zeros(u32 bits) { return (u32)__builtin_clz(bits); }
@@ -63,6 +67,10 @@ static void tell_host(u32 *to, u32 value) { *to = value; }
 
 struct Cursor {
     u32 stage = 0, parities = 0;
+    Cursor() {}
+    Cursor(u32 turn, u32 count) : stage(turn % count) {
+        parities = (turn / count & 1) << stage;
+    }
     u32 parity() const { return parities >> stage & 1; }
     void turn() { parities ^= 1u << stage; }
     void next(u32 count) { stage = stage + 1 == count ? 0 : stage + 1; }
@@ -71,37 +79,43 @@ struct Cursor {
 // As long as a stage is not waited for, it holds rubbish. Whoever would wait for ever aborts.
 template <typename V>
 struct Ring {
-    static const u32 HEAD = 512, UNIT = 128, DATA = 16384;
-    struct State { const u8 *from; u32 bytes, full, empty; };
+    static const u32 BARRIERS = 512, HEAD = 128;
+    struct Run { const u8 *from; u32 to, bytes; };
+    struct State { std::vector<Run> runs; u32 full = 0, empty = 0; };
     u8 *memory;
-    u32 count, entries, stage_bytes;
-    State *states;
+    u32 count, data, entries, stage_bytes;
+    mutable std::vector<State> states;
 
-    Ring(u8 *memory_, u32 count_, u32 entries_)
-        : memory(memory_), count(count_), entries(entries_),
-          stage_bytes(DATA + UNIT + entries_ * 8), states((State *)memory_) {
-        if (count * sizeof(State) > HEAD) abort();
-        memset(memory, 0, HEAD);
+    Ring(u8 *memory_, u32 count_, u32 data_, u32 entries_, u32 = 1)
+        : memory(memory_), count(count_), data(data_), entries(entries_),
+          stage_bytes(data_ + HEAD + entries_ * 8), states(count_) {
+        if (16 * count > BARRIERS || BARRIERS + (size_t)count * stage_bytes > SHARED) abort();
+        memset(memory, 0xA5, BARRIERS);
     }
-    u8 *stage(const Cursor &at) const { return memory + HEAD + (size_t)at.stage * stage_bytes; }
-    void *unit(const Cursor &at) const { return stage(at) + DATA; }
-    u64 *table(const Cursor &at) const { return (u64 *)(stage(at) + DATA + UNIT); }
+    void end() const {}
+    u8 *stage(const Cursor &at) const { return memory + BARRIERS + (size_t)at.stage * stage_bytes; }
+    void *head(const Cursor &at) const { return stage(at) + data; }
+    u64 *table(const Cursor &at) const { return (u64 *)(stage(at) + data + HEAD); }
     State &state(const Cursor &at) const { return states[at.stage]; }
     void wait_empty(const Cursor &at) const {
         if (state(at).empty != at.parity()) abort();
-        memset(unit(at), 0xA5, UNIT + entries * 8);
+        memset(head(at), 0xA5, HEAD + entries * 8);
     }
-    void fill(const Cursor &at, const u8 *from, u32 bytes) const {
-        if (state(at).from || bytes > DATA) abort();
-        memset(stage(at), 0xA5, DATA);
-        state(at).from = from, state(at).bytes = bytes;
+    void fill(const Cursor &at, const u8 *from, u32 bytes, u32 runs = 1, u64 stride = 0,
+              u32 pitch = 0) const {
+        if (!state(at).runs.empty() || bytes % sizeof(V)) abort();
+        memset(stage(at), 0xA5, data);
+        for (u32 i = 0; i < runs; i++) {
+            if ((u64)i * pitch + bytes > data || (i && pitch < bytes)) abort();
+            state(at).runs.push_back({from + i * stride, i * pitch, bytes});
+        }
     }
     void ready(const Cursor &at) const { state(at).full ^= 1; }
     void wait_full(const Cursor &at) const {
         State &one = state(at);
         if (one.full == at.parity()) abort();
-        if (one.from) memcpy(stage(at), one.from, one.bytes);
-        one.from = nullptr;
+        for (const Run &run : one.runs) memcpy(stage(at) + run.to, run.from, run.bytes);
+        one.runs.clear();
     }
     void release(const Cursor &at) const { state(at).empty ^= 1; }
 };

@@ -59,12 +59,17 @@ def restore(
     rotary: Rotary | None = None,
     blocks: int = 3,
     stages: int = 2,
+    unit_stages: int = 0,
+    burst: int = 1,
     at_once: int = 2,
 ) -> list[list[bytes]]:
     """As ``kmesh.kernels.cuda`` does it on a GPU."""
-    job = plan.write(layout, loads, rotary=rotary, stages=stages, allocate=aligned)
+    job = plan.write(
+        layout, loads, rotary=rotary, stages=stages, unit_stages=unit_stages,
+        unit_shared=1 << 19, burst=burst, allocate=aligned,
+    )  # fmt: skip
     results = np.full(job.parts, 0xFF, dtype=np.uint32)
-    name = "restore_turn" if job.turns else "restore"
+    name = f"restore{'_units' if job.units else ''}{'_turn' if job.turns else ''}"
     # In several launches, as when the payloads arrive bit by bit.
     for begin in range(0, job.parts, at_once):
         parts = _Range(begin, min(begin + at_once, job.parts))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import one_thread
@@ -31,14 +32,52 @@ def all_done(case: Case) -> list[list[bytes]]:
 
 
 @settings(max_examples=150, deadline=None)
-@given(case=cases(), blocks=st.integers(1, 5), stages=st.integers(1, 4))
+@given(case=cases(), blocks=st.integers(1, 5), stages=st.integers(1, 4), units=st.integers(0, 3))
 def test_restores_move_what_the_reference_moves(
-    kernels: ctypes.CDLL, case: Case, blocks: int, stages: int
+    kernels: ctypes.CDLL, case: Case, blocks: int, stages: int, units: int
 ) -> None:
     engine, expected = case.engine(), case.engine()
-    done = one_thread.restore(kernels, engine.layout, case.loads, blocks=blocks, stages=stages)
+    done = one_thread.restore(
+        kernels, engine.layout, case.loads, blocks=blocks, stages=stages, unit_stages=units,
+        burst=units,
+    )  # fmt: skip
     assert done == all_done(case)
     assert reference.restore(expected.layout, case.loads) == done
+    assert engine.image() == expected.image()
+
+
+UNITS = {"unit_stages": st.integers(1, 6), "burst": st.integers(1, 7)}
+ALIGNED = [16, 32, 80, 128, 256, 512, 4096]
+
+
+@settings(max_examples=150, deadline=None)
+@given(case=cases(whole=True, rows=ALIGNED), blocks=st.integers(1, 5), **UNITS)
+def test_whole_pages_are_what_the_reference_moves(
+    kernels: ctypes.CDLL, case: Case, blocks: int, unit_stages: int, burst: int
+) -> None:
+    engine, expected = case.engine(), case.engine()
+    done = one_thread.restore(
+        kernels, engine.layout, case.loads, blocks=blocks, unit_stages=unit_stages, burst=burst
+    )
+    assert done == all_done(case)
+    assert reference.restore(expected.layout, case.loads) == done
+    assert engine.image() == expected.image()
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    case=cases(whole=True, deltas=True, rows=[32, 80, 128, 256]), interleaved=st.booleans(),
+    dtype=st.sampled_from(["bfloat16", "float16", "float32"]),
+    part=st.sampled_from([1.0, 0.5, 0.3]),
+)  # fmt: skip
+def test_keys_of_whole_pages_are_turned_as_the_reference_turns_them(
+    kernels: ctypes.CDLL, case: Case, interleaved: bool, dtype: str, part: float
+) -> None:
+    how = rotary(dtype, case.sizes["row"], interleaved=interleaved, part=part)
+    engine, expected = case.engine(), case.engine()
+    done = one_thread.restore(kernels, engine.layout, case.loads, rotary=how, unit_stages=3)
+    assert done == all_done(case)
+    assert reference.restore(expected.layout, case.loads, how) == done
     assert engine.image() == expected.image()
 
 
@@ -126,6 +165,54 @@ def test_stores_give_what_was_restored_with_its_sums(
 SIZES = {"order": "HND", "layers": 3, "heads": 4, "slots": 16, "row": 256, "gap": 0}
 
 
+def written(engine: Engine, loads: list[Load], **more: Any) -> plan.Job:
+    return plan.write(engine.layout, loads, unit_stages=3, allocate=one_thread.aligned, **more)
+
+
+@pytest.mark.parametrize("order", ["HND", "NHD", "planes"])
+@pytest.mark.parametrize(
+    ("change", "units"),
+    [
+        ({}, 3 * 4), ({"position": 32}, 3 * 4), ({"position": 8}, 0), ({"token_end": 63}, 0),
+        ({"token_begin": 16}, 0), ({"src_layer_begin": 1, "layers": 2}, 2 * 4),
+        ({"heads": 3}, 0), ({"address": 4}, 0),
+    ],
+)  # fmt: skip
+def test_what_is_moved_in_units(order: str, change: dict[str, int], units: int) -> None:
+    span = Stored.make(9, 3, 4, 64, 256)
+    engine = Engine.make(**{**SIZES, "order": order}, blocks=8)
+    part = span.part(**{k: v for k, v in change.items() if k != "address"})
+    part.address += change.get("address", 0)
+    load = Load.of([part], [Request(np.arange(8)), Request(np.arange(8), shift=16)])
+    job = written(engine, [load])
+    assert job.units == units
+    assert bool(job.items) == (not units)
+    # One request whose pages begin elsewhere, or that names slots, is enough to part them.
+    for other in (Request(np.arange(8), shift=4), Request(np.arange(128), by_slot=True)):
+        assert not written(engine, [Load.of([part], [*load.requests, other])]).units
+
+
+@pytest.mark.parametrize(
+    ("heads", "slots", "row", "tokens", "units"),
+    [
+        (4, 16, 256, 64, 4), (2, 16, 128, 64, 1), (8, 16, 256, 64, 8), (1, 128, 256, 64, 1),
+        (64, 16, 256, 32, 32), (65, 16, 256, 32, 0), (1, 1, 16, 64, 1), (8, 16, 256, 48, 6),
+    ],
+)  # fmt: skip
+def test_units_are_pages_parts_of_one_or_several(
+    kernels: ctypes.CDLL, heads: int, slots: int, row: int, tokens: int, units: int
+) -> None:
+    sizes = {"order": "NHD", "layers": 1, "heads": heads, "slots": slots, "row": row, "gap": 0}
+    blocks = max(tokens // slots, 1)
+    span = Stored.make(4, 1, heads, tokens, row)
+    load = Load.of([span.part()], [Request(np.arange(blocks)[::-1].copy())])
+    engine, expected = Engine.make(**sizes, blocks=blocks), Engine.make(**sizes, blocks=blocks)
+    assert written(engine, [load]).units == units
+    assert one_thread.restore(kernels, engine.layout, [load], unit_stages=2, burst=2) == [[b"\0"]]
+    reference.restore(expected.layout, [load])
+    assert engine.image() == expected.image()
+
+
 def two_requests() -> tuple[Engine, Stored, Load]:
     span = Stored.make(9, 3, 4, 64, 256)
     pages = [np.array([4, 0, 5, 2]), np.array([1, 3, 6, 7])]
@@ -138,15 +225,17 @@ def two_requests() -> tuple[Engine, Stored, Load]:
 
 @pytest.mark.parametrize("at", [0, 17, TILE_BYTES - 1, 3 * TILE_BYTES + 5, 6 * TILE_BYTES - 1])
 @pytest.mark.parametrize("bit", [0, 7])
+@pytest.mark.parametrize("units", [0, 3])
 def test_a_flipped_bit_is_reported_for_exactly_its_part(
-    kernels: ctypes.CDLL, at: int, bit: int
+    kernels: ctypes.CDLL, at: int, bit: int, units: int
 ) -> None:
     engine, span, load = two_requests()
     good = Stored.make(10, 3, 4, 64, 256)
     other = Load.of([good.part()], [Request(load.requests[0].pages + 8)])
     engine = Engine.make(**SIZES, blocks=16)
     span.array.reshape(-1)[at] ^= 1 << bit
-    done = one_thread.restore(kernels, engine.layout, [load, other])
+    assert bool(written(engine, [load, other]).units)
+    done = one_thread.restore(kernels, engine.layout, [load, other], unit_stages=units)
     assert done == [[bytes([Status.BAD_TILE])] * 2, [bytes([Status.DONE])]]
 
 
@@ -199,14 +288,17 @@ def test_a_request_with_bad_pages_does_not_stop_its_siblings(kernels: ctypes.CDL
 
 def test_more_requests_than_one_read_serves(kernels: ctypes.CDLL) -> None:
     sizes = {**SIZES, "layers": 1, "heads": 1}
-    engine, expected = Engine.make(**sizes, blocks=160), Engine.make(**sizes, blocks=160)
+    expected = Engine.make(**sizes, blocks=160)
     span = Stored.make(5, 1, 1, 64, 256)
     requests = [Request(np.arange(4) + 4 * i) for i in range(plan.SHARED_BY + 5)]
     loads = [Load.of([span.part()], [one]) for one in requests]
     assert len(merged(loads)) == 1
-    assert one_thread.restore(kernels, engine.layout, merged(loads)) == [[b"\0"] * len(requests)]
     reference.restore(expected.layout, loads)
-    assert engine.image() == expected.image()
+    for units in (0, 2):
+        engine = Engine.make(**sizes, blocks=160)
+        done = one_thread.restore(kernels, engine.layout, merged(loads), unit_stages=units)
+        assert done == [[b"\0"] * len(requests)]
+        assert engine.image() == expected.image()
 
 
 def test_loads_of_other_parts_stay_apart() -> None:
@@ -289,7 +381,7 @@ def test_buffers_of_a_job_that_do_not_fit_are_refused() -> None:
         plan._WANTED.pack(r.pages.ctypes.data, len(r.pages), 0, 0, 2**32 - 1) for r in load.requests
     )
     memory = one_thread.aligned(1 << 16)
-    options = plan._OPTIONS.pack(1 << 17, 4, 0, 0, 0)
+    options = plan._OPTIONS.pack(1 << 17, 4, 1 << 17, 0, 1, 0, 0, 0)
     good = [
         engine.layout.packed, load.records.tobytes(), plan._GROUP.pack(1, 2), wanted, b"", options,
         memory.data, bytearray(2),
@@ -305,7 +397,7 @@ def test_buffers_of_a_job_that_do_not_fit_are_refused() -> None:
         (0, engine.layout.packed[:-8]), (0, b""), (1, load.records.tobytes()[:-1]),
         (2, plan._GROUP.pack(2, 2)), (2, plan._GROUP.pack(1, 33)), (2, b"1234567"),
         (3, wanted[:-1]), (5, options[:-4]), (6, memory[1:].data), (7, bytearray(1)),
-        (5, plan._OPTIONS.pack(1000, 4, 0, 0, 0)),
+        (5, plan._OPTIONS.pack(1000, 4, 0, 0, 1, 0, 0, 0)),
     ]  # fmt: skip
     for place, other in wrong:
         given = [*good]

@@ -214,8 +214,9 @@ def test_angles_of_long_distances_keep_their_precision() -> None:
 
 # Compilation.
 
-#: Registers of a thread with which as many blocks fit as the launch bounds say.
-REGISTERS = 80
+#: Registers of a thread with which as many blocks fit as the launch bounds say; of a kernel that
+#: moves units one, of 384 threads.
+REGISTERS, UNIT_REGISTERS = 80, 168
 
 
 @pytest.mark.parametrize("program", sources.PROGRAMS)
@@ -224,6 +225,11 @@ def test_the_text_for_the_runtime_compiler_is_complete(program: str) -> None:
     assert '#include "' not in text
     assert text.count("struct Job {") == 1
     assert f"kmesh_{program}_16" in text
+
+
+def text_entries(program: str) -> int:
+    """Kernels of a program."""
+    return len(re.findall(r"^KM_ENTRY\(", sources.text(program), re.MULTILINE))
 
 
 @pytest.mark.timeout(300)
@@ -240,10 +246,12 @@ def test_kernels_compile_without_spills() -> None:
             about = f"{program} for {architecture}: {said}"
             assert code.startswith(b"\x7fELF"), about
             assert "warning" not in said, about
-            registers = [int(n) for n in re.findall(r"Used (\d+) registers", said)]
+            registers = re.findall(r"entry function '(\w+)'[^']*?Used (\d+) registers", said)
             spills = re.findall(r"(\d+) bytes spill", said)
             assert registers, about
-            assert max(registers) <= REGISTERS, about
+            assert len(registers) == text_entries(program), about
+            for name, count in registers:
+                assert int(count) <= (UNIT_REGISTERS if "units" in name else REGISTERS), about
             assert set(spills) == {"0"}, about
 
 

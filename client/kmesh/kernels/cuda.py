@@ -20,7 +20,7 @@ from kmesh import _host
 from kmesh.kernels import plan
 from kmesh.kernels.chooser import Rates, Route, choose
 from kmesh.kernels.copying import Copier
-from kmesh.kernels.device import Device, Slot
+from kmesh.kernels.device import UNIT_THREADS, Device, Slot
 from kmesh.kernels.host import PagedLayout
 from kmesh.kernels.plan import Load, Request
 from kmesh.kernels.rotary import Rotary
@@ -44,6 +44,11 @@ H200 = Rates(
 )
 
 
+#: From how many requests on units are read in bursts; below, more than a few stages only wait.
+_BURST_REQUESTS = 8
+_SINGLE_STAGES = 3
+
+
 class Memory(enum.Enum):
     """Where payloads are."""
 
@@ -53,11 +58,16 @@ class Memory(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class Grid:
-    """Of one launch: blocks, and the most stages and shared memory of each."""
+    """Of one launch: blocks, and the most stages and shared memory of each; the same for one that
+    moves units, and how many units it asks for together."""
 
     blocks: int
     stages: int
     shared: int
+    unit_blocks: int
+    unit_stages: int
+    unit_shared: int
+    burst: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +81,9 @@ class Settings:
             bus; more of them only wait for it.
         gpu_ctas, gpu_stages: the same for each multiprocessor, for payloads in the GPU's memory
             or for several requests, whose pages are more to write than the bus brings.
+        unit_ctas, unit_stages: where whole pages are moved, from the GPU's memory: blocks, one
+            each of so many multiprocessors (None: of all), and how many stages of 32 KiB each of
+            them has. 0 stages: nothing is moved that way.
         chunk_bytes, chunks: of the copy engine's buffers.
     """
 
@@ -79,10 +92,14 @@ class Settings:
     host_stages: int = 3
     gpu_ctas: int = 4
     gpu_stages: int = 2
+    unit_ctas: int | None = None
+    unit_stages: int = 6
     chunk_bytes: int = 32 << 20
     chunks: int = 3
 
     def __post_init__(self) -> None:
+        if self.unit_stages < 0 or (self.unit_ctas is not None and self.unit_ctas < 1):
+            raise ValueError(f"unit_stages is {self.unit_stages}, unit_ctas {self.unit_ctas}")
         for name in ("host_ctas", "host_stages", "gpu_ctas", "gpu_stages", "chunk_bytes"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} is {getattr(self, name)}, not at least 1")
@@ -101,7 +118,23 @@ class Settings:
                 blocks, each = self.host_ctas, 1
             elif requests <= 4:
                 blocks, each = device.multiprocessors, 1
-        return Grid(min(blocks, self.max_ctas or blocks), stages, device.shared(each))
+        # Reads over the bus are slower in units: their runs lie far apart.
+        units = self.unit_ctas or device.multiprocessors
+        unit_stages = self.unit_stages if memory is Memory.GPU else 0
+        # Many pages for each read: reading in bursts spares the memory turning around.
+        burst = unit_stages if requests >= _BURST_REQUESTS else 1
+        if burst == 1:
+            unit_stages = min(unit_stages, _SINGLE_STAGES)
+        most = self.max_ctas or max(blocks, units)
+        return Grid(
+            blocks=min(blocks, most),
+            stages=stages,
+            shared=device.shared(each),
+            unit_blocks=min(units, most),
+            unit_stages=unit_stages,
+            unit_shared=device.shared(1),
+            burst=max(burst, 1),
+        )
 
 
 class Pending:
@@ -195,7 +228,7 @@ class Restorer:
             route = Route.KERNEL
         with self._device:
             if route is Route.COPY and (copier := self._buffers()):
-                return self._by_copies(loads, stream, copier)
+                return self._by_copies(loads, requests, stream, copier)
             with self._device.job(stream) as slot:
                 job = self._write(slot, loads, grid)
                 slot.upload(job.upload_bytes, stream)
@@ -241,8 +274,10 @@ class Restorer:
                 )  # fmt: skip
         return self._copier
 
-    def _by_copies(self, loads: Sequence[Load], stream: int, copier: Copier) -> Pending:
-        grid = self._settings.grid(self._device, Memory.GPU)
+    def _by_copies(
+        self, loads: Sequence[Load], requests: int, stream: int, copier: Copier
+    ) -> Pending:
+        grid = self._settings.grid(self._device, Memory.GPU, requests)
         # What is first on the bus is on its way before the job is written.
         trip = copier.start(loads)
         try:
@@ -267,15 +302,22 @@ class Restorer:
             rotary=self._rotary,
             stages=grid.stages,
             shared=grid.shared,
+            unit_stages=grid.unit_stages,
+            unit_shared=grid.unit_shared,
+            burst=grid.burst,
             allocate=slot.reserve,
         )
 
     def _launch(
         self, job: plan.Job, slot: Slot, grid: Grid, parts: tuple[int, int], stream: int
     ) -> None:
-        name = f"kmesh_restore_{'turn_' if job.turns else ''}{job.vector}"
-        blocks = max(min(grid.blocks, job.items), 1)
-        self._device.launch("restore", name, blocks, job.shared_bytes, slot, parts, stream)
+        units, turn = "units_" if job.units else "", "turn_" if job.turns else ""
+        blocks, threads = (grid.unit_blocks, UNIT_THREADS) if units else (grid.blocks, 0)
+        self._device.launch(
+            "restore", f"kmesh_restore_{units}{turn}{job.vector}",
+            max(min(blocks, job.items + job.units), 1), job.shared_bytes, slot, parts, stream,
+            threads,
+        )  # fmt: skip
 
 
 class PendingStore:

@@ -17,11 +17,14 @@ __device__ inline u32 blocks() { return gridDim.x; }
 __device__ inline void barrier() { __syncthreads(); }
 __device__ inline void warp_barrier() { __syncwarp(); }
 
-// The first warps consume what the last one produces.
-enum { ALONE = 0 };
-__device__ inline u32 consumers() { return blockDim.x - 32; }
+// The first warps consume what the last ones produce. A unit has up to 2048 vectors, and at least
+// 256 threads consume it. What a unit's producer looks up takes longer than moving a unit, so there
+// are several.
+enum { ALONE = 0, PER_CONSUMER = 8, UNIT_PRODUCERS = 4 };
+__device__ inline u32 consumers(u32 producers = 1) { return blockDim.x - 32 * producers; }
 __device__ inline u32 consumer() { return threadIdx.x; }
-__device__ inline bool produces() { return threadIdx.x >= blockDim.x - 32; }
+__device__ inline bool produces(u32 producers = 1) { return threadIdx.x >= consumers(producers); }
+__device__ inline u32 producer(u32 producers) { return (threadIdx.x - consumers(producers)) / 32; }
 __device__ inline void fence() { __threadfence(); }
 __device__ inline void system_fence() { __threadfence_system(); }
 __device__ inline u32 leading_zeros(u32 bits) { return __clz((int)bits); }
@@ -99,6 +102,10 @@ __device__ inline void tell_host(u32 *to, u32 value) { *(volatile u32 *)to = val
 struct Cursor {
     u32 stage, parities;
     __device__ Cursor() : stage(0), parities(0) {}
+    // Where somebody is who has been at that many stages of so many.
+    __device__ Cursor(u32 turn, u32 count) : stage(turn % count) {
+        parities = (turn / count & 1) << stage;
+    }
     __device__ u32 parity() const { return parities >> stage & 1; }
     __device__ void turn() { parities ^= 1u << stage; }
     __device__ void next(u32 count) { stage = stage + 1 == count ? 0 : stage + 1; }
@@ -111,9 +118,9 @@ struct Cursor {
 template <typename V>
 struct Ring {
     u8 *memory;
-    u32 count, entries, stage_bytes;
+    u32 count, data, entries, stage_bytes;
 
-    static const u32 HEAD = 512, UNIT = 128, DATA = 16384;
+    static const u32 BARRIERS = 512, HEAD = 128;
 
 #if !defined(KM_NO_BULK) && __CUDA_ARCH__ >= 900
     static const bool bulk = sizeof(V) == 16;
@@ -121,13 +128,14 @@ struct Ring {
     static const bool bulk = false;
 #endif
 
-    __device__ Ring(u8 *memory_, u32 count_, u32 entries_)
-        : memory(memory_), count(count_), entries(entries_),
-          stage_bytes(DATA + UNIT + entries_ * 8) {
+    // Stages of so many bytes and addresses.
+    __device__ Ring(u8 *memory_, u32 count_, u32 data_, u32 entries_, u32 producers = 1)
+        : memory(memory_), count(count_), data(data_), entries(entries_),
+          stage_bytes(data_ + HEAD + entries_ * 8) {
         if (thread() == 0) {
             for (u32 i = 0; i < count; i++) {
                 start(full(i), bulk ? 1 : 33);
-                start(empty(i), consumers() / 32);
+                start(empty(i), consumers(producers) / 32);
             }
             asm volatile("fence.acq_rel.cta;" ::: "memory");
 #if __CUDA_ARCH__ >= 900
@@ -138,10 +146,19 @@ struct Ring {
     }
 
     __device__ u8 *stage(const Cursor &at) const {
-        return memory + HEAD + (u64)at.stage * stage_bytes;
+        return memory + BARRIERS + (u64)at.stage * stage_bytes;
     }
-    __device__ void *unit(const Cursor &at) const { return stage(at) + DATA; }
-    __device__ u64 *table(const Cursor &at) const { return (u64 *)(stage(at) + DATA + UNIT); }
+    __device__ void *head(const Cursor &at) const { return stage(at) + data; }
+    __device__ u64 *table(const Cursor &at) const { return (u64 *)(stage(at) + data + HEAD); }
+
+    // By all threads, when nobody waits any more: the memory may be another ring's.
+    __device__ void end() const {
+        barrier();
+        for (u32 i = thread(); i < 2 * count; i += threads())
+            asm volatile("mbarrier.inval.shared.b64 [%0];" ::"r"(address_of(memory + 8 * i))
+                         : "memory");
+        barrier();
+    }
 
     // By the producing warp: until all have read what was in the stage.
     __device__ void wait_empty(const Cursor &at) const {
@@ -149,22 +166,26 @@ struct Ring {
         warp_barrier();
     }
 
-    // By the producing warp: asks for bytes.
-    __device__ void fill(const Cursor &at, const u8 *from, u32 bytes) const {
+    // By the producing warp: asks for bytes, in runs that lie `stride` bytes apart and come to lie
+    // `pitch` bytes apart.
+    __device__ void fill(const Cursor &at, const u8 *from, u32 bytes, u32 runs = 1, u64 stride = 0,
+                         u32 pitch = 0) const {
         u32 to = address_of(stage(at));
         u64 source = __cvta_generic_to_global(from);
         if constexpr (bulk) {
-            if (lane() == 0) fill_bulk(full(at.stage), to, source, bytes);
+            for (u32 i = lane(); i < runs; i += 32)
+                fill_bulk(full(at.stage), to + i * pitch, source + i * stride, bytes);
         } else {
-            for (u32 i = lane() * (u32)sizeof(V); i < bytes; i += 32 * (u32)sizeof(V))
-                if constexpr (sizeof(V) == 16)
-                    asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to + i),
-                                 "l"(source + i)
-                                 : "memory");
-                else
-                    asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(to + i),
-                                 "l"(source + i)
-                                 : "memory");
+            for (; runs; runs--, to += pitch, source += stride)
+                for (u32 i = lane() * (u32)sizeof(V); i < bytes; i += 32 * (u32)sizeof(V))
+                    if constexpr (sizeof(V) == 16)
+                        asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to + i),
+                                     "l"(source + i)
+                                     : "memory");
+                    else
+                        asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(to + i),
+                                     "l"(source + i)
+                                     : "memory");
         }
     }
 

@@ -16,6 +16,8 @@ from kmesh.kernels import sources
 
 #: Of a block, by program; the last warp of a restore brings what the others move.
 THREADS = {"restore": 288, "store": 256}
+#: Of a block that restores in units: more warps bring them.
+UNIT_THREADS = 384
 
 _RESERVED = 1024  # of a multiprocessor's shared memory, for each block
 _TO_DEVICE = 1
@@ -200,11 +202,13 @@ class Device:
         slot: Slot,
         parts: tuple[int, int] | None,
         stream: int,
+        threads: int = 0,
     ) -> None:
         """Starts a kernel on a slot's job.
 
         Args:
             parts: of the job, half-open, for a kernel that takes them.
+            threads: of a block; 0: as ``THREADS`` says.
         """
         function = _function(self.ordinal, program, name, self.options)
         values: list[Any] = [ctypes.c_uint64(slot.job), ctypes.c_uint64(slot.told)]
@@ -212,7 +216,7 @@ class Device:
             values.append((ctypes.c_uint32 * 2)(*parts))
         pointers = (ctypes.c_void_p * len(values))(*map(ctypes.addressof, values))
         self._driver.launchKernel(
-            function.kernel.ptr, blocks, 1, 1, THREADS[program], 1, 1, shared, stream,
+            function.kernel.ptr, blocks, 1, 1, threads or THREADS[program], 1, 1, shared, stream,
             ctypes.addressof(pointers), 0,
         )  # fmt: skip
 

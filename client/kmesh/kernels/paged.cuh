@@ -3,6 +3,8 @@
 #include "device.cuh"
 
 static const u32 TILE = 65536;
+// Of a stage.
+static const u32 ITEM_BYTES = 16384, UNIT_BYTES = 32768;
 static const u32 NONE = 0xFFFFFFFFu;
 
 // Division of n < 2^31 by a number that is known beforehand: by a product and a shift.
@@ -26,7 +28,7 @@ struct Part {
     u32 dense;          // every tile between the first and the last is wanted
     Divisor by_tokens, by_heads;
     u32 bad;            // written by the kernel
-    u32 spare;
+    u32 unit_begin;     // of the job's units, where this part's begin; it has items or units
 };
 
 // One destination: the page of each token, by block or by slot.
@@ -44,10 +46,12 @@ struct Job {
     u64 bases, parts, requests, turns, expected, sums, folded, counters;
     u32 layers, row_bytes, item_rows, item_bytes;
     u32 parts_count, items_count, tiles_count, stages;
-    Divisor by_vectors, by_block, by_items;
+    Divisor by_vectors, by_block, by_items, by_units;
     u32 rotary_dim, interleaved, element;
     u32 entries;  // addresses of pages for which a stage has room
-    u32 spare;
+    u32 units_count, unit_tokens, unit_stages, unit_entries;
+    u32 burst;  // units that are asked for together
+    u32 heads;  // of the pages, and of each part that is moved in units
 };
 
 __device__ inline const Part *parts_of(const Job *job) {
@@ -139,20 +143,25 @@ struct Item {
     bool wanted[2];  // its tile, the one behind
 };
 
-__device__ inline Item item_at(const Job *job, u32 index) {
+// The part with an item, or a unit. Parts are mostly alike, so the first guess is mostly right.
+__device__ inline const Part *part_with(const Job *job, u32 index, const Divisor &by,
+                                        u32 Part::*begin) {
     const Part *parts = parts_of(job);
-    // Parts are mostly alike, so the first guess is mostly right.
-    u32 low = 0, high = job->parts_count, guess = job->by_items.divide(index);
-    if (guess < high && parts[guess].item_begin <= index &&
-        (guess + 1 == high || parts[guess + 1].item_begin > index))
+    u32 low = 0, high = job->parts_count, guess = by.divide(index);
+    if (guess < high && parts[guess].*begin <= index &&
+        (guess + 1 == high || parts[guess + 1].*begin > index))
         low = guess, high = guess + 1;
     while (high - low > 1) {
         u32 middle = (low + high) / 2;
-        if (parts[middle].item_begin <= index) low = middle;
+        if (parts[middle].*begin <= index) low = middle;
         else high = middle;
     }
+    return parts + low;
+}
+
+__device__ inline Item item_at(const Job *job, u32 index) {
     Item item;
-    item.part = parts + low;
+    item.part = part_with(job, index, job->by_items, &Part::item_begin);
     u32 number = index - item.part->item_begin + item.part->first_item;
     item.row = number * job->item_rows;
     item.begin = (u64)number * job->item_bytes;

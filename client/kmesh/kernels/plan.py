@@ -21,13 +21,15 @@ from kmesh.kernels.rotary import ELEMENTS, Rotary, turns
 Bytes = npt.NDArray[np.uint8]
 
 STAGE_BYTES = 16384
+#: Of a stage that holds a unit.
+UNIT_BYTES = 32768
 #: Requests that one read of a payload can serve; more are served by reading it again.
 SHARED_BY = 32
 
 _NO_TURNS = 2**32 - 1
 _WANTED = struct.Struct("<QQqII")
 _GROUP = struct.Struct("<II")
-_OPTIONS = struct.Struct("<5I")
+_OPTIONS = struct.Struct("<8I")
 _FIELDS = (
     "address", "sums_address", "root", "length", "tokens", "token_begin", "token_end", "position",
     "src_heads", "src_head_begin", "dst_head_begin", "heads",
@@ -122,9 +124,9 @@ class Job:
         memory: the job; its first ``upload_bytes`` bytes are to be uploaded.
         vector: bytes of the vectors that it is for, 16 or 4.
         turns: whether any key is turned.
-        loads, parts, items, tiles: counts.
+        loads, parts, items, units, tiles: counts.
         payload_bytes: of the payloads that are read (or, of a store, written).
-        shared_bytes: of shared memory that a restore's block takes.
+        shared_bytes: of shared memory that a restore's block takes, for items and for units.
     """
 
     memory: Bytes
@@ -137,6 +139,7 @@ class Job:
     tiles: int
     payload_bytes: int
     shared_bytes: int
+    units: int
     _groups: list[tuple[int, int, int]] = field(default_factory=list)
     _checked: bytes = b""
 
@@ -185,6 +188,9 @@ def write(
     rotary: Rotary | None = None,
     stages: int = 4,
     shared: int = 1 << 17,
+    unit_stages: int = 0,
+    unit_shared: int = 1 << 17,
+    burst: int = 1,
     allocate: Callable[[int], Bytes] = lambda size: np.empty(size, dtype=np.uint8),
 ) -> Job:
     """Writes a job.
@@ -195,6 +201,8 @@ def write(
         rotary: how keys are turned, where a request asks for it.
         stages: at most, of ``STAGE_BYTES`` and some addresses each.
         shared: bytes of shared memory that a block may have.
+        unit_stages, unit_shared: the same for what can be moved in units; 0: nothing is.
+        burst: units that are asked for together.
         allocate: gives memory of at least that many bytes, aligned to 16.
 
     Raises:
@@ -219,7 +227,8 @@ def write(
             wanted.append(
                 _WANTED.pack(_host.address(pages.data), len(pages), one.shift, one.by_slot, at)
             )
-    table, options = b"", _OPTIONS.pack(shared, stages, 0, 0, 0)
+    limits = (shared, stages, unit_shared, unit_stages, burst)
+    table, options = b"", _OPTIONS.pack(*limits, 0, 0, 0)
     if rotary and angles:
         if rotary.dim * (4 if rotary.dtype == "float32" else 2) > layout.row_bytes:
             raise UnsupportedError(
@@ -227,7 +236,7 @@ def write(
             )
         table = b"".join([turns(rotary, delta) for delta in angles])
         element = ELEMENTS[rotary.dtype]
-        options = _OPTIONS.pack(shared, stages, rotary.dim, rotary.interleaved, element)
+        options = _OPTIONS.pack(*limits, rotary.dim, rotary.interleaved, element)
     status = bytearray(sum(len(records) * len(requests) for _, records, requests in groups))
     given = (
         layout.packed,
@@ -245,7 +254,7 @@ def write(
             size, *sizes = _host.job(*given, memory.data, status)
     except ValueError as wrong:
         raise UnsupportedError(str(wrong)) from None
-    upload, vector, parts, items, tiles, payload_bytes, shared = sizes
+    upload, vector, parts, items, tiles, payload_bytes, shared, units, unit_shared = sizes
     return Job(
         memory=memory,
         upload_bytes=upload,
@@ -256,7 +265,8 @@ def write(
         items=items,
         tiles=tiles,
         payload_bytes=payload_bytes,
-        shared_bytes=shared,
+        shared_bytes=max(shared if items or not units else 0, unit_shared),
+        units=units,
         _groups=[(number, len(records), len(requests)) for number, records, requests in groups],
         _checked=bytes(status),
     )

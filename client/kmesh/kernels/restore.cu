@@ -1,11 +1,9 @@
 // Span payloads to paged KV, for all layers and all requests of a job in one launch.
-#include "paged.cuh"
+#include "units.cuh"
 
 enum Result { DONE = 0, BAD_ROOT = 1, BAD_TILE = 2 };
 // Parts of the job that one launch moves.
 struct Range { u32 begin, end; };
-
-enum Element { OPAQUE = 0, BFLOAT16 = 1, FLOAT16 = 2, FLOAT32 = 3 };
 
 __device__ inline u64 mix(u64 x) {
     x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9ull;
@@ -13,83 +11,36 @@ __device__ inline u64 mix(u64 x) {
     return x ^ (x >> 31);
 }
 
-__device__ inline float widen(u32 element, u32 bits) {
-    if (element == BFLOAT16) return from_bits(bits << 16);
-    if (element == FLOAT16) return from_half(bits);
-    return from_bits(bits);
-}
-
-// Rounds to nearest even; all that is not a number becomes one pattern.
-__device__ inline u32 narrow(u32 element, float value) {
-    bool none = value != value;
-    if (element == FLOAT32) return none ? 0x7FFFFFFFu : to_bits(value);
-    if (none) return 0x7FFFu;
-    if (element == FLOAT16) return to_half(value);
-    u32 bits = to_bits(value);
-    return (bits + 0x7FFFu + ((bits >> 16) & 1)) >> 16;
-}
-
-__device__ inline u32 element_of(const u8 *row, u32 index, u32 bytes) {
-    if (bytes == 4) return ((const u32 *)row)[index];
-    return ((const unsigned short *)row)[index];
-}
-
-// What of a key's row at byte `within`, turned by the angles of `turns`.
-template <typename V>
-__device__ V turned(const Job *job, const u8 *row, u32 within, const float2 *turns) {
-    const u32 bytes = job->element == FLOAT32 ? 4 : 2, half = job->rotary_dim / 2;
-    V out;
-    for (u32 w = 0; w < sizeof(V) / 4; w++) {
-        u32 word = 0;
-        for (u32 part = 0; part < 4; part += bytes) {
-            u32 index = (within + 4 * w + part) / bytes;
-            u32 own = element_of(row, index, bytes), bits = own;
-            if (index < job->rotary_dim) {
-                u32 pair = job->interleaved ? index / 2 : index % half;
-                bool second = job->interleaved ? index % 2 : index >= half;
-                u32 partner = job->interleaved ? index ^ 1 : second ? index - half : index + half;
-                float a = product(widen(job->element, own), turns[pair].x);
-                float b = product(widen(job->element, element_of(row, partner, bytes)),
-                                  turns[pair].y);
-                bits = narrow(job->element, second ? plus(a, b) : minus(a, b));
-            }
-            word |= bytes == 4 ? bits : bits << (8 * part);
-        }
-        out.word[w] = word;
-    }
-    return out;
-}
-
 // What is done at once: an item, for some of its requests. It lies in shared memory: this, then for
 // each of those requests the address of each row's page (0: none; the lowest bit: a key to be
 // turned), made once for a row instead of once for each of its vectors; then the item's bytes.
-struct __align__(16) Unit {
+struct __align__(16) Share {
     Item item;
     u32 rows, first, requests;
     bool last;  // of its item
 };
 
 template <bool TURN>
-__device__ inline void address(const Job *job, const Unit &unit, u64 *table) {
-    const Part *part = unit.item.part;
-    const u32 wanting = part->requests >> unit.first;
-    const Request *requests = request_of(job, part->request_begin + unit.first);
+__device__ inline void address(const Job *job, const Share &share, u64 *table) {
+    const Part *part = share.item.part;
+    const u32 wanting = part->requests >> share.first;
+    const Request *requests = request_of(job, part->request_begin + share.first);
 #pragma unroll 2
-    for (u32 row = lane(); row < unit.rows; row += lanes()) {
-        Place place = place_of(job, part, unit.item.row + row);
+    for (u32 row = lane(); row < share.rows; row += lanes()) {
+        Place place = place_of(job, part, share.item.row + row);
 #pragma unroll 4
-        for (u32 r = 0; r < unit.requests; r++) {
+        for (u32 r = 0; r < share.requests; r++) {
             u64 entry = 0;
             if (place.wanted && wanting >> r & 1) {
                 entry = (u64)page_of(job, part, requests + r, place);
                 if (TURN && place.key && requests[r].turns != NONE) entry |= 1;
             }
-            table[r * unit.rows + row] = entry;
+            table[r * share.rows + row] = entry;
         }
     }
 }
 
-// One warp brings units to the stages; it runs ahead as far as there are stages.
+// One warp brings items to the stages; it runs ahead as far as there are stages.
 template <typename V, bool TURN>
 struct Producer {
     const Job *job;
@@ -98,42 +49,42 @@ struct Producer {
     Cursor cursor;
     bool ended;
 
-    __device__ Producer(const Job *job_, const Ring<V> *ring_, u32 begin, u32 end_)
+    __device__ Producer(const Job *job_, const Ring<V> *ring_, u32 begin, u32 end_, u32)
         : job(job_), ring(ring_), at(begin + block()), end(end_), first(0), ended(false) {}
 
     __device__ void step() {
-        Unit unit;
+        Share share;
         for (; at < end; at += blocks()) {
-            unit.item = item_at(job, at);
-            if (unit.item.wanted[0] || unit.item.wanted[1]) break;
+            share.item = item_at(job, at);
+            if (share.item.wanted[0] || share.item.wanted[1]) break;
         }
         if (at >= end) {
             ring->wait_empty(cursor);
-            Unit *to = (Unit *)ring->unit(cursor);
+            Share *to = (Share *)ring->head(cursor);
             if (lane() == 0) to->item.bytes = 0;
             warp_barrier();
             ring->ready(cursor);
             ended = true;
             return;
         }
-        u32 wanting = 32 - leading_zeros(unit.item.part->requests);
-        unit.rows = unit.item.bytes / job->row_bytes;
-        unit.first = first;
-        u32 room = ring->entries / unit.rows;
-        unit.requests = wanting - first < room ? wanting - first : room;
-        unit.last = first + unit.requests == wanting;
+        u32 wanting = 32 - leading_zeros(share.item.part->requests);
+        share.rows = share.item.bytes / job->row_bytes;
+        share.first = first;
+        u32 room = ring->entries / share.rows;
+        share.requests = wanting - first < room ? wanting - first : room;
+        share.last = first + share.requests == wanting;
         ring->wait_empty(cursor);
         if (first == 0)
-            ring->fill(cursor, (const u8 *)unit.item.part->address + unit.item.begin,
-                       unit.item.bytes);
-        if (lane() == 0) *(Unit *)ring->unit(cursor) = unit;
-        address<TURN>(job, unit, ring->table(cursor));
+            ring->fill(cursor, (const u8 *)share.item.part->address + share.item.begin,
+                       share.item.bytes);
+        if (lane() == 0) *(Share *)ring->head(cursor) = share;
+        address<TURN>(job, share, ring->table(cursor));
         warp_barrier();
         ring->ready(cursor);
         // The next requests of an item find its bytes where they are.
         cursor.turn();
-        if (unit.last) first = 0, at += blocks(), cursor.next(ring->count);
-        else first += unit.requests;
+        if (share.last) first = 0, at += blocks(), cursor.next(ring->count);
+        else first += share.requests;
     }
 };
 
@@ -150,15 +101,15 @@ struct Consumer {
 
     __device__ void step() {
         ring->wait_full(cursor);
-        const Unit *unit = (const Unit *)ring->unit(cursor);
-        if (unit->item.bytes == 0) {
+        const Share *share = (const Share *)ring->head(cursor);
+        if (share->item.bytes == 0) {
             ended = true;
             return;
         }
-        const Item item = unit->item;
-        const bool last = unit->last, sum = unit->first == 0;
+        const Item item = share->item;
+        const bool last = share->last, sum = share->first == 0;
         Sums sums(item);
-        scatter(*unit, item, ring->table(cursor), ring->stage(cursor), sum, sums);
+        scatter(*share, item, ring->table(cursor), ring->stage(cursor), sum, sums);
 #ifndef KM_NO_SUMS
         if (sum) sums.give(job, item);
 #endif
@@ -167,10 +118,10 @@ struct Consumer {
         if (last) cursor.next(ring->count);
     }
 
-    __device__ void scatter(const Unit &unit, const Item &item, const u64 *table, const u8 *stage,
+    __device__ void scatter(const Share &share, const Item &item, const u64 *table, const u8 *stage,
                             bool sum, Sums &sums) const {
         const u32 vectors = item.bytes / sizeof(V), in_row = job->by_vectors.value;
-        const u32 rows = unit.rows, requests = unit.requests;
+        const u32 rows = share.rows, requests = share.requests;
 #pragma unroll 4
         for (u32 i = consumer(); i < vectors; i += consumers()) {
             V v = load((const V *)stage + i);
@@ -184,10 +135,10 @@ struct Consumer {
                 u64 entry[4] = {entries[0], entries[rows], entries[2 * rows], entries[3 * rows]};
 #pragma unroll
                 for (u32 k = 0; k < 4; k++)
-                    put(item, stage, row, within, unit.first + r + k, entry[k], v);
+                    put(item, stage, row, within, share.first + r + k, entry[k], v);
             }
             for (; r < requests; r++, entries += rows)
-                put(item, stage, row, within, unit.first + r, *entries, v);
+                put(item, stage, row, within, share.first + r, *entries, v);
         }
     }
 
@@ -205,11 +156,11 @@ struct Consumer {
 };
 
 // The sums that the parts should have, read once, while the first payload bytes are on their way.
-__device__ inline void fetch_sums(const Job *job, Range range) {
+__device__ inline void fetch_sums(const Job *job, Range range, u32 producers) {
     const Part *parts = parts_of(job);
     u64 *expected = (u64 *)((u8 *)job + job->expected);
     u64 *folded = (u64 *)((u8 *)job + job->folded);
-    u32 warps = consumers() / lanes();
+    u32 warps = consumers(producers) / lanes();
     for (u32 p = range.begin + consumer() / lanes() * blocks() + block(); p < range.end;
          p += warps * blocks()) {
         const Part *part = parts + p;
@@ -272,25 +223,46 @@ __device__ inline void judge(const Job *job, u32 *results, Range range) {
     }
 }
 
-__device__ inline u32 begin_of(const Job *job, u32 part) {
+__device__ inline u32 items_before(const Job *job, u32 part) {
     return part < job->parts_count ? parts_of(job)[part].item_begin : job->items_count;
 }
 
-template <typename V, bool TURN>
-__device__ inline void restore(const Job *job, u32 *results, Range range, u8 *shared) {
-    Ring<V> ring(shared, job->stages, job->entries);
-    Producer<V, TURN> producer(job, &ring, begin_of(job, range.begin), begin_of(job, range.end));
-    Consumer<V, TURN> consumer(job, &ring);
+// Through a ring, what lies between two indices.
+template <u32 PRODUCERS, typename P, typename C, typename R>
+__device__ inline void move(const Job *job, const R &ring, Range range, u32 begin, u32 end,
+                            bool fetch) {
+#ifdef KM_NO_SUMS
+    fetch = false;
+#endif
     if (ALONE) {
-        fetch_sums(job, range);
+        if (fetch) fetch_sums(job, range, PRODUCERS);
+        P producer(job, &ring, begin, end, 0);
+        C consumer(job, &ring);
         while (!consumer.ended) producer.step(), consumer.step();
-    } else if (produces()) {
+    } else if (produces(PRODUCERS)) {
+        P producer(job, &ring, begin, end, ::producer(PRODUCERS));
         while (!producer.ended) producer.step();
     } else {
-#ifndef KM_NO_SUMS
-        fetch_sums(job, range);
-#endif
+        if (fetch) fetch_sums(job, range, PRODUCERS);
+        C consumer(job, &ring);
         while (!consumer.ended) consumer.step();
+    }
+}
+
+// What can be moved in units first, then the rest.
+template <typename V, bool TURN, bool UNITS>
+__device__ inline void restore(const Job *job, u32 *results, Range range, u8 *shared) {
+    if (UNITS) {
+        Ring<Vec16> ring(shared, job->unit_stages, UNIT_BYTES, job->unit_entries, UNIT_PRODUCERS);
+        const u32 begin = units_before(job, range.begin), end = units_before(job, range.end);
+        move<UNIT_PRODUCERS, UnitProducer<TURN>, UnitConsumer<TURN>>(job, ring, range, begin, end,
+                                                                     true);
+        ring.end();
+    }
+    const u32 begin = items_before(job, range.begin), end = items_before(job, range.end);
+    if (!UNITS || begin != end) {
+        Ring<V> ring(shared, job->stages, ITEM_BYTES, job->entries);
+        move<1, Producer<V, TURN>, Consumer<V, TURN>>(job, ring, range, begin, end, !UNITS);
     }
     fence();
     barrier();
@@ -310,15 +282,17 @@ __device__ inline void restore(const Job *job, u32 *results, Range range, u8 *sh
 }
 
 #ifndef KM_ENTRY
-#define KM_ENTRY(name, vector, turn, resident)                             \
-    extern "C" __global__ void __launch_bounds__(288, resident)            \
+#define KM_ENTRY(name, vector, turn, units, threads, resident)             \
+    extern "C" __global__ void __launch_bounds__(threads, resident)        \
         name(const Job *job, u32 *results, Range range) {                  \
         extern __shared__ __align__(1024) u8 shared[];                     \
-        restore<vector, turn>(job, results, range, shared);                \
+        restore<vector, turn, units>(job, results, range, shared);         \
     }
 #endif
 
-KM_ENTRY(kmesh_restore_16, Vec16, false, 4)
-KM_ENTRY(kmesh_restore_4, Vec4, false, 4)
-KM_ENTRY(kmesh_restore_turn_16, Vec16, true, 3)
-KM_ENTRY(kmesh_restore_turn_4, Vec4, true, 3)
+KM_ENTRY(kmesh_restore_16, Vec16, false, false, 288, 4)
+KM_ENTRY(kmesh_restore_4, Vec4, false, false, 288, 4)
+KM_ENTRY(kmesh_restore_turn_16, Vec16, true, false, 288, 3)
+KM_ENTRY(kmesh_restore_turn_4, Vec4, true, false, 288, 3)
+KM_ENTRY(kmesh_restore_units_16, Vec16, false, true, 384, 1)
+KM_ENTRY(kmesh_restore_units_turn_16, Vec16, true, true, 384, 1)
