@@ -138,6 +138,17 @@ def test_a_member_that_shares_nothing_depends_on_nothing() -> None:
         assert decode(encoded.data).tobytes() == state.tobytes()
 
 
+@pytest.mark.parametrize(("shared", "depends"), [(16, False), (40, True)])
+def test_a_base_is_needed_only_where_it_saves_enough(shared: int, depends: bool) -> None:
+    """Of 400 tokens, 16 are less than the 5 % for which a member is made to depend on others."""
+    base, (one,) = _segments(64)
+    state = GEOMETRY.draw(np.random.default_rng(99), 400)
+    state[:, :, :, 50 : 50 + shared] = one[:, :, :, 3 : 3 + shared]
+    encoded = Encoder(base).encode(GEOMETRY.describe(b"member", 400), state)
+    assert encoded.depends is depends
+    assert decode(encoded.data, base).tobytes() == state.tobytes()
+
+
 # ---- provenance --------------------------------------------------------------------------------
 
 
