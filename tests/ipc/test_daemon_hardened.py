@@ -12,7 +12,10 @@ from pathlib import Path
 import pytest
 from daemon_process import Daemon, wait_for
 from foreign import NOBODY, let_in, run_as
+from probe import Faults
 from rawclient import RawClient
+
+from kmesh.v1 import common_pb2
 
 Start = Callable[..., Daemon]
 KEY, PAYLOAD = b"k" * 32, b"what is stored" * 5000
@@ -175,3 +178,27 @@ def test_a_slab_changes_hands_in_hardened_mode(start_spand: Start) -> None:
         wait_for(lambda: client.store(KEY, PAYLOAD, b"b" * 32) == 0)
         assert client.read(KEY, b"b" * 32) == PAYLOAD
     assert daemon.status().counters["spans_wiped"] == 1
+
+
+def test_sealed_slabs_are_given_as_what_was_made_of_them_before(
+    start_spand: Start, tmp_path: Path
+) -> None:
+    """``tests/vm`` has the real thing; here memfds are made, on any machine."""
+    faults = Faults(tmp_path / "faults")
+    faults.begin("pretend")
+    daemon = start_spand(hardened="true", dma_buf="slabs", slab_size="16MiB", **faults.settings)
+    # Before it serves, all of them have their pages.
+    for slab in (0, 1):
+        status = os.stat(daemon.slab_fd(slab))
+        assert status.st_blocks * 512 >= 16 << 20
+    daemon.wait_populated()
+    with RawClient(daemon.socket_dir) as client:
+        assert client.store(KEY, PAYLOAD) == 0
+        assert client.read(KEY) == PAYLOAD
+        for slab in (0, 1):
+            handle, (fd,) = client.call(
+                attach_slab={"slab": slab, "kind": common_pb2.HANDLE_KIND_DMA_BUF}
+            )
+            assert "kmesh-pretended" in os.readlink(f"/proc/self/fd/{fd}")
+            assert os.fstat(fd).st_size == handle.size == 16 << 20
+            os.close(fd)

@@ -49,7 +49,8 @@ def test_a_read_only_reopen_shares_the_memory() -> None:
         os.close(fd)
 
 
-def test_populating_tells_how_far_it_is() -> None:
+@pytest.mark.parametrize("threads", [1, 3])
+def test_populating_tells_how_far_it_is(threads: int) -> None:
     size = 100 << 20
     fd = memory.make_memfd("test", size)
     told: list[int] = []
@@ -58,11 +59,12 @@ def test_populating_tells_how_far_it_is() -> None:
             ranges = [(96 << 20, 4 << 20), (0, 96 << 20)]
             filler = memory.Populator(fd, mapping.address, ranges, huge=False, done=told.append)
             assert os.fstat(fd).st_blocks == 0
-            filler.run(3)
+            filler.run(threads)
         assert os.fstat(fd).st_blocks * 512 >= size
         assert told == sorted(told)
         assert told[-1] == size
-        assert len(told) >= 2
+        # Of several threads the one with the first piece may be the last to end.
+        assert threads > 1 or len(told) >= 2
     finally:
         os.close(fd)
 
