@@ -190,9 +190,10 @@ class GpuMover:
 
     def close(self) -> None:
         self._thread.shutdown(wait=True, cancel_futures=True)
-        if any(not one.done() for one in self._under_way):
+        stuck = self._store is not None and self._store.stuck
+        if stuck or any(not one.done() for one in self._under_way):
             # The kernel may read and write for as long as it likes: all of it stays.
-            logger.error("a restore has not ended: its memory is kept")
+            logger.error("the GPU has not ended what was started: its memory is kept")
             return
         self._restorer.close()
         if self._store is not None:

@@ -10,10 +10,12 @@ from __future__ import annotations
 import logging
 import threading
 import time
+from collections.abc import Callable
 
 import numpy as np
 
 from kmesh.cuda.memory import Registration
+from kmesh.errors import DeadlineExceeded
 from kmesh.kernels.cuda import Memory, PendingStore, Settings
 from kmesh.kernels.host import PagedLayout
 from kmesh.kernels.plan import Request
@@ -25,10 +27,16 @@ from kmesh_vllm.staging import StagingRing
 logger = logging.getLogger("kmesh_vllm")
 
 _ALIGN = 256
+#: Seconds that a thread of ours waits for the GPU; it takes milliseconds.
+_DEVICE_WAIT = 30.0
+_POLL = 0.0005
 
 
 class GpuStore:
     """Takes spans; ``take`` is for the engine's thread, what it returns for one thread of ours.
+
+    Attributes:
+        stuck: the GPU hangs, and may go on writing at any time.
 
     Args:
         buffer_bytes: of the buffer, which is made at the first store. It never takes more than half
@@ -46,13 +54,16 @@ class GpuStore:
         self._address = 0
         self._ring = StagingRing(0)
         self._freed = threading.Event()
+        self.stuck = False
         self._lock = threading.Lock()
         self._staging: dict[Staging, Registration] = {}
 
     def take(self, records: Records, pages: Ids) -> TakenOnGpu:
         """Starts to read as many spans as the buffer has room for."""
         gpu = self._gpu
-        if not self._address:
+        if self.stuck:
+            records = records[:0]
+        elif not self._address:
             self._make_buffer(int(records["length"].max(initial=0)))
         offsets: list[int] = []
         for length in records["length"].tolist():
@@ -80,13 +91,13 @@ class GpuStore:
     def room(self, length: int, timeout: float) -> bool:
         """Whether the buffer has room for so many bytes; waits a while until it has."""
         until = time.monotonic() + timeout
-        while not self._ring.fits(length):
+        while not self.stuck and not self._ring.fits(length):
             self._freed.clear()
             if self._ring.fits(length):
                 return True
             if not self._ring.used or not self._freed.wait(max(until - time.monotonic(), 0)):
                 return False
-        return True
+        return not self.stuck
 
     def prepare(self, staging: Staging) -> None:
         """Registers staging, once."""
@@ -107,7 +118,22 @@ class GpuStore:
         for target, source, size in _runs(records, offsets):
             gpu.fetch(seen.address + target, source, size, self._fetching)
         gpu.record(self._fetched, self._fetching)
+        self.until(lambda: gpu.done(self._fetched))
         gpu.wait(self._fetched)
+
+    def until(self, done: Callable[[], bool]) -> None:
+        """Waits for the GPU.
+
+        Raises:
+            DeadlineExceeded: it hangs. It may go on writing at any time, so nothing is stored
+                any more.
+        """
+        end = time.monotonic() + _DEVICE_WAIT
+        while not done():
+            if time.monotonic() >= end:
+                self.stuck = True
+                raise DeadlineExceeded("the GPU does not end what a store has started")
+            time.sleep(_POLL)
 
     def enter(self) -> None:
         """A thread of ours begins."""
@@ -163,6 +189,7 @@ class TakenOnGpu:
     def put(self, first: int, offsets: list[int], staging: Staging) -> bytes:
         self._store.enter()
         if self.pending is not None:
+            self._store.until(self.pending.done)
             self._statuses, _ = self.pending.wait()
             self.pending = None
         last = first + len(offsets)
@@ -173,7 +200,10 @@ class TakenOnGpu:
     def drop(self) -> None:
         if self.pending is not None:
             try:
+                self._store.until(self.pending.done)
                 self.pending.wait()
+            except DeadlineExceeded:
+                return  # Its part of the buffer is still being written.
             except Exception as wrong:
                 logger.error("pages that were read for a store: %s", str(wrong))
             self.pending = None

@@ -8,7 +8,7 @@ from __future__ import annotations
 import ctypes
 import threading
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -42,7 +42,7 @@ class FakeGpu:
         launches: (program, memory, loads, requests) of each launch with something to do.
         refuse: called with a call's name before it does anything; raises what it likes.
         dead: every wait for what was started fails.
-        waits: how often something was waited for.
+        asked: how often each event was asked for.
     """
 
     def __init__(self, driver: FakeDriver | None = None, **attributes: Any) -> None:
@@ -50,7 +50,7 @@ class FakeGpu:
         self.device = Device(self.driver, "0")
         self.held = False
         self.dead = False
-        self.waits = 0
+        self.asked: Counter[int] = Counter()
         self.launches: list[tuple[str, Memory, int, int]] = []
         self.refuse: Callable[[str], None] = lambda name: None
         self._lock = threading.RLock()
@@ -96,7 +96,6 @@ class FakeGpu:
     def finish(self, mark: _Mark) -> None:
         """Waits for a mark."""
         self.refuse("wait")
-        self.waits += 1
         if self.dead:
             raise CudaError("cuEventSynchronize", 719, "CUDA_ERROR_LAUNCH_FAILED")
         if not self.held:
@@ -135,6 +134,7 @@ class FakeGpu:
         self.start(stream, lambda: None, after=self._events[event])
 
     def done(self, event: int) -> bool:
+        self.asked[event] += 1
         return self.dead or self._events[event].reached
 
     def wait(self, event: int) -> None:

@@ -20,6 +20,7 @@ from kmesh.errors import CudaError, UnsupportedError
 from kmesh.handles import HandleKind
 from kmesh.kernels.cuda import Memory
 from kmesh.testing import FakeDaemon
+from kmesh_vllm import gpustore
 from kmesh_vllm.counts import Counts
 from kmesh_vllm.gpumemory import GpuMemory
 from kmesh_vllm.gpumover import GpuMover
@@ -158,7 +159,6 @@ def test_pages_are_read_before_the_next_step_writes_them(engine: Make, daemon: F
     mover: Any = one.workers[0]._mover
     until(mover._ready, WAIT)
     gpu.held = True
-    before = gpu.waits
     one.scheduler.add("r", prompt(128), DIGEST)
     blocks = [3, 1, 4, 2]
     step = one.scheduler.plan([("r", blocks, 0, 128)], [])
@@ -171,7 +171,7 @@ def test_pages_are_read_before_the_next_step_writes_them(engine: Make, daemon: F
     assert one.wrong(7, blocks, 0, 128) == [], "the next step did not wait"
     gpu.run(only=[gathering, COMPUTE])
     # The pages were read, and a thread waits until the bytes are in staging.
-    until(lambda: gpu.waits == before + 2, WAIT)
+    until(lambda: gpu.asked[mover._store._fetched] > 0, WAIT)
     assert (daemon.spans, daemon.reservations) == (0, 2)
     gpu.run()
     gpu.held = False
@@ -206,6 +206,34 @@ def test_nothing_is_committed_before_it_was_copied(engine: Make, daemon: FakeDae
     # The buffer and the staging have all their room again.
     assert mover._store._ring.used == 0
     stored_by(one, daemon, prompt(192, seed=2), seed=5, name="next")
+
+
+@pytest.mark.parametrize("reads", [False, True])
+def test_a_gpu_that_hangs_while_it_stores(
+    engine: Make, daemon: FakeDaemon, monkeypatch: pytest.MonkeyPatch, reads: bool
+) -> None:
+    """Nobody waits for ever, and what it may still write to is used for nothing else."""
+    monkeypatch.setattr(gpustore, "_DEVICE_WAIT", 0.05)
+    gpu = FakeGpu()
+    one = engine("a", gpu=gpu)
+    mover: Any = one.workers[0]._mover
+    until(mover._ready, WAIT)
+    gpu.held = True
+    one.scheduler.add("r", prompt(128), DIGEST)
+    one.prefill("r", 7, [1, 2, 3, 4], 0, 128)
+    if reads:
+        gpu.run(only=[COMPUTE, mover._store._gathering])
+    until(lambda: daemon.reservations == 0, WAIT)
+    assert daemon.spans == 0
+    assert mover._store.stuck
+    one.scheduler.add("s", prompt(128, seed=3), DIGEST)
+    one.prefill("s", 7, [1, 2, 3, 4], 0, 128)
+    until(lambda: daemon.reservations == 0, WAIT)
+    # Fetched late, into staging that nobody reads any more.
+    gpu.run()
+    gpu.held = False
+    assert daemon.spans == 0
+    mover._store.stuck = False
 
 
 def test_what_the_buffer_has_no_room_for_is_skipped(engine: Make, daemon: FakeDaemon) -> None:
