@@ -3,6 +3,8 @@ not there. See ``faulty`` and ``fake_gpu``."""
 
 from __future__ import annotations
 
+import ctypes
+import signal
 import sys
 from pathlib import Path
 
@@ -17,7 +19,11 @@ from kmesh_spand.__main__ import main
 
 COMMAND = (sys.executable, __file__)
 
+_PR_SET_PDEATHSIG = 1
+
 if __name__ == "__main__":
+    # With its runner, however that ends.
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     faulty.install()
     driver.load = fake_gpu.load
     gpuworker.STATE_SECONDS = 0.5
