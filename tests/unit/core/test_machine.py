@@ -403,7 +403,8 @@ class CoreMachine(RuleBasedStateMachine):
         led = [number for number, flight in flights.items() if flight.leader]
         if not led:
             return
-        number = data.draw(st.sampled_from(led))
+        awaited = set(self.world.waits.values())
+        number = data.draw(st.sampled_from([n for n in led if n in awaited] or led))
         for _ in range(steps):
             flight = flights.get(number)
             if flight is None or flight.leader is None:
@@ -427,7 +428,8 @@ class CoreMachine(RuleBasedStateMachine):
     @rule(data=st.data(), cause=st.sampled_from(ENDS), lie=seldom)
     def land(self, data: st.DataObject, cause: FlightCause, lie: bool) -> None:
         world = self.world
-        flight = self.pick(data, world.led)
+        # Mostly one for which somebody waits.
+        flight = self.pick(data, set(world.led) & set(world.waits.values()) or world.led)
         session = self.pick(data, world.open) if lie else world.led[flight]
         waiting = [at for at, n in world.waits.items() if n == flight and at[0] != session]
         led = world.core.flights.by_id.get(flight)
