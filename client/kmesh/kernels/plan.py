@@ -21,8 +21,6 @@ from kmesh.kernels.rotary import ELEMENTS, Rotary, turns
 Bytes = npt.NDArray[np.uint8]
 
 STAGE_BYTES = 16384
-#: Of a stage that holds a unit.
-UNIT_BYTES = 32768
 #: Requests that one read of a payload can serve; more are served by reading it again.
 SHARED_BY = 32
 

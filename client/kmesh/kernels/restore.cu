@@ -2,6 +2,9 @@
 #include "turning.cuh"
 #include "units.cuh"
 
+// Of a stage.
+enum { ITEM_BYTES = 16384, UNIT_BYTES = 32768 };
+
 enum Result { DONE = 0, BAD_ROOT = 1, BAD_TILE = 2 };
 // Parts of the job that one launch moves.
 struct Range { u32 begin, end; };
