@@ -64,23 +64,6 @@ def test_whole_pages_are_what_the_reference_moves(
     assert engine.image() == expected.image()
 
 
-@settings(max_examples=40, deadline=None)
-@given(
-    case=cases(whole=True, deltas=True, rows=[32, 80, 128, 256]), interleaved=st.booleans(),
-    dtype=st.sampled_from(["bfloat16", "float16", "float32"]),
-    part=st.sampled_from([1.0, 0.5, 0.3]),
-)  # fmt: skip
-def test_keys_of_whole_pages_are_turned_as_the_reference_turns_them(
-    kernels: ctypes.CDLL, case: Case, interleaved: bool, dtype: str, part: float
-) -> None:
-    how = rotary(dtype, case.sizes["row"], interleaved=interleaved, part=part)
-    engine, expected = case.engine(), case.engine()
-    done = one_thread.restore(kernels, engine.layout, case.loads, rotary=how, unit_stages=3)
-    assert done == all_done(case)
-    assert reference.restore(expected.layout, case.loads, how) == done
-    assert engine.image() == expected.image()
-
-
 @settings(max_examples=60, deadline=None)
 @given(case=cases())
 def test_the_reference_moves_what_the_host_moves(case: Case) -> None:
@@ -364,6 +347,15 @@ def test_layouts_that_are_not_served_say_so(change: dict[str, int], said: str) -
     engine, _, load = two_requests()
     with pytest.raises(UnsupportedError, match=said):
         plan.write(replace(engine.layout, **change), [load])
+
+
+def test_turned_keys_are_not_moved_in_units() -> None:
+    engine, _, load = two_requests()
+    turned = Load(load.records, [replace(load.requests[0], delta=1), load.requests[1]])
+    job = written(engine, [turned], rotary=rotary("bfloat16", 256))
+    assert job.turns
+    assert job.items
+    assert not job.units
 
 
 def test_turning_keys_needs_a_rotation() -> None:

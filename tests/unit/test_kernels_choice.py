@@ -246,7 +246,9 @@ def test_kernels_compile_without_spills() -> None:
             about = f"{program} for {architecture}: {said}"
             assert code.startswith(b"\x7fELF"), about
             assert "warning" not in said, about
-            registers = re.findall(r"entry function '(\w+)'[^']*?Used (\d+) registers", said)
+            registers = re.findall(
+                r"entry function '(\w+)' for '\w+'[^']*?Used (\d+) registers", said
+            )
             spills = re.findall(r"(\d+) bytes spill", said)
             assert registers, about
             assert len(registers) == text_entries(program), about

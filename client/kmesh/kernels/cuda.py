@@ -311,10 +311,10 @@ class Restorer:
     def _launch(
         self, job: plan.Job, slot: Slot, grid: Grid, parts: tuple[int, int], stream: int
     ) -> None:
-        units, turn = "units_" if job.units else "", "turn_" if job.turns else ""
-        blocks, threads = (grid.unit_blocks, UNIT_THREADS) if units else (grid.blocks, 0)
+        way = "units_" if job.units else "turn_" if job.turns else ""
+        blocks, threads = (grid.unit_blocks, UNIT_THREADS) if job.units else (grid.blocks, 0)
         self._device.launch(
-            "restore", f"kmesh_restore_{units}{turn}{job.vector}",
+            "restore", f"kmesh_restore_{way}{job.vector}",
             max(min(blocks, job.items + job.units), 1), job.shared_bytes, slot, parts, stream,
             threads,
         )  # fmt: skip

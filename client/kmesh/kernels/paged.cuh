@@ -3,8 +3,6 @@
 #include "device.cuh"
 
 static const u32 TILE = 65536;
-// Of a stage.
-static const u32 ITEM_BYTES = 16384, UNIT_BYTES = 32768;
 static const u32 NONE = 0xFFFFFFFFu;
 
 // Division of n < 2^31 by a number that is known beforehand: by a product and a shift.

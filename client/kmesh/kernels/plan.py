@@ -21,8 +21,6 @@ from kmesh.kernels.rotary import ELEMENTS, Rotary, turns
 Bytes = npt.NDArray[np.uint8]
 
 STAGE_BYTES = 16384
-#: Of a stage that holds a unit.
-UNIT_BYTES = 32768
 #: Requests that one read of a payload can serve; more are served by reading it again.
 SHARED_BY = 32
 
@@ -227,7 +225,8 @@ def write(
             wanted.append(
                 _WANTED.pack(_host.address(pages.data), len(pages), one.shift, one.by_slot, at)
             )
-    limits = (shared, stages, unit_shared, unit_stages, burst)
+    # Turned keys go in items: units of them would double the time that compiling takes.
+    limits = (shared, stages, unit_shared, 0 if angles else unit_stages, burst)
     table, options = b"", _OPTIONS.pack(*limits, 0, 0, 0)
     if rotary and angles:
         if rotary.dim * (4 if rotary.dtype == "float32" else 2) > layout.row_bytes:

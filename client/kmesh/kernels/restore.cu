@@ -1,5 +1,9 @@
 // Span payloads to paged KV, for all layers and all requests of a job in one launch.
+#include "turning.cuh"
 #include "units.cuh"
+
+// Of a stage.
+enum { ITEM_BYTES = 16384, UNIT_BYTES = 32768 };
 
 enum Result { DONE = 0, BAD_ROOT = 1, BAD_TILE = 2 };
 // Parts of the job that one launch moves.
@@ -255,8 +259,7 @@ __device__ inline void restore(const Job *job, u32 *results, Range range, u8 *sh
     if (UNITS) {
         Ring<Vec16> ring(shared, job->unit_stages, UNIT_BYTES, job->unit_entries, UNIT_PRODUCERS);
         const u32 begin = units_before(job, range.begin), end = units_before(job, range.end);
-        move<UNIT_PRODUCERS, UnitProducer<TURN>, UnitConsumer<TURN>>(job, ring, range, begin, end,
-                                                                     true);
+        move<UNIT_PRODUCERS, UnitProducer, UnitConsumer>(job, ring, range, begin, end, true);
         ring.end();
     }
     const u32 begin = items_before(job, range.begin), end = items_before(job, range.end);
@@ -295,4 +298,3 @@ KM_ENTRY(kmesh_restore_4, Vec4, false, false, 288, 4)
 KM_ENTRY(kmesh_restore_turn_16, Vec16, true, false, 288, 3)
 KM_ENTRY(kmesh_restore_turn_4, Vec4, true, false, 288, 3)
 KM_ENTRY(kmesh_restore_units_16, Vec16, false, true, 384, 1)
-KM_ENTRY(kmesh_restore_units_turn_16, Vec16, true, true, 384, 1)

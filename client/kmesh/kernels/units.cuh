@@ -2,11 +2,10 @@
 // brought as one run of the payload for each head of K and of V, and written page by page, so that
 // a page's bytes are written together.
 #pragma once
-#include "turning.cuh"
+#include "paged.cuh"
 
 // The head of a stage that holds a unit. Behind it lie addresses: for each request, for each block,
-// where K and V of the block's first token of the unit belong (0: nowhere; the lowest bit: keys to
-// be turned).
+// where K and V of the block's first token of the unit belong (0: nowhere).
 struct __align__(16) Unit {
     const Part *part;
     u64 begin, stride;  // in the payload: its first run, and from one run to the next
@@ -23,7 +22,6 @@ __device__ inline u32 unit_blocks(const Job *job) {
 }
 
 // One of a unit's addresses.
-template <bool TURN>
 __device__ inline u64 address(const Job *job, const Unit &unit, u32 layer, u32 token, u32 number) {
     const Part *part = unit.part;
     const u64 *bases = (const u64 *)((const u8 *)job + job->bases) + part->dst_layer_begin + layer;
@@ -34,15 +32,13 @@ __device__ inline u64 address(const Job *job, const Unit &unit, u32 layer, u32 t
     const u32 *pages = (const u32 *)((const u8 *)job + request->pages);
     u32 at = (u32)part->position + token + inside + request->shift;
     u32 block = job->by_block.divide(at), slot = at - block * size;
-    u64 entry = bases[plane * job->layers] + pages[block] * job->block_stride +
-                slot * job->token_stride + part->dst_head_begin * job->head_stride;
-    return TURN && !plane && request->turns != NONE ? entry | 1 : entry;
+    return bases[plane * job->layers] + pages[block] * job->block_stride +
+           slot * job->token_stride + part->dst_head_begin * job->head_stride;
 }
 
 // Units are asked for in bursts: reads that come one by one between writes make the memory turn
 // around each time. The producing warps take turns; more of them than stages would let one run a
 // whole round ahead of another, and a barrier tells one round from the next, not from the one after.
-template <bool TURN>
 struct UnitProducer {
     const Job *job;
     const Ring<Vec16> *ring;
@@ -72,7 +68,7 @@ struct UnitProducer {
         find(unit, layer, token);
         // What takes long is looked up while the stage is not empty yet.
         const u32 addresses = unit.requests * 2 * unit_blocks(job);
-        u64 first = lane() < addresses ? address<TURN>(job, unit, layer, token, lane()) : 0;
+        u64 first = lane() < addresses ? address(job, unit, layer, token, lane()) : 0;
         const u32 burst = job->burst < ring->count ? job->burst : ring->count;
         for (u32 behind = turn - turn % burst + burst, at = turn; at < behind; at++)
             ring->wait_empty(Cursor(at, ring->count));
@@ -83,7 +79,7 @@ struct UnitProducer {
         u64 *table = ring->table(cursor);
         if (lane() < addresses) table[lane()] = first;
         for (u32 i = lane() + lanes(); i < addresses; i += lanes())
-            table[i] = address<TURN>(job, unit, layer, token, i);
+            table[i] = address(job, unit, layer, token, i);
         warp_barrier();
         ring->ready(cursor);
         turn += stride;
@@ -106,7 +102,6 @@ struct UnitProducer {
 
 // Each thread has the same vectors of every unit: where they lie in the stage and where they belong
 // in a page is found once. Neighbours belong beside each other in the page.
-template <bool TURN>
 struct UnitConsumer {
     const Job *job;
     const Ring<Vec16> *ring;
@@ -185,20 +180,9 @@ struct UnitConsumer {
                 if (place[k] >> (FROM + ENTRY) >= unit.tokens) continue;
                 u64 entry = table[place[k] >> FROM & ((1u << ENTRY) - 1)];
                 if (!entry) continue;
-                Vec16 *to = (Vec16 *)((entry & ~(u64)1) + offset[k]);
-                if (TURN && entry & 1) store_once(to, turned_at(unit, stage, place[k], r));
-                else store_once(to, v[k]);
+                store_once((Vec16 *)(entry + offset[k]), v[k]);
             }
         }
-    }
-
-    __device__ Vec16 turned_at(const Unit &unit, const Vec16 *stage, u32 where, u32 request) const {
-        u32 from = where & ((1u << FROM) - 1);
-        u32 row = job->by_vectors.divide(from), in_row = job->by_vectors.value;
-        const float2 *turns = (const float2 *)((const u8 *)job + job->turns);
-        turns += request_of(job, unit.part->request_begin + request)->turns;
-        return turned<Vec16>(job, (const u8 *)(stage + row * in_row), 16 * (from - row * in_row),
-                             turns);
     }
 
     // Each warp sums runs, or parts of them where there are more warps than runs.
