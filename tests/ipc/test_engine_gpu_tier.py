@@ -157,3 +157,23 @@ def test_what_can_not_be(engine: Callable[..., MiniEngine]) -> None:
         engine("a", on_gpu=False, tier="gpu")
     with pytest.raises(UnsupportedError, match="not served with tensor parallelism"):
         engine("b", tier="gpu", tp=2)
+
+
+def test_flights_are_of_the_tier_that_is_stored_in(engine: Callable[..., MiniEngine]) -> None:
+    """What is being computed for a GPU is waited for by engines of that GPU alone."""
+    patient = {"min_flight_tokens": 128, "flight_patience": 100_000}
+    one, other = engine("a", tier="gpu", **patient), engine("b", tier="gpu", **patient)
+    host = engine("c", on_gpu=False, **patient)
+    for each in (one, other):
+        tell(each)
+    for each in (one, other, host):
+        each.scheduler.add("r", prompt(256), DIGEST)
+    assert one.match("r", 0, 256, WAIT) == 0
+    assert one.scheduler.counts.take() == {"flight_leads": 1}
+    assert host.match("r", 0, 256, WAIT) == 0
+    assert host.scheduler.counts.take() == {"flight_leads": 1}
+    assert other.scheduler.match("r", 0, 256) == (None, False)
+    one.scheduler.finished("r")
+    # The one that waited is promoted.
+    assert other.match("r", 0, 256, WAIT) == 0
+    assert other.scheduler.counts.take()["flight_leads"] == 1

@@ -94,11 +94,24 @@ class Computing:
             return self._waited(state, part, found)
         return False
 
-    def claims(self, state: RequestState, session: Session, found: int, limit: int) -> bool:
-        """Claims what is missing behind ``found`` tokens; whether to ask again."""
+    def claims(
+        self,
+        state: RequestState,
+        session: Session,
+        found: int,
+        limit: int,
+        device: str | None = "",
+    ) -> bool:
+        """Claims what is missing behind ``found`` tokens; whether to ask again.
+
+        Args:
+            device: UUID of the GPU in whose memory it will be stored, empty for host memory. None:
+                not known yet.
+        """
         least = self._settings.min_flight_tokens
         if (
             not least
+            or device is None
             or state.part is not None
             or not state.claims_left
             or not state.may_store
@@ -117,7 +130,9 @@ class Computing:
         wait = self._settings.acquire_timeout_ms / 1000
         version = session.index.version
         try:
-            future = session.claim_async(packed, self._shards, timeout=wait, salt=state.salt)
+            future = session.claim_async(
+                packed, self._shards, timeout=wait, salt=state.salt, device=device
+            )
         except KMeshError:
             return False
         keys = tuple(packed[i : i + KEY_BYTES] for i in range(0, len(packed), KEY_BYTES))

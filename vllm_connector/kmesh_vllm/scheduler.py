@@ -280,7 +280,7 @@ class SchedulerHalf:
         hit = self._look_up(state, session, limit)
         span = session.welcome.span_tokens
         found = self._finder(state, session, limit)()
-        if self.computing.claims(state, session, found, limit):
+        if self.computing.claims(state, session, found, limit, self._tiers.store):
             return None, False
         if hit is None or min(hit.tokens(span), limit) - local < max(
             self._settings.min_restore_tokens, 1
