@@ -214,7 +214,7 @@ def _gpu_slab_size(memory: int) -> int:
 def _check_gpus(settings: Settings) -> None:
     if bool(settings.gpu) != bool(settings.gpu_memory):
         if settings.gpu:
-            raise ConfigError("gpu_memory: how much of each GPU? Write for example 8GiB")
+            raise ConfigError("gpu_memory: how much of each GPU? For example --gpu-memory 8GiB")
         raise ConfigError("gpu: which GPU? Write for example 0, or a UUID")
     if settings.gpu_slab_size % GPU_GRANULARITY:
         raise ConfigError(f"gpu_slab_size: not a multiple of {units.format_size(GPU_GRANULARITY)}")

@@ -72,9 +72,19 @@ def parse(argv: Sequence[str], environ: Mapping[str, str]) -> tuple[argparse.Nam
 
 
 def to_toml(loaded: Loaded) -> str:
-    """The effective settings as a file that ``load`` reads back to the same."""
+    """The effective settings as a file that ``load`` reads back to the same.
+
+    What only says something of GPUs is left out where there are none: it would be taken for a wish
+    by whoever adds one.
+    """
     lines = []
     for name in Config.model_fields:
+        if (
+            name == "gpu_slab_size"
+            and not loaded.settings.gpu
+            and loaded.origins[name] == "default"
+        ):
+            continue
         value: Any = getattr(loaded.settings, name)
         if name == "hugepages":
             text = '"auto"' if value else '"off"'

@@ -209,7 +209,7 @@ def test_doctor_finds_a_daemon_well(spand: Daemon) -> None:
     assert {name for name, level in levels.items() if level == "skip"} <= {"udmabuf", "dma_buf"}
     assert levels["dma_buf"] == "skip"
     by_name = {check["name"]: check["seen"] for check in report["checks"]}
-    assert "NVIDIA driver" in by_name["gpu"]
+    assert "NVIDIA driver" in by_name["driver"]
     assert "two processes" in by_name["pattern"]
     assert "read by a second process" in by_name["memfd"]
     assert "HOST: MEMFD (slabs)" in by_name["handles"]

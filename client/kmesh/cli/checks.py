@@ -218,8 +218,8 @@ def whole(content: bytes) -> int:
 def gpu() -> Check:
     there = os.path.exists("/dev/nvidiactl")
     if there:
-        return Check("gpu", "ok", "an NVIDIA driver is there; doctor --gpu 0 tries the GPU")
-    return Check("gpu", "ok", "no NVIDIA driver; host memory needs none")
+        return Check("driver", "ok", "an NVIDIA driver is there; doctor --gpu 0 tries the GPU")
+    return Check("driver", "ok", "no NVIDIA driver; host memory needs none")
 
 
 def cgroup_limit(pid: int | str = "self") -> int | None:

@@ -75,7 +75,7 @@ def examine(socket_dir: str, timeout: float, gpus: Sequence[str] = ()) -> Report
         attempt("hugepages", checks.hugepages),
         attempt("numa", checks.numa_nodes),
         attempt("udmabuf", checks.udmabuf),
-        attempt("gpu", checks.gpu),
+        attempt("driver", checks.gpu),
     ]
     try:
         tool = Tool(socket_dir, timeout, DOCTOR)

@@ -88,6 +88,8 @@ def tokenize(prompt: str, path: Path | None) -> list[int]:
     """
     if path is None:
         raise typer.BadParameter("PROMPT needs --tokenizer; or give token ids with --tokens")
+    if not path.exists():
+        raise typer.BadParameter(f"{path}: no such file or directory", param_hint="--tokenizer")
     file = path / "tokenizer.json" if path.is_dir() else path
     try:
         if file.is_file():
@@ -205,7 +207,9 @@ def _print(answer: admin_pb2.ExplainResponse) -> None:
             asked, stored = answer.fields[name], match.fields.get(name, "")
             print(f"  {name}: asked {asked or 'none'}, stored {stored or 'none'}")
         if not match.fields:
-            print("  only its digest is known: an engine made it for a salt or an adapter")
+            print(
+                "  only its digest is known: of a salt, an adapter, or a client that stated no namespace"
+            )
 
 
 def _why(part: admin_pb2.ShardExplanation, remembered_ms: int) -> str:

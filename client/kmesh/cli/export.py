@@ -52,7 +52,7 @@ def export(
     The span is leased until the command ends. Whoever has the descriptor can write the span.
     """
     if not dma_buf:
-        raise typer.BadParameter("say as what: --dma-buf is what there is")
+        raise typer.BadParameter("the kind of handle is missing: --dma-buf is the only one")
     digest = _hex(salt, "--salt-digest")
     if len(digest) not in (0, 32):
         raise typer.BadParameter("a digest has 64 hex digits", param_hint="--salt-digest")

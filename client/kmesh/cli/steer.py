@@ -40,12 +40,14 @@ def evict(
     as_json: AsJson = False,
 ) -> None:
     """Drops stored spans that nobody leases."""
-    if bool(namespace) + bool(key) + every > 1 or not (namespace or key or every or older or idle):
+    if bool(namespace) + bool(key) + every > 1:
+        raise typer.BadParameter("only one of --namespace, --key and --all makes sense")
+    if not (namespace or key or every or older or idle):
         raise typer.BadParameter("one of --namespace, --key, --all, or an age, is needed")
     try:
         keys = b"".join(bytes.fromhex(text) for text in key or [])
     except ValueError:
-        raise typer.BadParameter("no hex digits", param_hint="--key") from None
+        raise typer.BadParameter("a key has 64 hex digits", param_hint="--key") from None
     if any(len(text) != 64 for text in key or []):
         raise typer.BadParameter("a key has 64 hex digits", param_hint="--key")
     request = admin_pb2.EvictRequest(
