@@ -35,6 +35,12 @@ _libc.mprotect.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
 _MAP_FIXED, _MAP_NORESERVE = 0x10, 0x4000
 _NAME = re.compile(r"/memfd:fake-vram:(GPU-[0-9a-f-]+) ")
 
+#: What may be called while another thread captures a graph.
+_SAFE = (
+    *("version", "device_count", "device_uuid", "device_name", "attribute", "granularity"),
+    *("push_context", "pop_context", "relax_capture"),
+)
+
 NAMES = {
     1: "CUDA_ERROR_INVALID_VALUE",
     2: "CUDA_ERROR_OUT_OF_MEMORY",
@@ -82,12 +88,16 @@ class FakeDriver:
     Attributes:
         calls: names of the methods that were called.
         refuse: called with a method's name before it does anything; raises what it likes.
+        relaxed: names of threads that have called ``relax_capture``.
+        unsafe: (thread, method) of calls that would break a graph captured by another thread.
     """
 
     def __init__(self, *gpus: Gpu, refuse: Callable[[str], None] | None = None) -> None:
         self.gpus = gpus or (Gpu(),)
         self.refuse = refuse
         self.calls: list[str] = []
+        self.relaxed: set[str] = set()
+        self.unsafe: set[tuple[str, str]] = set()
         self._contexts: dict[int, int] = {}
         self._current = threading.local()
         self._handles: dict[int, tuple[int, int, bool]] = {}
@@ -98,12 +108,24 @@ class FakeDriver:
 
     def __getattribute__(self, name: str) -> Any:
         found = super().__getattribute__(name)
-        if name.startswith("_") or name in ("ledger", "end", "refuse") or not callable(found):
+        if (
+            name.startswith("_")
+            or name in ("ledger", "end", "refuse", "used")
+            or not callable(found)
+        ):
             return found
         self.calls.append(name)
+        if name not in _SAFE:
+            self.used(name)
         if self.refuse is not None:
             self.refuse(name)
         return found
+
+    def used(self, name: str) -> None:
+        """The calling thread calls something that a capture elsewhere does not expect."""
+        thread = threading.current_thread().name
+        if not getattr(self._current, "relaxed", False):
+            self.unsafe.add((thread, name))
 
     def ledger(self) -> dict[str, int]:
         """How much of each thing is held; all zero when nothing is."""
@@ -176,6 +198,11 @@ class FakeDriver:
     def pop_context(self) -> None:
         self._need("cuCtxPopCurrent_v2")
         self._stack().pop()
+
+    def relax_capture(self) -> None:
+        self._need("cuThreadExchangeStreamCaptureMode")
+        self._current.relaxed = True
+        self.relaxed.add(threading.current_thread().name)
 
     def _need(self, call: str) -> int:
         """The current context's device."""

@@ -30,7 +30,8 @@ class Gpu(Protocol):
     def device(self) -> Device: ...
 
     def enter(self) -> None:
-        """A thread of ours begins: what it calls is about this GPU."""
+        """A thread of ours begins: what it calls is about this GPU, and no matter to an engine that
+        captures graphs. Not for the engine's own thread."""
 
     def compute(self) -> int:
         """The stream on which the engine's thread computes now."""
@@ -99,6 +100,7 @@ class CudaGpu:
         self.device = Device(driver.load(), str(ordinal))
 
     def enter(self) -> None:
+        self.device.enter()
         self._runtime.setDevice(self._ordinal)
 
     def compute(self) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import threading
@@ -10,7 +11,7 @@ from collections.abc import Callable
 from kmesh.cuda.device import Device
 from kmesh.cuda.driver import Attribute
 from kmesh.cuda.slabs import DeviceSlab, DeviceSlabs
-from kmesh.errors import KMeshError, NotFound, UnsupportedError
+from kmesh.errors import CudaError, KMeshError, NotFound, UnsupportedError
 from kmesh.handles import HandleKind
 from kmesh.session import Session
 
@@ -61,7 +62,8 @@ class GpuMemory:
         return known.there.get(number) if known and known.session is session else None
 
     def attach(self, session: Session, number: int, timeout: float | None = None) -> DeviceSlab:
-        """A slab; errors as ``DeviceSlabs.slab``."""
+        """A slab; errors as ``DeviceSlabs.slab``. Not for the engine's thread."""
+        self._device.enter()
         known = self._of(session)
         slab = known.slabs.slab(number, timeout)
         known.there[number] = slab
@@ -109,7 +111,12 @@ class GpuMemory:
             self._wake.clear()
             session = self._current()
             left = 0 if session is None else self._attach_filled(session)
-            _close(self._unused(session))
+            unused = self._unused(session)
+            if unused:
+                # Should it fail, closing says what is wrong.
+                with contextlib.suppress(CudaError):
+                    self._device.enter()
+                _close(unused)
             if not left:
                 wait = None
             else:

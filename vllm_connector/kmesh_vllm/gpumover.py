@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import threading
 import time
@@ -25,6 +26,9 @@ from kmesh_vllm.loadjob import moved_bytes
 from kmesh_vllm.movers import Ids, Piece, Records, Slab, empty_records
 
 logger = logging.getLogger("kmesh_vllm")
+
+#: Seconds after which kernels that could not be compiled are tried again.
+_COMPILE_PAUSES = (1.0, 2.0, 4.0, 8.0)
 
 
 class _Launched:
@@ -109,7 +113,7 @@ class GpuMover:
         self._stream, self._behind = gpu.stream(), gpu.event()
         self._store = GpuStore(gpu, layout, self._settings, buffer_bytes) if buffer_bytes else None
         self._under_way: list[_Launched] = []
-        self._compiled = threading.Event()
+        self._compiled, self._closing = threading.Event(), threading.Event()
         self._failed = ""
         self.devices: tuple[str, ...] = (gpu.device.uuid,)
         if self._memory.reads_host:
@@ -189,6 +193,7 @@ class GpuMover:
         self._memory.end()
 
     def close(self) -> None:
+        self._closing.set()
         self._thread.shutdown(wait=True, cancel_futures=True)
         stuck = self._store is not None and self._store.stuck
         if stuck or any(not one.done() for one in self._under_way):
@@ -205,18 +210,18 @@ class GpuMover:
         return self._compiled.is_set() and not self._failed
 
     def _compile(self) -> None:
-        """Runs both kernels on nothing, with objects of this thread's own."""
+        """Runs both kernels on nothing; what fails may be another's doing, and is tried again."""
         try:
-            self._gpu.enter()
-            stream, nothing = self._gpu.stream(), Request(np.zeros(0, np.int64))
-            restorer = self._gpu.restorer(self._layout, self._settings)
-            load = Load(empty_records(0), [nothing])
-            restorer.restore([load], stream, memory=Memory.GPU).wait()
-            restorer.close()
-            if self._store is not None:
-                storer = self._gpu.storer(self._layout, self._settings)
-                storer.store(load.records, nothing, stream, memory=Memory.GPU).wait()
-                storer.close()
+            for pause in (*_COMPILE_PAUSES, None):
+                try:
+                    self._run_kernels()
+                    return
+                except Exception as wrong:
+                    if pause is None or isinstance(wrong, UnsupportedError):
+                        raise
+                    logger.warning("the kernels can't be compiled yet: %s", str(wrong))
+                    if self._closing.wait(pause):
+                        raise
         except Exception as wrong:
             self._failed = str(wrong)
             logger.error(
@@ -224,3 +229,14 @@ class GpuMover:
             )
         finally:
             self._compiled.set()
+
+    def _run_kernels(self) -> None:
+        """With objects of this thread's own."""
+        self._gpu.enter()
+        stream, nothing = self._gpu.stream(), Request(np.zeros(0, np.int64))
+        load = Load(empty_records(0), [nothing])
+        with contextlib.closing(self._gpu.restorer(self._layout, self._settings)) as restorer:
+            restorer.restore([load], stream, memory=Memory.GPU).wait()
+        if self._store is not None:
+            with contextlib.closing(self._gpu.storer(self._layout, self._settings)) as storer:
+                storer.store(load.records, nothing, stream, memory=Memory.GPU).wait()

@@ -7,6 +7,7 @@ nobody waits for the copies over it.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import threading
 import time
@@ -84,7 +85,7 @@ class GpuStore:
                 gpu.record(self._read, self._gathering)
                 gpu.follow(gpu.compute(), self._read)
             except BaseException:
-                taken.drop()
+                taken.end()
                 raise
         return taken
 
@@ -100,7 +101,8 @@ class GpuStore:
         return not self.stuck
 
     def prepare(self, staging: Staging) -> None:
-        """Registers staging, once."""
+        """Registers staging, once, in a thread of ours."""
+        self.enter()
         seen = Registration(self._gpu.device, staging.address, staging.size, writable=True)
         with self._lock:
             self._staging[staging] = seen
@@ -198,6 +200,13 @@ class TakenOnGpu:
         return self._statuses[first:last]
 
     def drop(self) -> None:
+        # Should it fail, the GPU says what is wrong.
+        with contextlib.suppress(Exception):
+            self._store.enter()
+        self.end()
+
+    def end(self) -> None:
+        """As ``drop``, in the engine's thread."""
         if self.pending is not None:
             try:
                 self._store.until(self.pending.done)

@@ -110,6 +110,15 @@ class Device:
         finally:
             self.driver.pop_context()
 
+    def enter(self) -> None:
+        """For a thread that calls CUDA beside one that may capture graphs: before all else.
+
+        A capture in CUDA's mode "global", the usual one, forbids other threads whatever it does
+        not expect: such a call fails, and the capture with it. May be called again.
+        """
+        with self.current() as driver:
+            driver.relax_capture()
+
     def memory_info(self) -> tuple[int, int]:
         """Free bytes and all bytes of the GPU."""
         with self.current() as driver:

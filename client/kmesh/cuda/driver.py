@@ -50,6 +50,10 @@ class Driver(Protocol):
     def pop_context(self) -> None:
         """Makes the one before current again."""
 
+    def relax_capture(self) -> None:
+        """What the calling thread calls from here on neither fails nor spoils a CUDA graph that
+        another thread captures, whatever that one asked for."""
+
     def memory_info(self) -> tuple[int, int]:
         """Free bytes and all bytes of the current context's GPU."""
 

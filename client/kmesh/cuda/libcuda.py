@@ -21,6 +21,7 @@ _ON_DEVICE = 1
 _READ, _READ_WRITE = 1, 3
 _DMA_BUF_FD = 1
 _OVER_PCIE = 1
+_CAPTURE_RELAXED = 2
 _PORTABLE, _DEVICE_MAP, _READ_ONLY = 1, 2, 8
 
 
@@ -66,6 +67,7 @@ _SIGNATURES: dict[str, tuple[Any, ...]] = {
     "cuCtxPushCurrent_v2": (c_void_p,),
     "cuCtxPopCurrent_v2": (POINTER(c_void_p),),
     "cuCtxSynchronize": (),
+    "cuThreadExchangeStreamCaptureMode": (POINTER(c_int),),
     "cuMemGetInfo_v2": (POINTER(c_size_t), POINTER(c_size_t)),
     "cuMemGetAllocationGranularity": (POINTER(c_size_t), POINTER(_Allocation), c_int),
     "cuMemCreate": (POINTER(c_ulonglong), c_size_t, POINTER(_Allocation), c_ulonglong),
@@ -165,6 +167,10 @@ class LibCuda:
 
     def pop_context(self) -> None:
         self._call("cuCtxPopCurrent_v2", byref(c_void_p()))
+
+    def relax_capture(self) -> None:
+        # In: the thread's new mode; out: the one it had.
+        self._call("cuThreadExchangeStreamCaptureMode", byref(c_int(_CAPTURE_RELAXED)))
 
     def memory_info(self) -> tuple[int, int]:
         free, total = c_size_t(), c_size_t()

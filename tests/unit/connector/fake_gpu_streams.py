@@ -59,6 +59,11 @@ class FakeGpu:
         self._last = COMPUTE
         self.open = 0
 
+    def called(self, name: str) -> None:
+        """A call, of whichever thread, that this GPU may refuse."""
+        self.driver.used(name)
+        self.refuse(name)
+
     def start(
         self, stream: int, work: Callable[[], None] | _Mark, after: _Mark | None = None
     ) -> None:
@@ -95,7 +100,7 @@ class FakeGpu:
 
     def finish(self, mark: _Mark) -> None:
         """Waits for a mark."""
-        self.refuse("wait")
+        self.called("wait")
         if self.dead:
             raise CudaError("cuEventSynchronize", 719, "CUDA_ERROR_LAUNCH_FAILED")
         if not self.held:
@@ -108,32 +113,35 @@ class FakeGpu:
     # As ``Gpu`` has them.
 
     def enter(self) -> None:
-        pass
+        self.device.enter()
 
     def compute(self) -> int:
         return COMPUTE
 
     def stream(self) -> int:
+        self.driver.used("stream")
         with self._lock:
             self._last += 1
             self._streams[self._last] = deque()
             return self._last
 
     def event(self) -> int:
+        self.driver.used("event")
         with self._lock:
             self._last += 1
             return self._last
 
     def record(self, event: int, stream: int) -> None:
-        self.refuse("record")
+        self.called("record")
         mark = self._events[event] = _Mark()
         self.start(stream, mark)
 
     def follow(self, stream: int, event: int) -> None:
-        self.refuse("follow")
+        self.called("follow")
         self.start(stream, lambda: None, after=self._events[event])
 
     def done(self, event: int) -> bool:
+        self.driver.used("done")
         self.asked[event] += 1
         return self.dead or self._events[event].reached
 
@@ -141,7 +149,7 @@ class FakeGpu:
         self.finish(self._events[event])
 
     def allocate(self, size: int) -> int:
-        self.refuse("allocate")
+        self.called("allocate")
         with self.device.current() as driver:
             return driver.allocate(size)
 
@@ -150,15 +158,15 @@ class FakeGpu:
             driver.free(address)
 
     def fetch(self, target: int, address: int, size: int, stream: int) -> None:
-        self.refuse("fetch")
+        self.called("fetch")
         self.start(stream, lambda: ctypes.memmove(target, address, size) and None)
 
     def restorer(self, layout: PagedLayout, settings: Any) -> _Restorer:
-        self.refuse("restorer")
+        self.called("restorer")
         return _Restorer(self, layout)
 
     def storer(self, layout: PagedLayout, settings: Any) -> _Storer:
-        self.refuse("storer")
+        self.called("storer")
         return _Storer(self, layout)
 
     def close(self) -> None:
@@ -187,6 +195,7 @@ class _Pending:
         gpu.start(stream, self._mark)
 
     def done(self) -> bool:
+        self._gpu.driver.used("done")
         return self._gpu.dead or self._mark.reached
 
     def wait(self) -> Any:
@@ -207,7 +216,7 @@ class _Kernels:
 class _Restorer(_Kernels):
     def restore(self, loads: Sequence[Load], stream: int, *, memory: Memory) -> _Pending:
         gpu = self._gpu
-        gpu.refuse("restore")
+        gpu.called("restore")
         if sum(len(load.records) for load in loads):
             requests = sum(len(load.requests) for load in loads)
             gpu.launches.append(("restore", memory, len(loads), requests))
@@ -235,7 +244,7 @@ class _Storer(_Kernels):
         self, records: npt.NDArray[np.void], request: Request, stream: int, *, memory: Memory
     ) -> _Pending:
         gpu = self._gpu
-        gpu.refuse("store")
+        gpu.called("store")
         if len(records):
             gpu.launches.append(("store", memory, 1, 1))
         return _Pending(

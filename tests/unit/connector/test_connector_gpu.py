@@ -20,7 +20,7 @@ from kmesh.errors import CudaError, UnsupportedError
 from kmesh.handles import HandleKind
 from kmesh.kernels.cuda import Memory
 from kmesh.testing import FakeDaemon
-from kmesh_vllm import gpustore
+from kmesh_vllm import gpumover, gpustore
 from kmesh_vllm.counts import Counts
 from kmesh_vllm.gpumemory import GpuMemory
 from kmesh_vllm.gpumover import GpuMover
@@ -356,6 +356,58 @@ def test_a_load_that_comes_first_waits_for_its_memory(engine: Make, daemon: Fake
     assert mover.attached(other.workers_client.session, 0) is None
     assert not other.load("r", [1, 2, 3, 4, 5], 160, WAIT).bad_blocks
     assert other.wrong(7, [1, 2, 3, 4, 5], 0, 160) == []
+
+
+def test_no_thread_of_ours_spoils_a_graph_that_the_engine_captures(
+    engine: Make, daemon: FakeDaemon
+) -> None:
+    """Each of them tells the driver before it calls what a capture elsewhere forbids."""
+    stored_by(engine("a"), daemon, prompt(192))
+    daemon.delay("attach_slab", 0.3, times=4)
+    gpu = FakeGpu()
+    other = engine("b", gpu=gpu)
+    assert promised(other, "r", prompt(192)) == 160
+    assert not other.load("r", [1, 2, 3, 4, 5], 160, WAIT).bad_blocks
+    warm(other, daemon)
+    stored_by(other, daemon, prompt(128, seed=6), seed=2)
+    mover: Any = other.workers[0]._mover
+    session = other.workers_client.session
+    assert session is not None
+    session.close()
+    other.workers_client.session = None
+    mover.warm(None)
+    until(
+        lambda: not gpu.driver._registered.keys() - {s.address for s in mover._store._staging}, WAIT
+    )
+    other.workers[0].close()
+    engines = threading.current_thread().name
+    assert {thread for thread, _ in gpu.driver.unsafe} == {engines}
+    assert {thread.removesuffix("_0") for thread in gpu.driver.relaxed} == {
+        *("kmesh-kernels", "kmesh-slabs", "kmesh-load", "kmesh-reserve", "kmesh-store")
+    }
+
+
+@pytest.mark.parametrize("call", ["restorer", "restore", "storer", "store", "wait"])
+def test_kernels_are_compiled_again_when_something_came_between(
+    engine: Make, daemon: FakeDaemon, monkeypatch: pytest.MonkeyPatch, call: str
+) -> None:
+    monkeypatch.setattr(gpumover, "_COMPILE_PAUSES", (0.001, 0.001))
+    gpu = FakeGpu()
+    left = [2]
+
+    def refuse(name: str) -> None:
+        ours = threading.current_thread().name.startswith("kmesh-kernels")
+        if ours and name == call and left[0]:
+            left[0] -= 1
+            raise CudaError(name, 900, "CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED")
+
+    gpu.refuse = refuse
+    one = engine("a", gpu=gpu)
+    mover: Any = one.workers[0]._mover
+    until(mover._ready, WAIT)
+    stored_by(one, daemon, prompt(192))
+    one.workers[0].close()
+    assert (gpu.open, left) == (0, [0])
 
 
 def test_the_background_fills_no_holes(engine: Make, daemon: FakeDaemon) -> None:
