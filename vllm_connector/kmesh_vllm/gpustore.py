@@ -112,8 +112,10 @@ class GpuStore:
         gpu = self._gpu
         with self._lock:
             seen = self._staging[staging]
-            # One thread puts, in order: nobody writes what an earlier session gave.
-            old = [s for s in self._staging if s is not staging]
+            # One thread puts, in order: nobody writes what an earlier session gave. What a later
+            # one gave may be there already.
+            order = list(self._staging)
+            old = order[: order.index(staging)]
             ended = [self._staging.pop(s) for s in old]
         for registration in ended:
             registration.close()

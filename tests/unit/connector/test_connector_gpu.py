@@ -18,13 +18,13 @@ from kmesh.cuda import proof
 from kmesh.cuda.driver import Attribute
 from kmesh.errors import CudaError, UnsupportedError
 from kmesh.handles import HandleKind
-from kmesh.kernels.cuda import Memory
+from kmesh.kernels.cuda import Memory, Settings
 from kmesh.testing import FakeDaemon
 from kmesh_vllm import gpumover, gpustore
 from kmesh_vllm.counts import Counts
 from kmesh_vllm.gpumemory import GpuMemory
 from kmesh_vllm.gpumover import GpuMover
-from kmesh_vllm.movers import Piece
+from kmesh_vllm.movers import Piece, empty_records
 
 DIGEST = NAMESPACE.digest()
 SPAN_BYTES = NAMESPACE.layers * 2 * NAMESPACE.kv_heads * 64 * NAMESPACE.head_dim * 4
@@ -234,6 +234,28 @@ def test_a_gpu_that_hangs_while_it_stores(
     gpu.held = False
     assert daemon.spans == 0
     mover._store.stuck = False
+
+
+def test_staging_of_a_later_session_stays_when_an_earlier_one_is_written(
+    daemon: FakeDaemon,
+) -> None:
+    """It may be there before the last spans of the earlier session are put."""
+    from paged_reference import Engine
+
+    pages = Engine.make(order="NHD", layers=2, heads=2, slots=16, row=64, gap=0, blocks=4)
+    gpu = FakeGpu()
+    store = gpustore.GpuStore(gpu, pages.layout, Settings(), 1 << 20)
+    with daemon.connect() as first, daemon.connect() as second:
+        given = [session.staging(4096) for session in (first, second)]
+        for staging in given:
+            store.prepare(staging)
+        store.fetch(empty_records(0), [], given[0])
+        assert gpu.driver._registered.keys() == {staging.address for staging in given}
+        store.fetch(empty_records(0), [], given[1])
+        assert gpu.driver._registered.keys() == {given[1].address}
+        store.close()
+    gpu.close()
+    assert not any(gpu.driver.ledger().values())
 
 
 def test_what_the_buffer_has_no_room_for_is_skipped(engine: Make, daemon: FakeDaemon) -> None:
