@@ -12,6 +12,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable
+from typing import TypeVar
 
 import numpy as np
 
@@ -27,6 +28,8 @@ from kmesh_vllm.staging import StagingRing
 
 logger = logging.getLogger("kmesh_vllm")
 
+T = TypeVar("T")
+
 _ALIGN = 256
 #: Seconds that a thread of ours waits for the GPU; it takes milliseconds.
 _DEVICE_WAIT = 30.0
@@ -35,9 +38,6 @@ _POLL = 0.0005
 
 class GpuStore:
     """Takes spans; ``take`` is for the engine's thread, what it returns for one thread of ours.
-
-    Attributes:
-        stuck: the GPU hangs, and may go on writing at any time.
 
     Args:
         buffer_bytes: of the buffer, which is made at the first store. It never takes more than half
@@ -55,9 +55,35 @@ class GpuStore:
         self._address = 0
         self._ring = StagingRing(0)
         self._freed = threading.Event()
-        self.stuck = False
         self._lock = threading.Lock()
+        #: What has not ended in time, as it is asked for and then ended; ranges of the buffer that
+        #: are free when all of it has.
+        self._late: list[tuple[Callable[[], bool], Callable[[], object]]] = []
+        self._kept: list[int] = []
         self._staging: dict[Staging, Registration] = {}
+
+    @property
+    def stuck(self) -> bool:
+        """Whether the GPU hangs, and may go on writing at any time."""
+        with self._lock:
+            if not self._late:
+                return False
+            left = []
+            for done, end in self._late:
+                if not done():
+                    left.append((done, end))
+                else:
+                    with contextlib.suppress(Exception):
+                        end()
+            self._late = left
+            if left:
+                return True
+            logger.warning("the GPU has ended what stores had started: they go on")
+            for offset in self._kept:
+                self._ring.free(offset)
+            self._kept.clear()
+        self._freed.set()
+        return False
 
     def take(self, records: Records, pages: Ids) -> TakenOnGpu:
         """Starts to read as many spans as the buffer has room for."""
@@ -110,6 +136,8 @@ class GpuStore:
     def fetch(self, records: Records, offsets: list[int], staging: Staging) -> None:
         """Copies payloads from the buffer to these offsets of the staging, and waits for it."""
         gpu = self._gpu
+        if self.stuck:
+            raise DeadlineExceeded("the GPU still hangs")
         with self._lock:
             seen = self._staging[staging]
             # One thread puts, in order: nobody writes what an earlier session gave. What a later
@@ -122,30 +150,38 @@ class GpuStore:
         for target, source, size in _runs(records, offsets):
             gpu.fetch(seen.address + target, source, size, self._fetching)
         gpu.record(self._fetched, self._fetching)
-        self.until(lambda: gpu.done(self._fetched))
-        gpu.wait(self._fetched)
+        self.until(lambda: gpu.done(self._fetched), lambda: gpu.wait(self._fetched))
 
-    def until(self, done: Callable[[], bool]) -> None:
-        """Waits for the GPU.
+    def until(self, done: Callable[[], bool], end: Callable[[], T]) -> T:
+        """Waits until the GPU is done; returns what ``end`` does then.
 
         Raises:
             DeadlineExceeded: it hangs. It may go on writing at any time, so nothing is stored
-                any more.
+                until it is done.
         """
-        end = time.monotonic() + _DEVICE_WAIT
+        latest = time.monotonic() + (0 if self.stuck else _DEVICE_WAIT)
         while not done():
-            if time.monotonic() >= end:
-                self.stuck = True
+            if time.monotonic() >= latest:
+                with self._lock:
+                    first = not self._late
+                    self._late.append((done, end))
+                if first:
+                    logger.error("nothing is stored: the GPU does not end what a store has started")
                 raise DeadlineExceeded("the GPU does not end what a store has started")
             time.sleep(_POLL)
+        return end()
 
     def enter(self) -> None:
         """A thread of ours begins."""
         self._gpu.enter()
 
     def free(self, offset: int) -> None:
-        """The buffer's range that begins there is free again."""
-        self._ring.free(offset)
+        """The buffer's range that begins there is free again, unless the GPU may still use it."""
+        with self._lock:
+            if self._late:
+                self._kept.append(offset)
+                return
+            self._ring.free(offset)
         self._freed.set()
 
     def close(self) -> None:
@@ -193,8 +229,7 @@ class TakenOnGpu:
     def put(self, first: int, offsets: list[int], staging: Staging) -> bytes:
         self._store.enter()
         if self.pending is not None:
-            self._store.until(self.pending.done)
-            self._statuses, _ = self.pending.wait()
+            self._statuses, _ = self._store.until(self.pending.done, self.pending.wait)
             self.pending = None
         last = first + len(offsets)
         self._store.fetch(self._records[first:last], offsets, staging)
@@ -211,10 +246,9 @@ class TakenOnGpu:
         """As ``drop``, in the engine's thread."""
         if self.pending is not None:
             try:
-                self._store.until(self.pending.done)
-                self.pending.wait()
+                self._store.until(self.pending.done, self.pending.wait)
             except DeadlineExceeded:
-                return  # Its part of the buffer is still being written.
+                pass  # Its part of the buffer is still being written, and kept.
             except Exception as wrong:
                 logger.error("pages that were read for a store: %s", str(wrong))
             self.pending = None

@@ -210,9 +210,13 @@ def test_nothing_is_committed_before_it_was_copied(engine: Make, daemon: FakeDae
 
 @pytest.mark.parametrize("reads", [False, True])
 def test_a_gpu_that_hangs_while_it_stores(
-    engine: Make, daemon: FakeDaemon, monkeypatch: pytest.MonkeyPatch, reads: bool
+    engine: Make,
+    daemon: FakeDaemon,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    reads: bool,
 ) -> None:
-    """Nobody waits for ever, and what it may still write to is used for nothing else."""
+    """Nobody waits for ever, and what it may still use is used for nothing else until it ends."""
     monkeypatch.setattr(gpustore, "_DEVICE_WAIT", 0.05)
     gpu = FakeGpu()
     one = engine("a", gpu=gpu)
@@ -229,11 +233,18 @@ def test_a_gpu_that_hangs_while_it_stores(
     one.scheduler.add("s", prompt(128, seed=3), DIGEST)
     one.prefill("s", 7, [1, 2, 3, 4], 0, 128)
     until(lambda: daemon.reservations == 0, WAIT)
+    assert mover._store._ring.used == 2 * SPAN_BYTES
+    assert mover._store.stuck
+    assert caplog.text.count("the GPU does not end") == 1
     # Fetched late, into staging that nobody reads any more.
-    gpu.run()
     gpu.held = False
+    gpu.run()
+    assert not mover._store.stuck
     assert daemon.spans == 0
-    mover._store.stuck = False
+    until(lambda: mover._store._ring.used == 0, WAIT)
+    monkeypatch.undo()
+    stored_by(one, daemon, prompt(192, seed=2), seed=5, name="next")
+    assert caplog.text.count("the GPU has ended") == 1
 
 
 def test_staging_of_a_later_session_stays_when_an_earlier_one_is_written(
