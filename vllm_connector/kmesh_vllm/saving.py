@@ -276,10 +276,14 @@ class Saver:
         until = time.monotonic() + timeout
         done = 0
         try:
+            if step.session.closed:
+                # The daemon has ended the reservations with it.
+                self._counts.add("store_skipped_error", len(held))
+                return
             while done < len(held):
                 done += self._put_some(step, held, taken, done)
                 left = held[done:]
-                if left and not self._has_room(step.ring, left[0].length, until):
+                if left and not self._has_room(step, left[0].length, until):
                     self._skip(step, left)
                     return
         except Exception as wrong:
@@ -292,12 +296,15 @@ class Saver:
         self._counts.add("store_skipped_staging", len(held))
         self._thread.submit(_abort, step.session, held)
 
-    def _has_room(self, ring: StagingRing, length: int, until: float) -> bool:
+    def _has_room(self, step: _Step, length: int, until: float) -> bool:
+        ring = step.ring
         while not ring.fits(length):
             self._freed.clear()
             if ring.fits(length):
                 return True
-            if self._closing or not ring.used or not self._freed.wait(until - time.monotonic()):
+            if self._closing or step.session.closed or not ring.used:
+                return False
+            if not self._freed.wait(until - time.monotonic()):
                 return False
         return True
 
@@ -346,12 +353,13 @@ class Saver:
     ) -> None:
         error = done.exception()
         if error is not None:
-            self._freed.set()
             self._failed(error, len(spans))
             # The daemon may still read what it was told to: these bytes are never written
             # again. A new session has new staging.
             if not isinstance(error, ConnectionClosed):
                 step.session.close()
+            # Whoever waits for room sees now that none will come.
+            self._freed.set()
             return
         for (held, offset), reason in zip(spans, done.result(), strict=True):
             step.ring.free(offset)

@@ -20,7 +20,7 @@ from kmesh.errors import CudaError, UnsupportedError
 from kmesh.handles import HandleKind
 from kmesh.kernels.cuda import Memory, Settings
 from kmesh.testing import FakeDaemon
-from kmesh_vllm import gpumover, gpustore
+from kmesh_vllm import gpumover, gpustore, saving
 from kmesh_vllm.counts import Counts
 from kmesh_vllm.gpumemory import GpuMemory
 from kmesh_vllm.gpumover import GpuMover
@@ -267,6 +267,36 @@ def test_staging_of_a_later_session_stays_when_an_earlier_one_is_written(
         store.close()
     gpu.close()
     assert not any(gpu.driver.ledger().values())
+
+
+@pytest.mark.parametrize("room", [2, 16])
+def test_a_session_that_has_ended_keeps_no_store_waiting(
+    engine: Make, daemon: FakeDaemon, monkeypatch: pytest.MonkeyPatch, room: int
+) -> None:
+    """Neither for room in its staging nor for copies that nobody commits."""
+    monkeypatch.setattr(saving, "_PUT_TIMEOUT", 1000.0)
+    gpu = FakeGpu()
+    settings = {"staging_bytes": room * SPAN_BYTES, "reserve_timeout_ms": 30_000}
+    one = engine("a", gpu=gpu, **settings)
+    mover: Any = one.workers[0]._mover
+    until(mover._ready, WAIT)
+    fetched: list[str] = []
+    gpu.refuse = lambda name: fetched.append(name) if name == "fetch" else None
+    gpu.held = True
+    one.scheduler.add("r", prompt(320), DIGEST)
+    one.prefill("r", 7, list(range(10)), 0, 320)
+    one.scheduler.add("s", prompt(128, seed=3), DIGEST)
+    one.prefill("s", 8, list(range(10, 14)), 0, 128)
+    # The first waits for the GPU when the session ends.
+    until(lambda: "kmesh-store_0" in gpu.driver.relaxed, WAIT)
+    session = one.workers_client.session
+    assert session is not None
+    session.close()
+    gpu.held = False
+    gpu.run()
+    until(lambda: mover._store._ring.used == 0, WAIT)
+    assert len(fetched) == 1
+    assert daemon.spans == 0
 
 
 def test_what_the_buffer_has_no_room_for_is_skipped(engine: Make, daemon: FakeDaemon) -> None:
