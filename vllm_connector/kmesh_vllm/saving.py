@@ -15,7 +15,6 @@ import numpy as np
 
 from kmesh.errors import (
     ConnectionClosed,
-    CudaError,
     DeadlineExceeded,
     Exhausted,
     KMeshError,
@@ -105,6 +104,7 @@ class Saver:
         self._pending: tuple[Future[_Step | None], int] | None = None
         self._late: Future[_Step | None] | None = None
         self._freed = threading.Event()
+        self._given: tuple[Session, Staging] | None = None
         self._staging: tuple[Session, Staging | None, StagingRing] | None = None
         self._ask_at = 0.0
 
@@ -157,7 +157,7 @@ class Saver:
         # What was taken waits for nothing but the GPU now.
         self._writer.shutdown(wait=True)
         self._thread.shutdown(wait=True, cancel_futures=True)
-        self._staging = None
+        self._given = self._staging = None
 
     def _reserve(self, plans: list[StorePlan]) -> _Step | None:
         session = self._current()
@@ -222,20 +222,33 @@ class Saver:
         return self._staging[1], self._staging[2]
 
     def _attach(self, session: Session) -> Staging | None:
+        # A session gives it once, so it is kept when the mover can't have it yet.
+        if self._given is None or self._given[0] is not session:
+            staging = self._ask(session)
+            if staging is None:
+                return None
+            self._given = session, staging
+        staging = self._given[1]
+        try:
+            self._mover.prepare_staging(staging)
+        except (KMeshError, OSError) as wrong:
+            logger.warning("nothing is stored yet: staging memory: %s", str(wrong))
+            return None
+        return staging
+
+    def _ask(self, session: Session) -> Staging | None:
         largest = session.welcome.max_staging_bytes
         size = min(self._settings.staging_bytes or min(largest // 4, _STAGING), largest)
         while True:
             try:
-                staging = session.staging(size)
-                self._mover.prepare_staging(staging)
-                return staging
+                return session.staging(size)
             except Exhausted as wrong:
                 # Others have most of it; a little is better than nothing.
                 size //= 2
                 if size < self._geometry.payload_bytes(session.welcome.span_tokens):
                     logger.warning("nothing is stored: no staging memory: %s", str(wrong))
                     return None
-            except (RequestError, CudaError, OSError) as wrong:
+            except (RequestError, OSError) as wrong:
                 logger.warning("nothing is stored: no staging memory: %s", str(wrong))
                 return None
 

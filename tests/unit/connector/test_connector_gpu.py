@@ -299,6 +299,32 @@ def test_a_session_that_has_ended_keeps_no_store_waiting(
     assert daemon.spans == 0
 
 
+def test_staging_that_can_not_be_registered_is_tried_again(
+    engine: Make, daemon: FakeDaemon, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The session would not give it a second time."""
+    gpu = FakeGpu()
+    one = engine("a", gpu=gpu, reserve_timeout_ms=30_000)
+    mover: Any = one.workers[0]._mover
+    until(mover._ready, WAIT)
+
+    def refuse(name: str) -> None:
+        if name == "register" and threading.current_thread().name.startswith("kmesh-reserve"):
+            raise CudaError(name, 2, "CUDA_ERROR_OUT_OF_MEMORY")
+
+    gpu.driver.refuse = refuse
+    saver: Any = one.workers[0]._saver
+    for name in ("r", "s"):
+        one.scheduler.add(name, prompt(128), DIGEST)
+        saver._ask_at = 0.0
+        one.prefill(name, 7, [1, 2, 3, 4], 0, 128)
+        assert one.workers[0].counts.take() == {"store_skipped_staging": 2}
+    assert caplog.text.count("staging memory: register") == 2
+    gpu.driver.refuse = None
+    saver._ask_at = 0.0
+    stored_by(one, daemon, prompt(192, seed=2), seed=5, name="next")
+
+
 def test_what_the_buffer_has_no_room_for_is_skipped(engine: Make, daemon: FakeDaemon) -> None:
     gpu = FakeGpu()
     one = engine("a", gpu=gpu, store_buffer_bytes=3 * SPAN_BYTES, reserve_timeout_ms=200)
