@@ -78,6 +78,9 @@ def tell(engine: MiniEngine) -> None:
 def stored_by(engine: MiniEngine, daemon: Daemon, tokens: list[int], seed: int, name: str) -> None:
     before = daemon.status().spans
     engine.scheduler.add(name, tokens, DIGEST)
+    # What comes before its kernels are compiled is not stored.
+    mover: Any = engine.workers[0]._mover
+    wait_for(mover.ready, WAIT, "kernels")
     engine.prefill(name, seed, BLOCKS, 0, len(tokens))
     spans = before + len(tokens) // 64
     wait_for(lambda: daemon.status().spans == spans, WAIT, f"{spans} spans")

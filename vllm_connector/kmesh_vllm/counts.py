@@ -23,7 +23,7 @@ NAMES = {
     "store_skipped_exists": "spans that another engine had stored meanwhile",
     "store_skipped_full": "spans not stored: no memory in the daemon",
     "store_skipped_staging": "spans not stored: no room in staging",
-    "store_skipped_late": "spans not stored: no reservation in time",
+    "store_skipped_late": "spans not stored: no reservation, or no kernels, in time",
     "store_skipped_error": "spans not stored for another reason",
     "acquire_refused": "hits of the index that gave no lease",
     "acquire_late": "leases that did not come in time",

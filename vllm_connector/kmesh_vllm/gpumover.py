@@ -87,7 +87,6 @@ class GpuMover:
         current: the worker's live session, or None.
         max_ctas: thread blocks that a restore may have, 0: as many as are of use.
         buffer_bytes: through which is stored; 0: nothing is stored.
-        wait: seconds that a store waits for its kernel to be compiled.
     """
 
     starts_only = True
@@ -101,12 +100,10 @@ class GpuMover:
         *,
         max_ctas: int,
         buffer_bytes: int,
-        wait: float,
     ) -> None:
         self._gpu = gpu
         self._layout = layout
         self._counts = counts
-        self._wait = wait
         self._settings = Settings(max_ctas=max_ctas or None)
         self._memory = GpuMemory(gpu.device, current)
         self._restorer = gpu.restorer(layout, self._settings)
@@ -133,7 +130,7 @@ class GpuMover:
         self._memory.changed()
 
     def attached(self, session: Session, number: int) -> DeviceSlab | None:
-        return self._memory.attached(session, number) if self._ready() else None
+        return self._memory.attached(session, number) if self.ready() else None
 
     def attach(self, session: Session, number: int, timeout: float) -> DeviceSlab:
         until = time.monotonic() + timeout
@@ -174,13 +171,15 @@ class GpuMover:
             launched.add(pending, memory, [[owner[r] for r in load.requests] for load in loads])
         return launched
 
+    def ready(self) -> bool:
+        return self._compiled.is_set() and not self._failed
+
     def take(self, records: Records, pages: Ids) -> TakenOnGpu:
         assert self._store is not None
-        wanted = records if self._compiled.wait(self._wait) and self._ready() else records[:0]
-        return self._store.take(wanted, pages)
+        return self._store.take(records if self.ready() else records[:0], pages)
 
     def room(self, length: int, timeout: float) -> bool:
-        return self._ready() and self._store is not None and self._store.room(length, timeout)
+        return self.ready() and self._store is not None and self._store.room(length, timeout)
 
     def prepare_staging(self, staging: Staging) -> None:
         assert self._store is not None
@@ -205,9 +204,6 @@ class GpuMover:
             self._store.close()
         self._memory.close()
         self._gpu.close()
-
-    def _ready(self) -> bool:
-        return self._compiled.is_set() and not self._failed
 
     def _compile(self) -> None:
         """Runs both kernels on nothing; what fails may be another's doing, and is tried again."""

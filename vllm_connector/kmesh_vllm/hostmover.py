@@ -69,6 +69,9 @@ class HostMover:
             ]
         )
 
+    def ready(self) -> bool:
+        return True
+
     def take(self, records: Records, pages: Ids) -> _Pages:
         return _Pages(self._layout, records, pages)
 

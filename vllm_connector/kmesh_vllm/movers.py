@@ -117,6 +117,9 @@ class Mover(Protocol):
     def restore(self, pieces: list[Piece]) -> Moving:
         """Starts to move the pieces, behind all that the engine has started on its pages."""
 
+    def ready(self) -> bool:
+        """Whether ``take`` takes anything yet. Never waits."""
+
     def take(self, records: Records, pages: Ids) -> Taken:
         """Spans that the step has filled; ``address`` of the records means nothing.
 

@@ -114,8 +114,10 @@ class Saver:
         if not plans:
             return
         spans = sum(len(plan.tokens) for plan in plans)
-        if self._late is not None and not self._late.done():
-            # The daemon hangs: one step has waited for it, that is enough.
+        late = self._late is not None and not self._late.done()
+        if late or not self._mover.ready():
+            # The daemon hangs: one step has waited for it, that is enough. No step waits for
+            # kernels, and what can't be taken is not reserved.
             self._counts.add("store_skipped_late", spans)
         else:
             self._pending = self._thread.submit(self._reserve, list(plans)), spans

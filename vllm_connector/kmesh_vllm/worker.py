@@ -110,7 +110,6 @@ class WorkerHalf:
             self.counts,
             max_ctas=self._settings.max_ctas,
             buffer_bytes=self._buffer_bytes() if self._stores else 0,
-            wait=self._settings.reserve_timeout_ms / 1000,
         )
         self._client.on_change(mover.warm)
         return mover

@@ -46,6 +46,9 @@ def stored_by(
     assert engine.match(name, 0, len(tokens)) == 0
     blocks = list(range(1, -(-len(tokens) // engine.block) + 1))[::-1]
     engine.scheduler.allocated(name, blocks, 0)
+    # What comes before its kernels are compiled is not stored.
+    mover: Any = engine.workers[0]._mover
+    until(mover.ready, WAIT)
     engine.prefill(name, seed, blocks, 0, len(tokens))
     spans = len(tokens) // 64 + (len(tokens) % 64 >= 16)
     until(lambda: daemon.spans == before + spans, WAIT)
@@ -157,7 +160,7 @@ def test_pages_are_read_before_the_next_step_writes_them(engine: Make, daemon: F
     gpu = FakeGpu()
     one = engine("a", gpu=gpu)
     mover: Any = one.workers[0]._mover
-    until(mover._ready, WAIT)
+    until(mover.ready, WAIT)
     gpu.held = True
     one.scheduler.add("r", prompt(128), DIGEST)
     blocks = [3, 1, 4, 2]
@@ -187,7 +190,7 @@ def test_nothing_is_committed_before_it_was_copied(engine: Make, daemon: FakeDae
     gpu = FakeGpu()
     one = engine("a", gpu=gpu)
     mover: Any = one.workers[0]._mover
-    until(mover._ready, WAIT)
+    until(mover.ready, WAIT)
     reached: list[int] = []
 
     def watch(name: str) -> None:
@@ -221,7 +224,7 @@ def test_a_gpu_that_hangs_while_it_stores(
     gpu = FakeGpu()
     one = engine("a", gpu=gpu)
     mover: Any = one.workers[0]._mover
-    until(mover._ready, WAIT)
+    until(mover.ready, WAIT)
     gpu.held = True
     one.scheduler.add("r", prompt(128), DIGEST)
     one.prefill("r", 7, [1, 2, 3, 4], 0, 128)
@@ -279,7 +282,7 @@ def test_a_session_that_has_ended_keeps_no_store_waiting(
     settings = {"staging_bytes": room * SPAN_BYTES, "reserve_timeout_ms": 30_000}
     one = engine("a", gpu=gpu, **settings)
     mover: Any = one.workers[0]._mover
-    until(mover._ready, WAIT)
+    until(mover.ready, WAIT)
     fetched: list[str] = []
     gpu.refuse = lambda name: fetched.append(name) if name == "fetch" else None
     gpu.held = True
@@ -306,7 +309,7 @@ def test_staging_that_can_not_be_registered_is_tried_again(
     gpu = FakeGpu()
     one = engine("a", gpu=gpu, reserve_timeout_ms=30_000)
     mover: Any = one.workers[0]._mover
-    until(mover._ready, WAIT)
+    until(mover.ready, WAIT)
 
     def refuse(name: str) -> None:
         if name == "register" and threading.current_thread().name.startswith("kmesh-reserve"):
@@ -329,7 +332,7 @@ def test_what_the_buffer_has_no_room_for_is_skipped(engine: Make, daemon: FakeDa
     gpu = FakeGpu()
     one = engine("a", gpu=gpu, store_buffer_bytes=3 * SPAN_BYTES, reserve_timeout_ms=200)
     mover: Any = one.workers[0]._mover
-    until(mover._ready, WAIT)
+    until(mover.ready, WAIT)
     gpu.held = True
     one.scheduler.add("r", prompt(320), DIGEST)
     one.prefill("r", 7, list(range(10)), 0, 320)
@@ -493,7 +496,7 @@ def test_kernels_are_compiled_again_when_something_came_between(
     gpu.refuse = refuse
     one = engine("a", gpu=gpu)
     mover: Any = one.workers[0]._mover
-    until(mover._ready, WAIT)
+    until(mover.ready, WAIT)
     stored_by(one, daemon, prompt(192))
     one.workers[0].close()
     assert (gpu.open, left) == (0, [0])
@@ -505,7 +508,7 @@ def test_the_background_fills_no_holes(engine: Make, daemon: FakeDaemon) -> None
     gpu = FakeGpu()
     one = engine("a", gpu=gpu)
     mover: Any = one.workers[0]._mover
-    until(mover._ready, WAIT)
+    until(mover.ready, WAIT)
     session = one.workers_client.session
     assert mover._memory._attach_filled(session) == 1
     assert os.fstat(slab.fd).st_blocks == 0
@@ -597,8 +600,30 @@ def test_kernels_that_can_not_be_compiled(
     other.scheduler.add("s", prompt(128, seed=9), DIGEST)
     other.prefill("s", 7, [1, 2, 3, 4], 0, 128)
     counted = other.workers[0].counts.take()
-    assert (counted["load_failed_error"], counted["store_skipped_staging"]) == (1, 2)
+    assert (counted["load_failed_error"], counted["store_skipped_late"]) == (1, 2)
     assert "the kernels can't be compiled: no compiler" in caplog.text
+
+
+def test_no_step_waits_for_kernels_or_reserves_without(engine: Make, daemon: FakeDaemon) -> None:
+    gpu = FakeGpu()
+    compiled = threading.Event()
+
+    def hold(name: str) -> None:
+        if name == "restore" and threading.current_thread().name.startswith("kmesh-kernels"):
+            assert compiled.wait(WAIT)
+
+    gpu.refuse = hold
+    one = engine("a", gpu=gpu, reserve_timeout_ms=1_000_000)
+    saver: Any = one.workers[0]._saver
+    one.scheduler.add("r", prompt(128), DIGEST)
+    one.prefill("r", 7, [1, 2, 3, 4], 0, 128)
+    assert not compiled.is_set()
+    assert one.workers[0].counts.take() == {"store_skipped_late": 2}
+    assert saver._staging is None, "something was reserved"
+    # Asked for before, taken after: nothing waits there either.
+    assert one.workers[0]._mover.take(empty_records(2), np.arange(4)).count == 0  # type: ignore[union-attr]
+    compiled.set()
+    stored_by(one, daemon, prompt(192, seed=2), seed=5, name="next")
 
 
 def test_the_driver_fails_at_each_step_of_attaching(daemon: FakeDaemon) -> None:
@@ -658,7 +683,7 @@ def test_a_store_that_fails_is_skipped(engine: Make, daemon: FakeDaemon, call: s
     gpu = FakeGpu()
     one = engine("a", gpu=gpu)
     mover: Any = one.workers[0]._mover
-    until(mover._ready, WAIT)
+    until(mover.ready, WAIT)
 
     def refuse(name: str) -> None:
         if name == call:
@@ -700,9 +725,7 @@ def test_memory_is_mixed_in_one_plan() -> None:
     spans[2].array.reshape(-1)[0] ^= 1
     records = pack([span.part(position=64 * i) for i, span in enumerate(spans)])
     gpu = FakeGpu()
-    mover = GpuMover(
-        gpu, engine.layout, lambda: None, Counts(), max_ctas=0, buffer_bytes=0, wait=WAIT
-    )
+    mover = GpuMover(gpu, engine.layout, lambda: None, Counts(), max_ctas=0, buffer_bytes=0)
     pages = np.arange(16, dtype=np.int64)
     both = Piece(records, np.array([True, False, True, False]), pages)
     host = Piece(records[:1], np.zeros(1, np.bool_), pages + 16)
