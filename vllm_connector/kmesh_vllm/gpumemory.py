@@ -18,6 +18,8 @@ from kmesh.session import Session
 logger = logging.getLogger("kmesh_vllm")
 
 _ATTACH_TIMEOUT = 60.0
+#: Seconds that an engine's end waits for what is being attached.
+_CLOSE_WAIT = 30.0
 #: Seconds between looks for slabs that are being filled.
 _FIRST_LOOK, _LAST_LOOK = 0.25, 30.0
 
@@ -85,15 +87,23 @@ class GpuMemory:
         if self._ended and not self._loads:
             self._wake.set()
 
-    def close(self) -> None:
-        """Gives everything back; nothing may be read any more."""
+    def close(self) -> bool:
+        """Gives everything back; nothing may be read any more.
+
+        Returns:
+            Whether it did: a driver that hangs keeps it.
+        """
         self._closed.set()
         self._wake.set()
-        self._thread.join()
+        self._thread.join(_CLOSE_WAIT)
+        if self._thread.is_alive():
+            logger.error("slabs are still being attached: their memory is kept")
+            return False
         with self._lock:
             rest = [*self._ended, *filter(None, [self._known])]
             self._ended, self._known = [], None
         _close(rest)
+        return True
 
     def _of(self, session: Session) -> _Known:
         with self._lock:

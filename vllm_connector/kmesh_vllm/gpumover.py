@@ -202,8 +202,8 @@ class GpuMover:
         self._restorer.close()
         if self._store is not None:
             self._store.close()
-        self._memory.close()
-        self._gpu.close()
+        if self._memory.close():
+            self._gpu.close()
 
     def _compile(self) -> None:
         """Runs both kernels on nothing; what fails may be another's doing, and is tried again."""

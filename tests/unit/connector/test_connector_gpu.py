@@ -20,7 +20,7 @@ from kmesh.errors import CudaError, UnsupportedError
 from kmesh.handles import HandleKind
 from kmesh.kernels.cuda import Memory, Settings
 from kmesh.testing import FakeDaemon
-from kmesh_vllm import gpumover, gpustore, saving
+from kmesh_vllm import gpumemory, gpumover, gpustore, saving
 from kmesh_vllm.counts import Counts
 from kmesh_vllm.gpumemory import GpuMemory
 from kmesh_vllm.gpumover import GpuMover
@@ -776,6 +776,35 @@ def test_closed_while_it_restores_and_stores(engine: Make, daemon: FakeDaemon) -
     assert gpu.open == 0
     assert not any(gpu.driver.ledger().values())
     assert other.wrong(7, [1, 2, 3, 4, 5], 0, 160) == []
+
+
+def test_an_end_waits_a_bounded_time_for_what_is_being_attached(
+    engine: Make, daemon: FakeDaemon, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(gpumemory, "_CLOSE_WAIT", 0.05)
+    gpu = FakeGpu()
+    reached, hangs = threading.Event(), threading.Event()
+
+    def hang(name: str) -> None:
+        if name == "register" and threading.current_thread().name == "kmesh-slabs":
+            reached.set()
+            assert hangs.wait(2 * WAIT)
+
+    gpu.driver.refuse = hang
+    (slab,) = daemon._model.slabs
+    os.posix_fallocate(slab.fd, 0, slab.memory.size)
+    one = engine("a", gpu=gpu)
+    mover: Any = one.workers[0]._mover
+    assert reached.wait(WAIT)
+    closing = threading.Thread(target=one.workers[0].close)
+    closing.start()
+    closing.join(WAIT)
+    assert not closing.is_alive()
+    assert gpu.driver.ledger()["contexts"] == 1, "closed under a call"
+    hangs.set()
+    mover._memory._thread.join(WAIT)
+    one.workers[0].close()
+    assert not any(gpu.driver.ledger().values())
 
 
 def test_tensors_of_two_devices_are_refused(engine: Make, daemon: FakeDaemon) -> None:
