@@ -136,7 +136,7 @@ def test_export_says_what_is_wrong_with_its_arguments(spand: Daemon) -> None:
         first = store(session, 1).hex()
     where = {"socket_dir": spand.socket_dir}
     for arguments, said in (
-        ((first, "--", "true"), "--dma-buf is what there is"),
+        ((first, "--", "true"), "--dma-buf is the only one"),
         (("zz", "--dma-buf", "--", "true"), "no hex digits"),
         ((first, "--dma-buf", "--layers", "1", "--", "true"), "is not BEGIN:END"),
         ((first, "--dma-buf", "--salt-digest", "00", "--", "true"), "64 hex digits"),

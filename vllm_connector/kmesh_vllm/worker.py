@@ -123,6 +123,7 @@ class WorkerHalf:
 
     def begin(self, step: StepPlan) -> None:
         """Before the forward pass: asks for reservations in the background."""
+        self._computed = step.computes
         if self._saver is not None:
             self._saver.begin(step.stores)
 
@@ -135,7 +136,6 @@ class WorkerHalf:
 
     def save(self, *, failed: bool) -> None:
         """After the forward pass: copies out what it made; nothing if it failed."""
-        self._computed = True
         if self._saver is None:
             return
         if failed:

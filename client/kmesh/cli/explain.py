@@ -207,9 +207,7 @@ def _print(answer: admin_pb2.ExplainResponse) -> None:
             asked, stored = answer.fields[name], match.fields.get(name, "")
             print(f"  {name}: asked {asked or 'none'}, stored {stored or 'none'}")
         if not match.fields:
-            print(
-                "  only its digest is known: of a salt, an adapter, or a client that stated no namespace"
-            )
+            print("  only its digest is known, as of a salt, of an adapter, or of little said")
 
 
 def _why(part: admin_pb2.ShardExplanation, remembered_ms: int) -> str:

@@ -26,7 +26,8 @@ class Recipe:
     """Tables are views of the bytes, so that a kernel can read them as they are.
 
     Args:
-        data: a whole recipe and nothing else; copied only if it isn't aligned to 8 bytes.
+        data: a whole recipe and nothing else. It is copied, unless it is ``bytes``: memory that
+            somebody else can write must not change between its check and its use.
 
     Raises:
         RecipeFormatError: this is no recipe, or one that says what it must not.
@@ -35,7 +36,7 @@ class Recipe:
 
     def __init__(self, data: Bytes) -> None:
         file = bytes_of(data)
-        if address_of(file) % 8:
+        if not isinstance(data, bytes) or address_of(file) % 8:
             file = file.copy()
         self.file = file
         wrong = _host.recipe_check(file.data)
