@@ -202,7 +202,8 @@ class GpuKeeper:
 
     def _kill(self, worker: _Worker) -> None:
         worker.kill_at = None
-        if not worker.ending:
+        # One that was reaped has no process any more: its number may be another's by now.
+        if worker.pid and not worker.ending:
             worker.ending = True
             worker.late_at = time.monotonic() + _END_SECONDS
             os.kill(worker.pid, signal.SIGKILL)
@@ -275,6 +276,7 @@ class GpuKeeper:
         now = time.monotonic()
         worker = next(worker for worker in self._workers if worker.pid == pid)
         at_once = worker.at_once
+        worker.pid = 0
         self._ended(worker)
         worker.start_at = now if at_once else worker.backoff.died(now)
         self._tell(ipc.GpuWorker(worker.gpu, worker.lives - 1, 0), None)
@@ -294,7 +296,6 @@ class GpuKeeper:
         if worker.channel is not None:
             worker.channel.close()
             worker.channel = None
-        worker.pid = 0
         worker.kill_at = worker.late_at = None
         worker.ending = worker.at_once = False
         self._not_ready(worker)

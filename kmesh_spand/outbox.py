@@ -5,12 +5,15 @@ from __future__ import annotations
 import errno
 import os
 import socket
+import time
 from collections import deque
 
 from kmesh_spand import ipc
 
-#: The kernel takes no more just now.
-_FULL = (errno.EAGAIN, errno.ENOBUFS, errno.ENOMEM, errno.ETOOMANYREFS)
+#: The kernel has no memory for a message, or too many file descriptors are on their way. A socket
+#: counts as writable meanwhile, so that it is tried again after a while instead.
+_SCARCE = (errno.ENOBUFS, errno.ENOMEM, errno.ETOOMANYREFS)
+RETRY_SECONDS = 0.05
 
 
 class Outbox:
@@ -18,16 +21,25 @@ class Outbox:
 
     Args:
         sock: non-blocking; stays the caller's.
+
+    Attributes:
+        retry_at: when to ``flush``, by the monotonic clock; None: nothing waits for a time.
     """
 
     def __init__(self, sock: socket.socket) -> None:
         self._sock = sock
         self._queue: deque[tuple[ipc.AnyMessage, int | None]] = deque()
+        self.retry_at: float | None = None
 
     @property
     def waiting(self) -> int:
-        """Messages that are kept; ``flush`` when the socket can be written."""
+        """Messages that are kept."""
         return len(self._queue)
+
+    @property
+    def blocked(self) -> bool:
+        """Whether to ``flush`` when the socket can be written."""
+        return bool(self._queue) and self.retry_at is None
 
     def send(self, message: ipc.AnyMessage, fd: int | None = None) -> None:
         """Sends now or keeps it, with a duplicate of ``fd``, which stays the caller's.
@@ -45,6 +57,7 @@ class Outbox:
         Raises:
             ConnectionError: the peer is gone.
         """
+        self.retry_at = None
         while self._queue:
             message, fd = self._queue[0]
             if not self._sent(message, fd):
@@ -54,16 +67,21 @@ class Outbox:
                 os.close(fd)
 
     def _sent(self, message: ipc.AnyMessage, fd: int | None) -> bool:
+        self.retry_at = None
         try:
             ipc.send(self._sock, message, fd)
+        except BlockingIOError:
+            return False
         except OSError as failed:
-            if failed.errno in _FULL:
-                return False
-            raise
+            if failed.errno not in _SCARCE:
+                raise
+            self.retry_at = time.monotonic() + RETRY_SECONDS
+            return False
         return True
 
     def close(self) -> None:
         """Forgets what was kept."""
+        self.retry_at = None
         while self._queue:
             _, fd = self._queue.popleft()
             if fd is not None:

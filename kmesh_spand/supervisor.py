@@ -96,10 +96,10 @@ class Supervisor:
     def _open(self) -> None:
         settings = self._settings
         hard = child.raise_file_limit()
-        # A slab that is sealed and exported as DMA-BUF has a second one.
+        # A slab that is exported as DMA-BUF has a second one, on a GPU as well.
         each = 2 if settings.dma_buf == "slabs" else 1
         slabs = len(settings.slab_sizes()) + len(settings.gpu_slabs())
-        needed = each * len(settings.slab_sizes()) + len(settings.gpu_slabs())
+        needed = each * slabs
         needed += len(settings.gpu) + len(settings.tenancy().groups) - 1 + _SPARE_FDS
         if needed > hard:
             raise ConfigError(
@@ -193,7 +193,7 @@ class Supervisor:
         poll = select.poll()
         poll.register(wake, select.POLLIN)
         if self._to_control is not None and self._for_control is not None:
-            wanted = select.POLLOUT if self._for_control.waiting else 0
+            wanted = select.POLLOUT if self._for_control.blocked else 0
             poll.register(self._to_control, select.POLLIN | wanted)
         for channel in self._gpus.sockets:
             poll.register(channel, select.POLLIN)
@@ -204,11 +204,22 @@ class Supervisor:
             elif self._gpus.hear(fd):
                 self._announce()
             elif self._to_control is not None and fd == self._to_control.fileno():
-                if what & select.POLLOUT and self._for_control is not None:
-                    with contextlib.suppress(ConnectionError):
-                        self._for_control.flush()
+                if what & select.POLLOUT:
+                    self._flush()
                 if what & ~select.POLLOUT:
                     self._hear_control()
+        retry_at = self._retry_at
+        if retry_at is not None and time.monotonic() >= retry_at:
+            self._flush()
+
+    @property
+    def _retry_at(self) -> float | None:
+        return None if self._for_control is None else self._for_control.retry_at
+
+    def _flush(self) -> None:
+        if self._for_control is not None:
+            with contextlib.suppress(ConnectionError):
+                self._for_control.flush()
 
     def _done(self) -> bool:
         failure = self._gpus.failure
@@ -240,7 +251,7 @@ class Supervisor:
         self._tell_control(ipc.Drain())
 
     def _timeout_ms(self) -> int | None:
-        ours = (self._control_at, self._worker_at, self._stop_by)
+        ours = (self._control_at, self._worker_at, self._stop_by, self._retry_at)
         moments = [at for at in ours if at is not None]
         if self._control_pid:
             moments += self._gpus.moments

@@ -106,12 +106,10 @@ class FakeFlights:
         flight = self.flights.get(body.flight)
         if flight is None:
             return pb.AwaitResponse(arrival=pb.ARRIVAL_LANDED)
-        if flight.leader == session:
-            raise errors.InvalidArgument("its own flight", field="await_flight.flight")
         end = body.first + body.covered
         if not body.covered or end > len(flight.keys):
             raise errors.InvalidArgument("not in the flight", field="await_flight.covered")
-        if not max(body.first, flight.frontier) < min(end, flight.end):
+        if flight.leader == session or not max(body.first, flight.frontier) < min(end, flight.end):
             return pb.AwaitResponse(arrival=pb.ARRIVAL_LANDED)
         until = self._clock() + seconds
         flight.waits.append(_Wait(session, body.first, end, shards, reply, until))

@@ -8,7 +8,7 @@ import socket
 from collections.abc import Callable
 
 from kmesh_spand import ipc
-from kmesh_spand.outbox import Outbox
+from kmesh_spand.outbox import RETRY_SECONDS, Outbox
 
 logger = logging.getLogger(__name__)
 
@@ -35,6 +35,8 @@ class Link:
         self.open = True
         sock.setblocking(False)
         self._outbox = Outbox(sock)
+        self._writes = False
+        self._retry: asyncio.TimerHandle | None = None
         loop.add_reader(sock.fileno(), self._readable)
 
     def send(self, message: ipc.AnyMessage, fd: int | None = None) -> None:
@@ -45,14 +47,12 @@ class Link:
         """
         if not self.open:
             return
-        waited = self._outbox.waiting
         try:
             self._outbox.send(message, fd)
         except ConnectionError:
             # The reader will see the end: never tell of it in the middle of the caller's work.
             logger.debug("a message to a process that is gone")
-        if self._outbox.waiting and not waited:
-            self._loop.add_writer(self._sock.fileno(), self._writable)
+        self._await()
 
     def close(self) -> None:
         """Ends the channel; ``lost`` is not called."""
@@ -61,6 +61,9 @@ class Link:
         self.open = False
         self._loop.remove_reader(self._sock.fileno())
         self._loop.remove_writer(self._sock.fileno())
+        self._writes = False
+        if self._retry is not None:
+            self._retry.cancel()
         self._sock.close()
         self._outbox.close()
 
@@ -69,13 +72,27 @@ class Link:
             self.close()
             self._lost()
 
-    def _writable(self) -> None:
+    def _flush(self) -> None:
         try:
             self._outbox.flush()
         except ConnectionError:
             self._outbox.close()
-        if not self._outbox.waiting:
+        self._await()
+
+    def _await(self) -> None:
+        """Has what is kept sent: when the socket can be written, or after a while."""
+        blocked = self._outbox.blocked
+        if blocked and not self._writes:
+            self._loop.add_writer(self._sock.fileno(), self._flush)
+        elif self._writes and not blocked:
             self._loop.remove_writer(self._sock.fileno())
+        self._writes = blocked
+        if self._outbox.retry_at is not None and self._retry is None:
+            self._retry = self._loop.call_later(RETRY_SECONDS, self._again)
+
+    def _again(self) -> None:
+        self._retry = None
+        self._flush()
 
     def _readable(self) -> None:
         # A bounded number, so that other sockets get their turn.

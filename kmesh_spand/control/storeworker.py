@@ -310,8 +310,10 @@ class StoreWorker:
         if self._started and self._checks:
             # They are done one after another, so it was at the first of them. The next worker
             # does the others before.
-            self._read_last = next(iter(self._checks))
-            self._checks[self._read_last] = self._checks.pop(self._read_last)
+            first = next(iter(self._checks))
+            self._checks[first] = self._checks.pop(first)
+            # With a copy or a wipe on its way nobody knows what the worker died of.
+            self._read_last = None if self._copies or self._wipes else first
         self._started = False
         self._beat_at = None
         self._held.clear()

@@ -238,6 +238,14 @@ def _check_jobs(store: SpanStore, book: SessionBook, writing: Writing, verifier:
     expected[State.VERIFYING] = {
         row for row in verifier.jobs.values() if states[row] != State.SUSPECT
     }
+    waiting = verifier.waiting()
+    for tier, rows in waiting.items():
+        assert not rows or verifier.full(tier), "nothing would start it"
+        assert all(store.slabs[store.table.slab[row]].tier == tier for row in rows)
+    waiting_rows = set().union(*waiting.values())
+    expected[State.RECOVERED] = {row for row in waiting_rows if states[row] == State.RECOVERED}
+    expected[State.SUSPECT] = waiting_rows - expected[State.RECOVERED]
+    expected[State.SUSPECT] |= set(verifier.jobs.values()) - expected[State.VERIFYING]
     for state, rows in expected.items():
         found = {row for row in range(1, store.table.rows + 1) if states[row] == state}
         assert found == rows, state

@@ -83,7 +83,7 @@ class Core:
         self.flights = Flights(config, self._store)
         self._store.watch = self.flights
         self._writing = Writing(config, self._store, self._book, self._verifier, jobs, self.flights)
-        self._recovery = Recovery(self._store, config)
+        self._recovery = Recovery(self._store, config, self._verifier)
         self._requests: dict[type, Callable[..., Result | None]] = {
             ev.Acquire: self._reading.acquire,
             ev.Release: self._reading.release,

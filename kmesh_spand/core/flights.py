@@ -136,12 +136,11 @@ class Flights:
         if flight is None or flight.who[0] != session.group:
             # Gone: the caller finds out by another look what it has left behind.
             return AwaitResult(Arrival.LANDED)
-        if flight.leader is session:
-            return invalid("flight", "the session leads it itself")
         end = event.first + event.covered
         if event.covered < 1 or not 0 <= event.first < end <= len(flight.keys):
             return invalid("covered", f"not within the flight's {len(flight.keys)} keys")
-        if not max(event.first, flight.frontier) < min(end, flight.end):
+        if flight.leader is session or not max(event.first, flight.frontier) < min(end, flight.end):
+            # Nothing to wait for: promoted meanwhile, stored, or given up.
             return AwaitResult(Arrival.LANDED)
         if len(session.waits) >= self._config.max_waits:
             limit = self._config.max_waits
@@ -241,6 +240,10 @@ class Flights:
         flight.end = max(at, flight.frontier)
         if flight.complete:
             self._end(flight, flight.cause)
+            return
+        for waiter in [w for w in flight.waiters.values() if w.first >= flight.end]:
+            flight.leave(waiter)
+            self._answer(waiter, AwaitResult(Arrival.ENDED, FlightCause.NOT_STORED))
 
     def _finish(self, flight: Flight, cause: FlightCause) -> None:
         """The leader stores nothing more: what is neither stored nor pending is given up."""

@@ -14,6 +14,7 @@ from kmesh_spand.core.states import State, Trigger
 from kmesh_spand.core.store import SpanStore
 from kmesh_spand.core.tags import scope
 from kmesh_spand.core.tenants import Tenant
+from kmesh_spand.core.verify import Verifier
 
 
 class Recovery:
@@ -24,8 +25,9 @@ class Recovery:
     span is not the one that it names.
     """
 
-    def __init__(self, store: SpanStore, config: CoreConfig) -> None:
+    def __init__(self, store: SpanStore, config: CoreConfig, verifier: Verifier) -> None:
         self._store = store
+        self._verifier = verifier
         self._config = config
         self._waiting: dict[int, list[tuple[int, Record]]] = {}
 
@@ -102,6 +104,7 @@ class Recovery:
         table.length[row] = record.length
         table.root[row] = record.root
         store.move(row, Trigger.RECOVER)
+        self._verifier.recovered(row)
         store.counters["recovered"] += 1
         return True
 

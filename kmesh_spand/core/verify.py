@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from collections import Counter, OrderedDict
 from collections.abc import Iterator
 
@@ -14,8 +15,28 @@ from kmesh_spand.core.store import SpanStore
 MAX_LOST = 3
 
 
-#: Rows of tiers that are busy are passed over, so many at a time.
-_LOOKED_AT = 16
+class _Backlog:
+    """Rows in the order in which they came, as machine integers: there may be millions."""
+
+    def __init__(self) -> None:
+        self._rows = array("I")
+        self._first = 0
+
+    def __bool__(self) -> bool:
+        return self._first < len(self._rows)
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self._rows[self._first :])
+
+    def add(self, row: int) -> None:
+        self._rows.append(row)
+
+    def take(self) -> int:
+        row = self._rows[self._first]
+        self._first += 1
+        if not self:
+            self._rows, self._first = array("I"), 0
+        return row
 
 
 class Verifier:
@@ -35,12 +56,16 @@ class Verifier:
         self._store = store
         self._limit = limit
         self._job_ids = job_ids
-        self._cursor = 0
+        self._backlogs: dict[int, _Backlog] = {}
         self._urgent: dict[int, OrderedDict[int, None]] = {}
         self._lost: dict[tuple[int, int], int] = {}
         self._rows: set[int] = set()
         self._busy: Counter[int] = Counter()
         self.jobs: dict[int, int] = {}
+
+    def recovered(self, row: int) -> None:
+        """A row became RECOVERED: it is verified when its turn comes."""
+        self._backlogs.setdefault(self._tier(row), _Backlog()).add(row)
 
     def want(self, row: int) -> None:
         """Verify a RECOVERED or SUSPECT row before those that nobody asked for."""
@@ -73,17 +98,31 @@ class Verifier:
                 # A wanted span may have been evicted since, and its row given to another.
                 if states[row] in (State.RECOVERED, State.SUSPECT) and self._tier(row) == tier:
                     return row
-        full = len(self.jobs) >= self._limit * len(self._store.tiers)
-        if full or not self._store.by_state[State.RECOVERED]:
-            return 0
-        for _ in range(_LOOKED_AT):
-            row = states.find(State.RECOVERED, self._cursor)
-            if row < 0:
-                row = states.find(State.RECOVERED)
-            self._cursor = row + 1
-            if self._busy[self._tier(row)] < self._limit:
-                return row
+        for tier, backlog in self._backlogs.items():
+            while backlog and self._busy[tier] < self._limit:
+                row = backlog.take()
+                # It may have been wanted, or evicted and its row given to another, since.
+                if states[row] == State.RECOVERED:
+                    return row
         return 0
+
+    def waiting(self) -> dict[int, set[int]]:
+        """RECOVERED and SUSPECT rows whose turn comes, by tier. O(rows), for checks."""
+        states = self._store.table.state
+        found: dict[int, set[int]] = {}
+        for tier, backlog in self._backlogs.items():
+            found[tier] = {row for row in backlog if states[row] == State.RECOVERED}
+        for tier, urgent in self._urgent.items():
+            found.setdefault(tier, set()).update(
+                row
+                for row in urgent
+                if states[row] in (State.RECOVERED, State.SUSPECT) and self._tier(row) == tier
+            )
+        return found
+
+    def full(self, tier: int) -> bool:
+        """Whether as many of a tier are in flight as may be."""
+        return self._busy[tier] >= self._limit
 
     def done(self, job: int, good: bool | None) -> None:
         """What a verification said; None when the payload could not be read."""

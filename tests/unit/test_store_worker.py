@@ -208,6 +208,33 @@ def test_a_payload_whose_reading_is_a_fault_is_said_to_be_unreadable(
     assert len(place.events) == 2
 
 
+@pytest.mark.parametrize("death", [signal.SIGBUS, signal.SIGSEGV])
+def test_a_fault_that_may_be_a_copys_or_a_wipes_is_held_against_no_payload(
+    place: Place, death: int
+) -> None:
+    """Copies are made beside verifications, and one that was killed says not by which of them."""
+    place.start()
+    place.begin()
+    place.verify(1, 2)
+    place.copy(3)
+    place.start(killed_by=death)
+    assert place.events == [events.CopyFailed(3)]
+    # The one that was being read is read last.
+    told = place.begin()
+    assert [message.job for message in told] == [2, 1]  # type: ignore[union-attr]
+    place.worker.wipe(effects.Wipe(4, 5))
+    place.start(killed_by=death)
+    told = place.begin()
+    assert [message.job for message in told] == [1, 2, 4]  # type: ignore[union-attr]
+    # A copy that was answered is no excuse.
+    place.copy(5)
+    place.answer(ipc.CopyDone(5, 99, 0.1))
+    place.answer(ipc.Wiped(4))
+    place.start(killed_by=death)
+    assert place.events[-1] == events.VerifyDone(1, None)
+    assert place.begin() == [ipc.Verify(2, 0, 0, 100, 7)]
+
+
 def test_a_worker_that_is_well_may_say_that_it_cannot_read(place: Place) -> None:
     place.start()
     place.begin()

@@ -204,11 +204,11 @@ class Computing:
             self._counts.add("flight_left")
             self._leave(state, part)
             return False
-        state.waited += now - part.since
         error = part.future.exception()
         if error is not None:
             self._failed(state, part, error)
             return False
+        state.waited += now - part.since
         arrived = part.future.result()
         assert isinstance(arrived, Arrived)
         if arrived.arrival is Arrival.LANDED:
@@ -217,6 +217,9 @@ class Computing:
         elif arrived.arrival is Arrival.LEAD:
             self._counts.add("flight_promoted")
             self._become(state, part, Role.LEADING)
+        elif arrived.cause is FlightCause.LEFT:
+            # Another request of this engine left the flight, which ends all of its waits.
+            self._drop(state)
         else:
             self._counts.add("flight_ended")
             self._become(state, part, Role.ALONE)
@@ -340,7 +343,8 @@ class Computing:
         """Waits no longer, and computes."""
         state.waited += self._clock() - part.since
         assert part.claim is not None
-        part.session.leave(part.claim.flight)
+        if not part.future.done():
+            part.session.leave(part.claim.flight)
         part.future.add_done_callback(_give_back(part.session, part.claim.flight))
         self._become(state, part, Role.ALONE)
 

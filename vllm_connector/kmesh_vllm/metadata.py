@@ -82,10 +82,15 @@ class StorePlan:
 
 @dataclass(slots=True)
 class StepPlan:
-    """What the workers do in one step."""
+    """What the workers do in one step.
+
+    Attributes:
+        computes: whether the model runs in it.
+    """
 
     loads: list[LoadPlan] = field(default_factory=list)
     stores: list[StorePlan] = field(default_factory=list)
+    computes: bool = False
 
     def __bool__(self) -> bool:
         return bool(self.loads or self.stores)

@@ -195,7 +195,7 @@ class SchedulerHalf:
         self._patience.renew()
         new, running = list(new), list(running)
         self._computing = bool(new or running)
-        step = StepPlan(loads=self._loads)
+        step = StepPlan(loads=self._loads, computes=self._computing)
         self._loads = []
         for request in preempted:
             if state := self._states.get(request):

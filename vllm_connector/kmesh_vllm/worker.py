@@ -122,6 +122,7 @@ class WorkerHalf:
 
     def begin(self, step: StepPlan) -> None:
         """Before the forward pass: asks for reservations in the background."""
+        self._computed = step.computes
         if self._saver is not None:
             self._saver.begin(step.stores)
 
@@ -134,7 +135,6 @@ class WorkerHalf:
 
     def save(self, *, failed: bool) -> None:
         """After the forward pass: copies out what it made; nothing if it failed."""
-        self._computed = True
         if self._saver is None:
             return
         if failed:

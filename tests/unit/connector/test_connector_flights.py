@@ -260,6 +260,20 @@ def test_siblings_wait_inside_the_engine(engine: Make, daemon: FakeDaemon) -> No
     assert ask(second, "r1", 256) == ASK
 
 
+def test_one_that_leaves_does_not_end_the_wait_of_another(engine: Make, daemon: FakeDaemon) -> None:
+    """Without a cache of its own an engine waits once for each request, and leaves for all."""
+    first, second = engine("a", **PATIENT), engine("b", **PATIENT, sharing=False)
+    document = prompt(192)
+    leads(first, "r", document)
+    waits(second, daemon, "r0", document)
+    waits(second, daemon, "r1", document)
+    second.scheduler.finished("r0")
+    until(lambda: daemon.waits == 0, 30)
+    until(lambda: ask(second, "r1") == ASK and daemon.waits == 1, 30)
+    first.prefill("r", 0, list(range(6)), 0, 192)
+    assert answered(second, "r1") == 160
+
+
 @pytest.mark.parametrize("sharing", [True, False])
 def test_siblings_of_a_leader_find_its_blocks(
     engine: Make, daemon: FakeDaemon, sharing: bool

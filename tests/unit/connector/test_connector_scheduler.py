@@ -373,7 +373,6 @@ def test_counts_are_told_in_steps_that_compute(engine: Make, daemon: FakeDaemon)
     until(lambda: worker.counts._values.get("stored_spans") == 2)
     one.scheduler.counts.add("acquire_late")
     one.run(one.scheduler.plan([], []))
-    worker._computed = False
     assert (worker.told(), one.scheduler.told()) == ({}, {})
     one.scheduler.add("x", prompt(32, seed=8), DIGEST)
     one.prefill("x", 1, [9], 0, 32)

@@ -174,9 +174,11 @@ def test_a_full_pool_ends_the_flight_and_nobody_is_promoted(world: World) -> Non
     world.acquire(third, [key(n) for n in range(6)])
     world.claim(leader, [A, B, C, D])
     whole, part = join(world, other, [A, B, C, D]), join(world, third, [A])
+    last = join(world, other, [D])
     world.reserve(leader, [A, B, C, D])
     world.core.check()
-    # Two of them have room; the others are not waited for.
+    # Not all of them have room; the others are not waited for.
+    assert answer(world, other, last) == ended(FlightCause.NOT_STORED)
     assert world.core.flight_rows(0, 9, now_ms=world.now)[0].keys == 4
     world.commit(leader, [n for n, want in world.wanted.items() if want.session == leader])
     world.settle()
@@ -266,10 +268,8 @@ def test_a_leader_never_waits_for_itself(world: World) -> None:
     leader, other = world.connect(), world.connect()
     flight = world.claim(leader, [A]).flight
     assert world.claim(leader, [A, B]).standing == Standing.NONE
-    assert refused(world.ask(ev.Await, leader, flight, 0, 1, [SHARD])) == (
-        Code.INVALID_ARGUMENT,
-        "flight",
-    )
+    # As one that was promoted since its claim was answered: it looks again.
+    assert world.ask(ev.Await, leader, flight, 0, 1, [SHARD]) == LANDED
     one, two = join(world, other, [A]), join(world, other, [A])
     world.close(leader)
     assert (answer(world, other, one), answer(world, other, two)) == (LEAD, LANDED)

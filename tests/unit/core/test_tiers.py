@@ -148,3 +148,34 @@ def test_the_limit_of_verifications_is_each_tiers_own() -> None:
     world.settle()
     assert world.core.counters["verified"] == 9
     world.check()
+
+
+def test_however_many_rows_of_a_tier_that_is_down_come_first_the_others_are_verified() -> None:
+    """They lie in runs that are longer than anybody would look at in one go."""
+    world = World(
+        {0: 3, 1: 160},
+        tiers={1: 1},
+        tenancy=Tenancy(groups=(1000,)),
+        max_spans=123,
+        max_verify=2,
+    )
+    session = world.connect()
+    for run in range(3):
+        world.store(session, [key((run, n)) for n in range(40)], tier=1)
+        world.store(session, [key((run, "host"))])
+    world.restart()
+    for _ in range(3):
+        mine = [job for job, verify in world.verifies.items() if verify.slab == 0]
+        world.verify_ends(mine[0])
+    session = world.connect()
+    found = world.acquire(session, [key((run, "host")) for run in range(3)])
+    assert found.reason == [Reason.OK] * 3
+    assert [verify.slab for verify in world.verifies.values()] == [1, 1]
+    # What is evicted while it waits, and what is given its row, is passed over.
+    rows = world.core.spans(limit=200, now_ms=world.now)
+    gone = [row.slot for row in rows if row.state == "recovered"][:20]
+    world.send(ev.Evict(gone))
+    world.store(session, [key(("new", n)) for n in range(20)], tier=1)
+    world.settle()
+    assert world.core.counters["verified"] == 103
+    world.check()

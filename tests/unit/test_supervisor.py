@@ -1,0 +1,248 @@
+"""The supervisor's own decisions, without any process: what it sends when, and what it needs."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import os
+import re
+import signal
+import socket
+import subprocess
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from room import settings
+
+from kmesh.errors import ConfigError
+from kmesh_spand import child, ipc, outbox
+from kmesh_spand.control.link import Link
+from kmesh_spand.gpukeeper import GpuKeeper
+from kmesh_spand.outbox import Outbox
+from kmesh_spand.supervisor import Supervisor
+
+SCARCE = [errno.ENOBUFS, errno.ENOMEM, errno.ETOOMANYREFS]
+
+
+class Scarce(socket.socket):
+    """A socket that can be written, for which the kernel has nothing at first."""
+
+    code = 0
+    tries = 0
+
+    def sendmsg(self, *args: object) -> int:  # type: ignore[override]
+        self.tries += 1
+        if self.code:
+            raise OSError(self.code, os.strerror(self.code))
+        return super().sendmsg(*args)  # type: ignore[arg-type]
+
+
+@pytest.fixture
+def ends() -> Iterator[tuple[Scarce, socket.socket]]:
+    ours, theirs = ipc.pair()
+    scarce = Scarce(fileno=ours.detach())
+    scarce.setblocking(False)
+    theirs.setblocking(False)
+    with scarce, theirs:
+        yield scarce, theirs
+
+
+def received(sock: socket.socket) -> list[ipc.AnyMessage]:
+    found = []
+    while True:
+        try:
+            found.append(ipc.receive(sock)[0])
+        except BlockingIOError:
+            return found
+
+
+@pytest.mark.parametrize("code", SCARCE, ids=errno.errorcode.get)
+def test_control_tries_again_later_what_the_kernel_has_no_memory_for(
+    ends: tuple[Scarce, socket.socket], code: int
+) -> None:
+    ours, theirs = ends
+    loop = asyncio.new_event_loop()
+    now = 1000.0
+    loop.time = lambda: now  # type: ignore[method-assign]
+
+    def turn() -> None:
+        for _ in range(20):
+            loop.run_until_complete(asyncio.sleep(0))
+
+    link = Link(loop, ours, lambda *_: None, lambda: None)
+    try:
+        ours.code = code
+        link.send(ipc.Beat(1))
+        link.send(ipc.Beat(2))
+        # The socket can be written all the time.
+        turn()
+        assert ours.tries == 1
+        now += 2 * outbox.RETRY_SECONDS
+        turn()
+        assert ours.tries == 2
+        ours.code = 0
+        now += 2 * outbox.RETRY_SECONDS
+        turn()
+        assert received(theirs) == [ipc.Beat(1), ipc.Beat(2)]
+        link.send(ipc.Beat(3))
+        assert received(theirs) == [ipc.Beat(3)]
+    finally:
+        link.close()
+        loop.close()
+
+
+def test_control_sends_on_as_soon_as_a_full_socket_has_room(
+    ends: tuple[Scarce, socket.socket],
+) -> None:
+    ours, theirs = ends
+    loop = asyncio.new_event_loop()
+    # No timer ever fires.
+    loop.time = lambda: 1000.0  # type: ignore[method-assign]
+    link = Link(loop, ours, lambda *_: None, lambda: None)
+    try:
+        sent = 0
+        while not link._outbox.waiting:
+            sent += 1
+            link.send(ipc.Beat(sent))
+        tries = ours.tries
+        for _ in range(20):
+            loop.run_until_complete(asyncio.sleep(0))
+        assert ours.tries == tries
+        found = received(theirs)
+        for _ in range(20):
+            loop.run_until_complete(asyncio.sleep(0))
+        found += received(theirs)
+        assert found == [ipc.Beat(number + 1) for number in range(sent)]
+    finally:
+        link.close()
+        loop.close()
+
+
+@pytest.mark.parametrize("code", SCARCE, ids=errno.errorcode.get)
+def test_the_supervisor_tries_again_later_too(
+    socket_dir: Path,
+    ends: tuple[Scarce, socket.socket],
+    code: int,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    ours, theirs = ends
+    now = 1000.0
+    monkeypatch.setattr(time, "monotonic", lambda: now)
+    supervisor = Supervisor(settings(socket_dir), "test", None)  # type: ignore[arg-type]
+    supervisor._to_control, supervisor._for_control = ours, Outbox(ours)
+    supervisor._control_at = None
+    wake, waker = socket.socketpair()
+    with wake, waker:
+        assert supervisor._timeout_ms() is None
+        ours.code = code
+        supervisor._tell_control(ipc.Beat(1))
+        allowed = supervisor._timeout_ms()
+        assert allowed is not None
+        assert 0 < allowed <= 51
+        # It waits for that long, unless something is heard.
+        for _ in range(5):
+            waker.send(b"x")
+            supervisor._wait(wake)
+        assert ours.tries == 1
+        now += 1
+        supervisor._wait(wake)
+        assert ours.tries == 2
+        ours.code = 0
+        now += 1
+        supervisor._wait(wake)
+        assert received(theirs) == [ipc.Beat(1)]
+        assert supervisor._timeout_ms() is None
+
+
+def test_a_message_that_could_not_be_kept_leaves_nothing_to_try_again(
+    ends: tuple[Scarce, socket.socket], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ours, theirs = ends
+    box = Outbox(ours)
+
+    def none_left(fd: int) -> int:
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+    ours.code = errno.ENOBUFS
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "dup", none_left)
+        with pytest.raises(OSError, match="Too many open files"):
+            box.send(ipc.Staging(1, 4096), theirs.fileno())
+    assert not box.waiting
+    box.flush()
+    assert box.retry_at is None
+    box.close()
+
+
+def keeper_of(socket_dir: Path, pid: int) -> tuple[GpuKeeper, socket.socket, list[ipc.AnyMessage]]:
+    """One whose worker is a process of the test's, and the worker's end of the way to it."""
+    told: list[ipc.AnyMessage] = []
+    chosen = settings(socket_dir, gpu="0", gpu_memory="4MiB", gpu_slab_size="2MiB")
+    keeper = GpuKeeper(chosen, lambda message, fd: told.append(message))
+    (worker,) = keeper._workers
+    ours, theirs = ipc.pair()
+    ours.setblocking(False)
+    worker.channel, worker.pid, worker.lives, worker.start_at = ours, pid, 1, None
+    return keeper, theirs, told
+
+
+def test_nobody_is_killed_for_what_a_device_worker_sent_before_it_was_reaped(
+    socket_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with subprocess.Popen(["true"]) as process:
+        process.wait()
+    keeper, theirs, told = keeper_of(socket_dir, process.pid)
+    killed: list[object] = []
+    monkeypatch.setattr(os, "kill", lambda *whom: killed.append(whom))
+    memory = os.memfd_create("slab")
+    with theirs:
+        ipc.send(theirs, ipc.GpuState(0, "GPU-1", "a GPU", True, 1, 2))
+        ipc.send(theirs, ipc.GpuSlab(4, 2 << 20))
+        ipc.send(theirs, ipc.GpuSlab(5, 2 << 20), memory)
+    os.close(memory)
+    keeper.died(process.pid, "exit 1")
+    assert not killed
+    # What it sent besides is not lost, and another is started.
+    assert list(keeper.slabs) == [5]
+    assert keeper.ready
+    assert keeper.failure is None
+    assert told[-1] == ipc.GpuWorker(0, 0, 0)
+    assert len(keeper.moments) == 1
+    assert not keeper.pids
+    assert not keeper.sockets
+    keeper.close()
+    assert not killed
+
+
+def test_a_device_worker_whose_slab_came_without_its_descriptor_is_ended(socket_dir: Path) -> None:
+    with subprocess.Popen(["sleep", "60"]) as process:
+        keeper, theirs, _ = keeper_of(socket_dir, process.pid)
+        with theirs:
+            ipc.send(theirs, ipc.GpuSlab(4, 2 << 20))
+            assert keeper.hear(keeper.sockets[0].fileno())
+    assert process.returncode == -signal.SIGKILL
+    keeper.died(process.pid, "killed by SIGKILL")
+    assert not keeper.slabs
+    keeper.close()
+
+
+def test_descriptors_are_counted_for_slabs_that_are_exported_as_well(
+    socket_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One more for each slab, of host memory and of GPUs."""
+    monkeypatch.setattr(child, "raise_file_limit", lambda: 10)
+
+    def needed(dma_buf: str) -> int:
+        chosen = settings(
+            socket_dir, slab_size="1MiB", gpu="0,1", gpu_memory="20MiB", gpu_slab_size="2MiB",
+            dma_buf=dma_buf,
+        )  # fmt: skip
+        with pytest.raises(ConfigError) as refused:
+            Supervisor(chosen, "test", None)._open()  # type: ignore[arg-type]
+        (count,) = re.findall(r"24 slabs need (\d+) file descriptors", str(refused.value))
+        return int(count)
+
+    assert needed("slabs") - needed("off") == 24
+    assert needed("spans") == needed("off")
