@@ -156,6 +156,9 @@ class StoreWorker:
         if self._link is not None and self._started:
             self._link.send(ipc.Staging(session, size), fd)
         self._staging[session] = (fd, size)
+        if not self._started:
+            # It fills its memory from the first word on.
+            self._beat()
 
     def drop_staging(self, session: int) -> int:
         """Destroys a session's staging, if it has one; returns the bytes that are free now."""

@@ -35,8 +35,11 @@ SHARD = Shard(0, 1, 0, 1)
 
 def _refuse(name: str) -> None:
     file = Path(os.environ[DIRECTORY], name)
-    while file.exists():
-        code, _, text = file.read_text().partition(" ")
+    while True:
+        try:
+            code, _, text = file.read_text().partition(" ")
+        except FileNotFoundError:
+            return
         if text == "break":
             _break_context()
             return

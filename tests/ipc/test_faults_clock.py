@@ -28,6 +28,7 @@ Start = Callable[..., Daemon]
 _SHOWN = {
     "kmesh_spand/control/journal.py": {"time_ns"},
     "kmesh_spand/logs.py": {"gmtime"},
+    "client/kmesh/cli/flights.py": {"time_ns"},
     "client/kmesh/cli/top.py": {"time_ns"},
 }
 _WALL = {"time", "time_ns", "localtime", "gmtime", "ctime", "now", "utcnow", "today"}
