@@ -86,7 +86,7 @@ def test_ninety_thousand_hostile_packets(parts: Room, errors: list[str]) -> None
         assert not errors, errors
     assert all(hostile.made[sort] > 100 for sort in ("cut", "flipped", "random", "replayed"))
     assert hostile.made["reordered"] > 1000
-    assert hostile.made["oversized"] > 50
+    assert hostile.made["oversized"] > 20
     counters = parts.core.counters
     # It was no use of time to send what is refused at the door: the core has been everywhere.
     for name in ("committed", "evicted", "hits", "released", "aborted", "reported", "refused"):
