@@ -196,6 +196,25 @@ class Flights:
 
     def stored(self, row: int) -> None:
         """A span is committed."""
+        table = self._store.table
+        for flight, key, shard, name in self._touched(row):
+            flight.stored(key, shard, table.tokens[name], table.length[row])
+            self._advance(flight)
+
+    def gone(self, row: int, cause: Cause) -> None:
+        """A name is about to go. One that was being written will not be written again."""
+        for flight, key, shard, _ in self._touched(row):
+            if shard not in flight.shards:
+                continue
+            at = flight.at[key]
+            landed = not flight.left[at] >> flight.shards.index(shard) & 1
+            # While somebody leads, the end of a reservation says nothing: an engine that dies
+            # loses its workers' reservations before or after its flight.
+            if not landed and (flight.state is FlightState.LANDING or cause is Cause.COPY_FAILED):
+                self._cut(flight, at)
+
+    def _touched(self, row: int) -> Iterator[tuple[Flight, bytes, int, int]]:
+        """Flights that promised names of a span: with the key, the shard and the name's row."""
         store, table = self._store, self._store.table
         held = self.by_key.get(_who(store.tenant_of(row)))
         if held is None:
@@ -205,26 +224,7 @@ class Flights:
             key = table.key_of(name)
             flight = held.get(key)
             if flight is not None:
-                flight.stored(key, shard, table.tokens[name], table.length[row])
-                self._advance(flight)
-
-    def gone(self, row: int, cause: Cause) -> None:
-        """A name is about to go. One that was being written will not be written again."""
-        store, table = self._store, self._store.table
-        held = self.by_key.get(_who(store.tenant_of(row)))
-        if held is None:
-            return
-        shard = store.shard(row)
-        for name in (row, *store.aliases(row)):
-            flight = held.get(table.key_of(name))
-            if flight is None or shard not in flight.shards:
-                continue
-            at = flight.at[table.key_of(name)]
-            landed = not flight.left[at] >> flight.shards.index(shard) & 1
-            # While somebody leads, the end of a reservation says nothing: an engine that dies
-            # loses its workers' reservations before or after its flight.
-            if not landed and (flight.state is FlightState.LANDING or cause is Cause.COPY_FAILED):
-                self._cut(flight, at)
+                yield flight, key, shard, name
 
     def refused(self, session: Session, tenant: Tenant, key: bytes) -> None:
         """A session's Reserve found no room for a key."""
