@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 from collections.abc import Iterator
 from functools import cached_property
@@ -21,12 +20,12 @@ from experiments.tokendance.workload import (
     Prompt,
     SegmentState,
     check_unaligned,
+    describe,
     turned,
 )
-from kmesh.codec import Provenance, SpanDescription
+from kmesh.codec import Provenance
 from kmesh.kernels.rotary import Rotary
 from kmesh.keys import Namespace
-from kmesh.layout import Shard
 
 
 class CapturedShape:
@@ -66,7 +65,7 @@ class Captured:
         check_unaligned(self.prompts)
         primer, start = self._full(0), self.prompts[0].starts[0]
         state = np.ascontiguousarray(primer.state[:, :, :, start : start + shared])
-        described = self._describe(self._passage, start, "segment")
+        described = describe(self.shape, self._passage, start, "segment")
         self.segments = [SegmentState("segment-0", described, state)]
 
     @property
@@ -112,7 +111,7 @@ class Captured:
         same = int(full.log_probabilities.argmax()) == int(computed.log_probabilities.argmax())
         return Member(
             f"member-{number}",
-            self._describe(prompt.tokens, 0, "member"),
+            describe(self.shape, prompt.tokens, 0, "member"),
             computed.state,
             (told,),
             computed.tokens,
@@ -132,18 +131,3 @@ class Captured:
     def _tokens(self, text: str) -> npt.NDArray[np.uint32]:
         ids: Any = self._tokenizer(text, add_special_tokens=False)["input_ids"]
         return np.array(ids, dtype=np.uint32)
-
-    def _describe(
-        self, tokens: npt.NDArray[np.uint32], position: int, what: str
-    ) -> SpanDescription:
-        shape = self.shape
-        return SpanDescription(
-            key=hashlib.sha256(what.encode() + tokens.astype("<u4").tobytes()).digest(),
-            namespace=shape.namespace,
-            dtype="bfloat16",
-            shard=Shard(0, shape.layers, 0, shape.heads),
-            head_dim=shape.head_dim,
-            tokens=len(tokens),
-            position=position,
-            generation=1,
-        )

@@ -11,7 +11,7 @@ import hashlib
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -63,6 +63,35 @@ class Shape:
             head_dim=self.head_dim,
             rope=json.dumps({"rope_theta": self.theta}),
         ).digest()
+
+
+class Shaped(Protocol):
+    """What is asked of a ``Shape``, of generated state or of a checkpoint's."""
+
+    @property
+    def layers(self) -> int: ...
+    @property
+    def heads(self) -> int: ...
+    @property
+    def head_dim(self) -> int: ...
+    @property
+    def namespace(self) -> bytes: ...
+
+
+def describe(
+    shape: Shaped, tokens: npt.NDArray[np.uint32], position: int, what: str
+) -> SpanDescription:
+    """Of the state of these tokens, the first of which is at ``position``."""
+    return SpanDescription(
+        key=hashlib.sha256(what.encode() + tokens.astype("<u4").tobytes()).digest(),
+        namespace=shape.namespace,
+        dtype="bfloat16",
+        shard=Shard(0, shape.layers, 0, shape.heads),
+        head_dim=shape.head_dim,
+        tokens=len(tokens),
+        position=position,
+        generation=1,
+    )
 
 
 @dataclass(frozen=True)
@@ -136,7 +165,7 @@ class Workload:
         self.segments = [
             SegmentState(
                 f"segment-{number}",
-                self._describe(tokens, primer.starts[number], "segment"),
+                describe(self.shape, tokens, primer.starts[number], "segment"),
                 self._compute(len(tokens)),
             )
             for number, tokens in enumerate(self.segment_tokens)
@@ -190,23 +219,8 @@ class Workload:
             part[..., anew, :] = _moved(part[..., anew, :], rng)
             computed += len(anew)
             provenance.append(Provenance(start, count, frame.key, 0, delta))
-        description = self._describe(prompt.tokens, 0, "member")
+        description = describe(self.shape, prompt.tokens, 0, "member")
         return Member(f"member-{number}", description, state, tuple(provenance), computed)
-
-    def _describe(
-        self, tokens: npt.NDArray[np.uint32], position: int, what: str
-    ) -> SpanDescription:
-        shape = self.shape
-        return SpanDescription(
-            key=hashlib.sha256(what.encode() + tokens.astype("<u4").tobytes()).digest(),
-            namespace=shape.namespace,
-            dtype="bfloat16",
-            shard=Shard(0, shape.layers, 0, shape.heads),
-            head_dim=shape.head_dim,
-            tokens=len(tokens),
-            position=position,
-            generation=1,
-        )
 
     def _draw_tokens(self, count: int) -> npt.NDArray[np.uint32]:
         return self._rng.integers(0, VOCABULARY, count, dtype=np.uint32)
