@@ -95,6 +95,10 @@ lint: env ## ruff, mypy, import rules, generated code up to date
 test: env native ## the whole suite (PYTEST_ARGS=...)
 	@$(PY) -m pytest $(PYTEST_ARGS)
 
+.PHONY: test-again
+test-again: env native ## the tests that failed in the last run, once more alone (three at most)
+	@$(PY) tools/test_again.py -- $(PYTEST_ARGS)
+
 .PHONY: test-fast
 test-fast: env native ## the suite without engines and slow tests
 	@$(PY) -m pytest -m 'not vllm and not slow' $(PYTEST_ARGS)
