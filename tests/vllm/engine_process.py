@@ -48,6 +48,10 @@ class EngineProcess:
         )
         return [self._result(output) for output in outputs]
 
+    def close(self) -> None:
+        """Ends the engine, and with it the connector."""
+        self.llm.llm_engine.engine_core.shutdown()
+
     def reset(self, connector: bool = False) -> bool:
         """Empties vLLM's own prefix cache; ``connector`` resets the connector too."""
         return bool(self.llm.reset_prefix_cache(reset_connector=connector))
@@ -239,6 +243,8 @@ def main() -> None:
 
             traceback.print_exc()
             answers.write(json.dumps(["error", f"{type(wrong).__name__}: {wrong}"]) + "\n")
+    if engine is not None:
+        engine.close()
 
 
 if __name__ == "__main__":
