@@ -13,12 +13,10 @@ from typing import Any
 
 import pytest
 from daemon_process import Daemon
-from driver import Engine, environment, transfer
+from driver import ENVIRONMENT, Engine, environment, transfer
 from nursery import Nursery
 
 HERE = Path(__file__).parent
-#: The model is so small that threads would only wait for each other, and for a processor.
-ENVIRONMENT = {"OMP_NUM_THREADS": "1"}
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

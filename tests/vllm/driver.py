@@ -21,6 +21,8 @@ from kmesh.session import Role, Session
 HERE = Path(__file__).parent
 ROOT = HERE.parent.parent
 
+#: The tiny model is so small that threads would only wait for each other, and for a processor.
+ENVIRONMENT = {"OMP_NUM_THREADS": "1"}
 #: Tokens of the tiny model's vocabulary that prompts are made of.
 VOCABULARY = 2000
 

@@ -173,7 +173,7 @@ class EngineProcess:
         """vLLM's states of all requests."""
         return [request.status.name for request in self._scheduler().requests.values()]
 
-    def run(self, seconds: float = 30.0) -> dict[str, Any]:
+    def run(self, seconds: float = 60.0) -> dict[str, Any]:
         """Steps until nothing is left; returns the results of requests that were added."""
         until = time.monotonic() + seconds
         engine = self.llm.llm_engine
@@ -184,7 +184,7 @@ class EngineProcess:
         outputs, self.outputs = self.outputs, {}
         return outputs
 
-    def settle(self, seconds: float = 10.0) -> dict[str, int]:
+    def settle(self, seconds: float = 60.0) -> dict[str, int]:
         """Steps the core until it holds no request, as its own loop would."""
         until = time.monotonic() + seconds
         while self._scheduler().requests and time.monotonic() < until:
