@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from cli_forks import forks
 from daemon_process import Daemon, environment
 
 from kmesh import errors
@@ -31,9 +32,10 @@ def kmesh(
     *arguments: str, socket_dir: Path | str = "", code: str = ""
 ) -> subprocess.CompletedProcess[str]:
     where = {"KMESH_SOCKET_DIR": str(socket_dir)} if socket_dir else {}
-    program = ["-c", code] if code else ["-m", "kmesh.cli"]
+    if not code:
+        return forks[0].run(arguments, environment(**where), 120)
     return subprocess.run(
-        [sys.executable, *program, *arguments],
+        [sys.executable, "-c", code, *arguments],
         env=environment(**where),
         stdin=subprocess.DEVNULL,
         capture_output=True,
