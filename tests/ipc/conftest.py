@@ -7,22 +7,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from cli_forks import CliForks, forks
-from daemon_process import Daemon, environment
+from daemon_process import Daemon
 from fake_cuda import UUIDS, FakeDriver, Gpu
 from gpus import Faults
 
 from kmesh.cuda.device import Device
 
 Start = Callable[..., Daemon]
-
-
-@pytest.fixture(scope="session", autouse=True)
-def cli() -> Iterator[None]:
-    """What ``test_cli.kmesh`` runs commands with."""
-    forks.append(CliForks(environment()))
-    yield
-    forks.pop().close()
 
 
 @pytest.fixture

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from cli_forks import forks
 from daemon_process import Daemon, environment
 
 from kmesh import errors
@@ -32,10 +31,9 @@ def kmesh(
     *arguments: str, socket_dir: Path | str = "", code: str = ""
 ) -> subprocess.CompletedProcess[str]:
     where = {"KMESH_SOCKET_DIR": str(socket_dir)} if socket_dir else {}
-    if not code:
-        return forks[0].run(arguments, environment(**where), 120)
+    program = ["-c", code] if code else ["-m", "kmesh.cli"]
     return subprocess.run(
-        [sys.executable, "-c", code, *arguments],
+        [sys.executable, *program, *arguments],
         env=environment(**where),
         stdin=subprocess.DEVNULL,
         capture_output=True,
