@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
 from typing import TYPE_CHECKING
@@ -29,7 +30,8 @@ def _read_settings(argv: list[str], out: int) -> int:
     elif options.print_config:
         sys.stdout.write(flags.to_toml(loaded))
     else:
-        with open(out, "wb", closefd=False) as pipe:
+        # Whoever was to read them may be gone.
+        with contextlib.suppress(BrokenPipeError), open(out, "wb", closefd=False) as pipe:
             pipe.write(msgspec.msgpack.encode((loaded.settings, options.upgrade)))
     return 0
 

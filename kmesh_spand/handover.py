@@ -49,28 +49,36 @@ class Handover:
         gone: the other daemon serves; this one is to end.
         given: the memory is the other daemon's, as it seems.
 
-    Args:
-        place: where it listens; stays the caller's.
-        manifest: file descriptor of the one of this daemon's memory.
+    Nothing happens before ``begin``.
     """
 
-    def __init__(self, place: Place, manifest: int, life: Life, house: House) -> None:
-        self._listener = place.upgrades
-        self._manifest = manifest
-        self._life = life
+    _manifest: int
+    _life: Life
+
+    def __init__(self, house: House) -> None:
         self._house = house
+        self._listener: socket.socket | None = None
         self._peer: socket.socket | None = None
         self._offered = self._giving = False
         self._give_up_at = 0.0
         self.given = False
         self.gone = False
 
+    def begin(self, place: Place, manifest: int, life: Life) -> None:
+        """Listens.
+
+        Args:
+            place: where; stays the caller's.
+            manifest: file descriptor of the one of this daemon's memory.
+        """
+        self._listener, self._manifest, self._life = place.upgrades, manifest, life
+
     @property
     def sockets(self) -> list[socket.socket]:
         """To hear from."""
         if self._peer is not None:
             return [self._peer]
-        return [] if self.given else [self._listener]
+        return [] if self.given or self._listener is None else [self._listener]
 
     @property
     def moment(self) -> float | None:
@@ -83,10 +91,10 @@ class Handover:
         """Takes what came on the socket with that descriptor, if it is one of these."""
         if fd not in [sock.fileno() for sock in self.sockets]:
             return False
-        if self._peer is None:
-            self._accept()
-        else:
+        if self._peer is not None:
             self._answer(self._peer)
+        elif self._listener is not None:
+            self._accept(self._listener)
         return True
 
     def turn(self) -> None:
@@ -118,9 +126,9 @@ class Handover:
             self._peer.close()
             self._peer = None
 
-    def _accept(self) -> None:
+    def _accept(self, listener: socket.socket) -> None:
         try:
-            self._peer, _ = self._listener.accept()
+            self._peer, _ = listener.accept()
         except OSError as failed:
             if not isinstance(failed, BlockingIOError):
                 logger.error("upgrade: %s", failed)

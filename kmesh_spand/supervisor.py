@@ -71,7 +71,7 @@ class Supervisor:
         self._store = FdStore(os.environ)
         self._gpus = GpuKeeper(settings, self._tell_control, self._store)
         self._holdings: Holdings
-        self._handover: Handover
+        self._handover = Handover(self)
 
     def run(self) -> int:
         """Serves until told to stop. Returns the exit status; re-raises SIGINT."""
@@ -114,7 +114,7 @@ class Supervisor:
             settings, self._version, self._store, upgrade=self._upgrade
         )
         self._gpus.begin(held.life.held, held.gpu)
-        self._handover = Handover(held.place, held.manifest, held.life, self)
+        self._handover.begin(held.place, held.manifest, held.life)
 
     def _end_prepared(self) -> None:
         if self._prepared is not None:
