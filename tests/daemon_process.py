@@ -25,7 +25,11 @@ COMMAND = (sys.executable, "-m", "kmesh_spand")
 
 def environment(**more: str) -> dict[str, str]:
     """This one, without anything that would configure a daemon."""
-    ours = {k: v for k, v in os.environ.items() if not k.startswith(("KMESH_", "NOTIFY_", "LISTEN_", "FDSTORE"))}
+    ours = {
+        k: v
+        for k, v in os.environ.items()
+        if not k.startswith(("KMESH_", "NOTIFY_", "LISTEN_", "FDSTORE"))
+    }
     paths = [str(ROOT / "client"), str(ROOT), os.environ.get("PYTHONPATH", "")]
     return {**ours, "PYTHONPATH": os.pathsep.join(paths), "PYTHONWARNINGS": "error", **more}
 
