@@ -14,23 +14,14 @@ from daemon_process import Daemon, wait_for
 from leaks import process_tree
 from rawclient import RawClient
 from service_manager import ServiceManager
+from stored import COUNT, SETTINGS, assert_filled, fill, key, payload, read
 
 from kmesh.v1 import common_pb2
 
 Start = Callable[..., Daemon]
 
-COUNT = 40
-SETTINGS = {"host_memory": "32MiB", "slab_size": "8MiB", "max_spans": 512}
 #: All that is stored of a daemon with these settings, but its index.
 NAMES = ["catalog", "life", "manifest", *(f"slab-{n}" for n in range(4))]
-
-
-def key(number: int) -> bytes:
-    return number.to_bytes(2, "little") * 16
-
-
-def payload(number: int) -> bytes:
-    return key(number + 1000) * 2000 + bytes([number])
 
 
 @pytest.fixture
@@ -39,30 +30,10 @@ def manager(start_spand: Start, socket_dir: Path) -> Iterator[ServiceManager]:
         yield made
 
 
-def fill(daemon: Daemon, count: int = COUNT) -> None:
-    daemon.wait_populated()
-    with RawClient(daemon.socket_dir) as client:
-        for number in range(count):
-            assert client.store(key(number), payload(number)) == 0
-
-
-def assert_filled(daemon: Daemon, count: int = COUNT) -> None:
-    """All spans are there, bit for bit, and nothing was dropped."""
-    with RawClient(daemon.socket_dir) as client:
-        for number in range(count):
-            assert client.read(key(number)) == payload(number)
-    status = daemon.status()
-    assert (status.counters["spans_recovered"], status.counters["spans_recovered_dropped"]) == (
-        count,
-        0,
-    )
-    assert status.spans == count
-
-
 def assert_empty(daemon: Daemon) -> None:
     with RawClient(daemon.socket_dir) as client:
         for number in range(COUNT):
-            assert client.read(key(number)) == common_pb2.REASON_MISS
+            assert read(client, number) == common_pb2.REASON_MISS
 
 
 def kill_all(daemon: Daemon) -> None:
@@ -110,6 +81,7 @@ def test_nothing_is_lost_by_a_restart(manager: ServiceManager, how: int) -> None
     assert len(manager.names) == len(NAMES) + 1
     assert manager.states.count("READY=1") == 2
     # It is a daemon like any other: it stores, and its control may die.
+    second.wait_populated()
     with RawClient(second.socket_dir) as client:
         assert client.store(b"n" * 32, b"new") == 0
     second.errors = True
@@ -117,7 +89,7 @@ def test_nothing_is_lost_by_a_restart(manager: ServiceManager, how: int) -> None
     second.wait_ready(2)
     with RawClient(second.socket_dir) as client:
         assert client.read(b"n" * 32) == b"new"
-        assert client.read(key(7)) == payload(7)
+        assert read(client, 7) == payload(7)
         (index,) = (name for name in manager.names if name.startswith("index-"))
         assert f"{client.epoch:016x}" in index
 
@@ -173,9 +145,9 @@ def test_damaged_memory_is_given_up_and_damaged_spans_are_dropped(manager: Servi
     first.stop()
     second = manager.daemon(errors=True, **SETTINGS)
     with RawClient(second.socket_dir) as client:
-        assert client.read(key(6)) == payload(6)
-        wait_for(lambda: client.read(key(5)) in (common_pb2.REASON_MISS, common_pb2.REASON_CORRUPT))
-        assert client.read(key(5)) != payload(5)
+        assert read(client, 6) == payload(6)
+        wait_for(lambda: read(client, 5) in (common_pb2.REASON_MISS, common_pb2.REASON_CORRUPT))
+        assert read(client, 5) != payload(5)
     second.stop()
     # A manifest of which nothing is known.
     fd = os.memfd_create("other")
