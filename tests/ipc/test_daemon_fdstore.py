@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 from daemon_process import Daemon, wait_for
 from leaks import process_tree
+from managed import Managed
 from rawclient import RawClient
-from service_manager import ServiceManager
 from stored import COUNT, SETTINGS, assert_filled, fill, key, payload, read
 
 from kmesh.v1 import common_pb2
@@ -25,8 +25,8 @@ NAMES = ["catalog", "life", "manifest", *(f"slab-{n}" for n in range(4))]
 
 
 @pytest.fixture
-def manager(start_spand: Start, socket_dir: Path) -> Iterator[ServiceManager]:
-    with ServiceManager(start_spand, socket_dir.parent / "notify") as made:
+def manager(start_spand: Start, socket_dir: Path) -> Iterator[Managed]:
+    with Managed(start_spand, socket_dir.parent / "notify") as made:
         yield made
 
 
@@ -45,7 +45,7 @@ def kill_all(daemon: Daemon) -> None:
 
 
 @pytest.mark.parametrize("how", [signal.SIGTERM, signal.SIGKILL])
-def test_nothing_is_lost_by_a_restart(manager: ServiceManager, how: int) -> None:
+def test_nothing_is_lost_by_a_restart(manager: Managed, how: int) -> None:
     first = manager.daemon(**SETTINGS)
     fill(first)
     before = {name: os.fstat(manager.fd(name)).st_ino for name in NAMES}
@@ -94,7 +94,7 @@ def test_nothing_is_lost_by_a_restart(manager: ServiceManager, how: int) -> None
         assert f"{client.epoch:016x}" in index
 
 
-def test_crashes_at_any_moment_lose_nothing(manager: ServiceManager) -> None:
+def test_crashes_at_any_moment_lose_nothing(manager: Managed) -> None:
     first = manager.daemon(**SETTINGS)
     fill(first)
     first.process.kill()
@@ -121,7 +121,7 @@ def test_crashes_at_any_moment_lose_nothing(manager: ServiceManager) -> None:
     ],
 )
 def test_memory_that_does_not_fit_is_given_up(
-    manager: ServiceManager, changed: dict[str, object], text: str
+    manager: Managed, changed: dict[str, object], text: str
 ) -> None:
     first = manager.daemon(**SETTINGS)
     fill(first, 3)
@@ -136,7 +136,7 @@ def test_memory_that_does_not_fit_is_given_up(
         assert manager.names == []
 
 
-def test_damaged_memory_is_given_up_and_damaged_spans_are_dropped(manager: ServiceManager) -> None:
+def test_damaged_memory_is_given_up_and_damaged_spans_are_dropped(manager: Managed) -> None:
     first = manager.daemon(**SETTINGS)
     fill(first)
     with RawClient(first.socket_dir) as client:
@@ -160,7 +160,7 @@ def test_damaged_memory_is_given_up_and_damaged_spans_are_dropped(manager: Servi
 
 
 def test_other_file_descriptors_of_systemd_are_told_apart(
-    manager: ServiceManager, socket_dir: Path
+    manager: Managed, socket_dir: Path
 ) -> None:
     first = manager.daemon(**SETTINGS)
     fill(first)
@@ -174,13 +174,15 @@ def test_other_file_descriptors_of_systemd_are_told_apart(
         assert_filled(second)
         second.stop()
         # What is meant for another process is left alone.
-        third = manager.daemon(env={"OTHER_PID": "1"}, **SETTINGS)
+        env = {"LISTEN_PID": "1", "LISTEN_FDS": "2", "LISTEN_FDNAMES": "kmesh-store-life:a"}
+        manager.clear()
+        third = manager.daemon(env=env, **SETTINGS)
         assert "earlier daemon" not in third.log()
         assert_empty(third)
 
 
 def test_a_store_that_is_too_small_is_not_used(start_spand: Start, socket_dir: Path) -> None:
-    with ServiceManager(start_spand, socket_dir.parent / "notify", size=8) as manager:
+    with Managed(start_spand, socket_dir.parent / "notify", size=8) as manager:
         daemon = manager.daemon(**SETTINGS)
         assert "FileDescriptorStoreMax is 8, and 9 are needed" in daemon.log()
         fill(daemon, 1)

@@ -12,7 +12,7 @@ import pytest
 from daemon_process import Daemon
 from fake_cuda import UUIDS
 from gpus import Faults, client, vram
-from service_manager import ServiceManager
+from managed import Managed
 
 from kmesh.cuda.device import Device
 
@@ -23,12 +23,12 @@ SLABS = [f"gpu-{number}-{UUIDS[0]}" for number in range(1, 5)]
 
 
 @pytest.fixture
-def manager(start_gpu: Start, socket_dir: Path) -> Iterator[ServiceManager]:
-    with ServiceManager(start_gpu, socket_dir.parent / "notify") as made:
+def manager(start_gpu: Start, socket_dir: Path) -> Iterator[Managed]:
+    with Managed(start_gpu, socket_dir.parent / "notify") as made:
         yield made
 
 
-def begin(manager: ServiceManager, gpu: Device) -> Daemon:
+def begin(manager: Managed, gpu: Device) -> Daemon:
     """A daemon with spans on the GPU, and one in host memory."""
     daemon = manager.daemon(command=fake_gpu.COMMAND)
     with client(daemon, gpu) as ours:
@@ -44,7 +44,7 @@ def read(daemon: Daemon, gpu: Device) -> list[bytes | None]:
         return [ours.read(number) for number in range(1, 5)]
 
 
-def test_gpu_memory_outlives_a_killed_daemon(manager: ServiceManager, gpu_device: Device) -> None:
+def test_gpu_memory_outlives_a_killed_daemon(manager: Managed, gpu_device: Device) -> None:
     first = begin(manager, gpu_device)
     before = set(vram(first.pid))
     os.kill(first.pid, signal.SIGKILL)
@@ -59,7 +59,7 @@ def test_gpu_memory_outlives_a_killed_daemon(manager: ServiceManager, gpu_device
 
 @pytest.mark.parametrize("why", ["another GPU", "the driver refuses"])
 def test_gpu_memory_that_does_not_fit_is_made_anew(
-    manager: ServiceManager, gpu_device: Device, gpu_faults: Faults, why: str
+    manager: Managed, gpu_device: Device, gpu_faults: Faults, why: str
 ) -> None:
     begin(manager, gpu_device).stop()
     if why == "another GPU":

@@ -1,4 +1,4 @@
-"""What systemd does for a service with a store of file descriptors; the rules are systemd's own.
+"""Stands in for systemd where a service keeps file descriptors; the rules are systemd's own.
 
 It takes what is sent to ``NOTIFY_SOCKET``, keeps the file descriptors, and starts the service
 again with them.
@@ -11,11 +11,9 @@ import os
 import socket
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
-
-from daemon_process import COMMAND, Daemon
+from typing import NamedTuple, Self
 
 #: Moves the file descriptors to where they are expected, then becomes the service.
 _LAUNCH = """
@@ -26,18 +24,26 @@ for place, fd in enumerate(above, 3):
     os.dup2(fd, place)
 for fd in {*fds, *above} - set(range(3, 3 + len(fds))):
     os.close(fd)
-os.environ["LISTEN_PID"] = str(os.getpid() + (os.environ.get("OTHER_PID") == "1"))
+os.environ["LISTEN_PID"] = str(os.getpid())
 os.environ["LISTEN_FDS"] = str(len(fds))
 os.environ["LISTEN_FDNAMES"] = sys.argv[2]
 os.execv(sys.argv[3], sys.argv[3:])
 """
 
 
+class Start(NamedTuple):
+    """A command, the file descriptors that it is given, and what its environment has more."""
+
+    command: tuple[str, ...]
+    pass_fds: tuple[int, ...]
+    env: dict[str, str]
+
+
 class ServiceManager:
-    """Holds what a daemon stores.
+    """Holds what a daemon stores, until the end of the context.
 
     Args:
-        start: starts a daemon (the fixture ``start_spand``).
+        address: of the socket that is made for it.
         size: ``FileDescriptorStoreMax``.
 
     Attributes:
@@ -46,8 +52,7 @@ class ServiceManager:
         refused: names of which no more were taken.
     """
 
-    def __init__(self, start: Callable[..., Daemon], address: Path, size: int = 512) -> None:
-        self._start = start
+    def __init__(self, address: Path, size: int = 4096) -> None:
         self._address = address
         self._size = size
         self.states: list[str] = []
@@ -59,7 +64,7 @@ class ServiceManager:
         self._thread = threading.Thread(target=self._serve)
         self._thread.start()
 
-    def __enter__(self) -> ServiceManager:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -93,23 +98,21 @@ class ServiceManager:
             self._remove(f"kmesh-store-{name}")
             self.stored += [(f"kmesh-store-{name}", fd) for fd in fds]
 
-    def daemon(self, **settings: Any) -> Daemon:
-        """Starts the service with what is stored."""
+    def start(self, command: Sequence[str]) -> Start:
+        """How the service is started with what is stored now."""
         with self._change:
             stored = list(self.stored)
         fds, names = [fd for _, fd in stored], ":".join(name for name, _ in stored)
-        command = settings.pop("command", COMMAND)
         if stored:
             launch = (sys.executable, "-c", _LAUNCH, ",".join(map(str, fds)), names)
             command = (*launch, *command)
         env = {"NOTIFY_SOCKET": str(self._address), "FDSTORE": str(self._size)}
-        env.update(settings.pop("env", {}))
-        return self._start(command=command, pass_fds=fds, env=env, **settings)
+        return Start(tuple(command), tuple(fds), env)
 
     def _serve(self) -> None:
         while True:
             data, ancillary, flags, _ = self._sock.recvmsg(
-                4096, socket.CMSG_SPACE(768 * 4), socket.MSG_CMSG_CLOEXEC
+                4096, socket.CMSG_SPACE(768 * array.array("i").itemsize), socket.MSG_CMSG_CLOEXEC
             )
             assert not flags & (socket.MSG_TRUNC | socket.MSG_CTRUNC)
             fds = array.array("i")
