@@ -15,7 +15,6 @@ import array
 import contextlib
 import logging
 import os
-import select
 import socket
 import struct
 from collections.abc import Sequence
@@ -172,6 +171,9 @@ class Predecessor:
         except EOFError:
             self.close()
             raise OSError("upgrade: the daemon that runs has ended, or broken off") from None
+        except TimeoutError:
+            self.close()
+            raise OSError("upgrade: the daemon that runs does not answer") from None
         except BaseException:
             self.close()
             raise
@@ -223,6 +225,8 @@ class Predecessor:
                 raise ConfigError(f"upgrade: the daemon that runs goes on: {message.text}")
         except (ConnectionError, EOFError):
             logger.warning("upgrade: the other daemon is gone")
+        except TimeoutError:
+            raise OSError("upgrade: the daemon that runs does not answer") from None
         if not life.begin(ANSWER_SECONDS):
             raise OSError("upgrade: the other daemon has not let go of the memory")
         return given
@@ -257,10 +261,3 @@ def _connect(settings: Settings) -> socket.socket:
         sock.close()
         raise
     return sock
-
-
-def readable(sock: socket.socket) -> bool:
-    """Whether something can be received now."""
-    poll = select.poll()
-    poll.register(sock, select.POLLIN)
-    return bool(poll.poll(0))
