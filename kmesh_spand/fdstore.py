@@ -29,7 +29,7 @@ class FdStore:
         environ: where systemd says so. What is only for this process is taken out.
 
     Attributes:
-        received: what an earlier life put there; the caller owns it.
+        received: what an earlier life put there; whoever takes it out owns it.
         size: file descriptors that it takes.
         active: it takes some, and none was refused yet.
     """
@@ -49,6 +49,12 @@ class FdStore:
     def remove(self, name: str) -> None:
         """Gives up all that is stored under a name."""
         self._send(f"FDSTOREREMOVE=1\nFDNAME={name}")
+
+    def close(self) -> None:
+        """Gives up what was received and not taken out; it stays in the store."""
+        for _, fd in self.received:
+            os.close(fd)
+        self.received.clear()
 
     def settle(self) -> None:
         """Waits until systemd has done what it was told, for a while."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import os
 from collections.abc import Iterator
 
 from kmesh.errors import ConfigError
@@ -61,6 +60,7 @@ class Holdings:
         self.storage: Storage
         self.gpu: dict[int, tuple[Memory, str]] = {}
         with contextlib.ExitStack() as undo:
+            undo.callback(store.close)
             if upgrade:
                 self._take_over(undo)
             else:
@@ -71,37 +71,39 @@ class Holdings:
     def _start(self, undo: contextlib.ExitStack) -> None:
         self.place = Place.take(self._settings)
         undo.callback(self.place.close)
-        inherited = self._from_store()
-        self._make(inherited, undo)
-        if inherited is not None:
-            logger.info("memory of an earlier daemon, version %s, is used", inherited.version)
-            self.gpu = inherited.gpu
-            self._put(self._indexes())
-            self._end_indexes(inherited)
-            self._store.settle()
-        else:
+        inherited = self._from_store(undo)
+        self._check_memory(inherited)
+        if inherited is None:
+            self.storage = Storage(self._settings)
+            undo.callback(self.storage.close)
+            undo.callback(self.storage.drop_writable)
+            self._estate = Estate(self._settings, self._version, None)
+            undo.callback(self._estate.close)
             self._put_all()
+            return
+        self._use(inherited, undo)
+        self._put(self._indexes())
+        self._end_indexes(inherited)
+        self._store.settle()
+        logger.info("memory of an earlier daemon, version %s, is used", inherited.version)
 
-    def _from_store(self) -> Inherited | None:
+    def _from_store(self, undo: contextlib.ExitStack) -> Inherited | None:
         """What is usable of what an earlier daemon left there; the rest is given up."""
         if not self._store.received:
             return None
         names = {name for name, _ in self._store.received}
         received, self._store.received = self._store.received, []
         try:
-            inherited = inherit(received, self._settings, self._version)
-            try:
-                self._estate = Estate(self._settings, self._version, inherited)
-            except OSError:
-                inherited.close()
-                raise
-            if self._estate.life.begin(_LIFE_SECONDS):
+            with contextlib.ExitStack() as taken:
+                inherited = inherit(received, self._settings, self._version)
+                taken.callback(inherited.close)
+                self._adopt(inherited, taken)
+                if not self._estate.life.begin(_LIFE_SECONDS):
+                    inherited.poison()
+                    raise Unfit("a process of the earlier daemon still runs")
+                undo.push(taken.pop_all())
                 return inherited
-            os.close(self._estate.life.held)
-            inherited.poison()
-            inherited.close()
-            raise Unfit("a process of the earlier daemon still runs")
-        except Unfit as differs:
+        except (Unfit, OSError) as differs:
             logger.warning("spans of an earlier daemon are given up: %s", differs)
         # Before memory is taken anew.
         for name in sorted(names):
@@ -117,39 +119,36 @@ class Holdings:
             inherited = inherit(named, self._settings, self._version)
         except Unfit as differs:
             raise ConfigError(f"upgrade: the daemon that runs goes on: {differs}") from None
-        self._estate = Estate(self._settings, self._version, inherited)
-        self._make(inherited, undo)
+        undo.callback(inherited.close)
+        self._adopt(inherited, undo)
+        self._check_memory(inherited)
+        self._use(inherited, undo)
         self.place = predecessor.place(self._settings)
         undo.callback(self.place.close)
         logger.info("upgrade: all memory is here, version %s made it", inherited.version)
         if not predecessor.wait_to_begin(self._estate.life):
             self.place.renew(self._settings)
         self._end_indexes(inherited)
-        self.gpu = inherited.gpu
         self._put_all()
 
-    def _make(self, inherited: Inherited | None, undo: contextlib.ExitStack) -> None:
-        settings = self._settings
-        held = inherited.resident if inherited is not None else 0
-        try:
-            memory.check_memory(
-                settings.host_memory,
-                settings.staging_memory,
-                table_bytes(settings),
-                memory.memory_limits(held=held),
-            )
-            if inherited is None:
-                self.storage = Storage(settings)
-                undo.callback(self.storage.close)
-                self._estate = Estate(settings, self._version, None)
-            else:
-                self.storage = Storage(settings, (inherited.slabs, inherited.catalog))
-                undo.callback(self.storage.close)
-        except BaseException:
-            if inherited is not None:
-                inherited.close()
-            raise
+    def _adopt(self, inherited: Inherited, undo: contextlib.ExitStack) -> None:
+        self._estate = Estate(self._settings, self._version, inherited)
         undo.callback(self._estate.close)
+
+    def _check_memory(self, inherited: Inherited | None) -> None:
+        memory.check_memory(
+            self._settings.host_memory,
+            self._settings.staging_memory,
+            table_bytes(self._settings),
+            memory.memory_limits(held=inherited.resident if inherited is not None else 0),
+        )
+
+    def _use(self, inherited: Inherited, undo: contextlib.ExitStack) -> None:
+        assert inherited.catalog is not None
+        self.storage = Storage(self._settings, (inherited.slabs, inherited.catalog))
+        inherited.slabs, inherited.catalog = [], None
+        undo.callback(self.storage.close)
+        self.gpu = inherited.gpu
 
     def _end_indexes(self, inherited: Inherited) -> None:
         """No reader believes an index of an earlier daemon from here on."""

@@ -57,7 +57,8 @@ class Inherited:
     """What was checked. The file descriptors are owned until they are taken out.
 
     Attributes:
-        manifest, life, catalog: file descriptors. slabs: of host memory, by number.
+        manifest, life: file descriptors; -1 when they were taken out.
+        catalog, slabs: of host memory; None, and none, when they were taken out.
         indexes: file descriptors of indexes of earlier epochs, by name; they are poisoned.
         gpu: memory and the UUID of its GPU, by number of the slab; there may be less of it
             than the settings plan.
@@ -66,7 +67,7 @@ class Inherited:
 
     manifest: int
     life: int
-    catalog: Memory
+    catalog: Memory | None
     slabs: list[Memory]
     indexes: dict[str, int]
     gpu: dict[int, tuple[Memory, str]]
@@ -75,7 +76,10 @@ class Inherited:
     @property
     def resident(self) -> int:
         """Bytes of host memory that it takes now."""
-        return sum(resident(memory.fd) for memory in (*self.slabs, self.catalog))
+        return sum(resident(memory.fd) for memory in self._host())
+
+    def _host(self) -> list[Memory]:
+        return [*self.slabs, *([self.catalog] if self.catalog is not None else [])]
 
     def poison(self) -> None:
         """Tells every reader of an earlier index that it is over."""
@@ -89,13 +93,13 @@ class Inherited:
         self.indexes.clear()
 
     def close(self) -> None:
-        """Gives all of it up."""
+        """Gives up what was not taken out."""
         self.close_indexes()
-        gpu = (memory for memory, _ in self.gpu.values())
-        for memory in (self.catalog, *self.slabs, *gpu):
+        for memory in (*self._host(), *(memory for memory, _ in self.gpu.values())):
             os.close(memory.fd)
-        os.close(self.manifest)
-        os.close(self.life)
+        for fd in (self.manifest, self.life):
+            if fd >= 0:
+                os.close(fd)
 
 
 def inherit(named: Iterable[Named], settings: Settings, version: str) -> Inherited:
@@ -207,6 +211,9 @@ def _check_different(found: dict[str, int]) -> None:
 class Estate:
     """What of a daemon's memory outlives it, beside slabs, catalog and indexes.
 
+    Args:
+        inherited: has it; it is taken out. None makes another, whose life begins.
+
     Attributes:
         manifest: file descriptor of what describes it. life: the lock on all of it.
 
@@ -218,6 +225,7 @@ class Estate:
         if inherited is not None:
             self.life = Life(inherited.life)
             self.manifest = inherited.manifest
+            inherited.life = inherited.manifest = -1
             return
         self.life = Life()
         try:

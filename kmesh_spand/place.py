@@ -54,6 +54,7 @@ class Place:
             undo.callback(os.close, lock)
             # We hold the lock, so whoever made these is gone.
             _unlink(directory)
+            undo.callback(_unlink, directory)
             sessions = undo.enter_context(_listen(directory, SESSION_SOCKET, settings.socket_mode))
             upgrades = undo.enter_context(_listen(directory, UPGRADE_SOCKET, 0o600))
             place = cls(directory, lock, sessions, upgrades)
