@@ -113,7 +113,7 @@ class Daemon:
             assert self.process.poll() is None, f"exit {self.process.returncode}: {self.log()}"
             return self.log().count("ready: ") >= times
 
-        wait_for(ready, what=f"ready: {self.log()}")
+        wait_for(ready, 60.0, f"ready: {self.log()}")
 
     def child(self, name: str) -> int:
         """The pid of ``control`` or ``worker``."""
