@@ -187,7 +187,9 @@ def test_what_lies_on_another_gpu_is_read_where_gpus_reach_each_other(
 ) -> None:
     stored_by(engine("a", tier="gpu"), daemon, prompt(256), 7, "first")
     apart = FakeGpu(FakeDriver(FakeCard(UUIDS[1]), FakeCard(UUIDS[0])))
-    beside = FakeGpu(FakeDriver(FakeCard(UUIDS[1], peers=frozenset({UUIDS[0]})), FakeCard(UUIDS[0])))
+    beside = FakeGpu(
+        FakeDriver(FakeCard(UUIDS[1], peers=frozenset({UUIDS[0]})), FakeCard(UUIDS[0]))
+    )
     one, other = engine("b", tier="gpu", gpu=apart), engine("c", tier="gpu", gpu=beside)
     for each in (one, other):
         tell(each)
