@@ -69,9 +69,7 @@ class _Restorer:
 
     def restore(self, loads: Sequence[Load], stream: int, *, memory: Memory) -> _Pending:
         return _Pending(
-            jobs.write(
-                self._layout, loads, unit_stages=3, allocate=lambda size: self._memory[:size]
-            )
+            jobs.write(self._layout, loads, unit_stages=3, allocate=lambda size: self._memory)
         )
 
     def close(self) -> None:

@@ -28,6 +28,16 @@ _NAMESPACE_CONTEXT = "kmesh 2026-11 namespace digest v1"
 _ROOT_CONTEXT = "kmesh 2026-11 prefix chain root v1"
 _SALT_CONTEXT = "kmesh 2026-11 cache salt v1"
 _EXTRAS_MARK = struct.pack("<I", 0xFFFFFFFF)
+_KEY = struct.Struct(f"{KEY_BYTES}s")
+
+
+def split(keys: bytes) -> tuple[bytes, ...]:
+    """Packed keys, one by one.
+
+    Raises:
+        struct.error: they are not 32 bytes each.
+    """
+    return tuple([key for (key,) in _KEY.iter_unpack(keys)])
 
 
 def salt_digest(salt: str) -> str:

@@ -92,7 +92,7 @@ class SchedulerHalf:
         salt: bytes = b"",
     ) -> None:
         """A new request whose prompt may be restored and stored."""
-        self._states[request_id] = RequestState(
+        state = self._states[request_id] = RequestState(
             request_id,
             tokens,
             namespace,
@@ -101,6 +101,10 @@ class SchedulerHalf:
             may_load=may_load and self._settings.load,
             may_store=self._settings.store,
         )
+        session = self._client.session
+        if session is not None and (state.may_load or state.may_store):
+            # While it waits in vLLM's queue, and not when its first token is waited for.
+            state.chain(session.welcome.span_tokens, session.welcome.sub_tokens)
 
     def match(self, request_id: str, local: int, total: int) -> Match:
         """How many tokens behind the first ``local`` can be restored.

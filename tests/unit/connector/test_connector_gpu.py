@@ -319,12 +319,12 @@ def test_staging_that_can_not_be_registered_is_tried_again(
     saver: Any = one.workers[0]._saver
     for name in ("r", "s"):
         one.scheduler.add(name, prompt(128), DIGEST)
-        saver._ask_at = 0.0
+        saver._reserver._ask_at = 0.0
         one.prefill(name, 7, [1, 2, 3, 4], 0, 128)
         assert one.workers[0].counts.take() == {"store_skipped_staging": 2}
     assert caplog.text.count("staging memory: register") == 2
     gpu.driver.refuse = None
-    saver._ask_at = 0.0
+    saver._reserver._ask_at = 0.0
     stored_by(one, daemon, prompt(192, seed=2), seed=5, name="next")
 
 
@@ -619,7 +619,7 @@ def test_no_step_waits_for_kernels_or_reserves_without(engine: Make, daemon: Fak
     one.prefill("r", 7, [1, 2, 3, 4], 0, 128)
     assert not compiled.is_set()
     assert one.workers[0].counts.take() == {"store_skipped_late": 2}
-    assert saver._staging is None, "something was reserved"
+    assert saver._reserver._staging is None, "something was reserved"
     # Asked for before, taken after: nothing waits there either.
     assert one.workers[0]._mover.take(empty_records(2), np.arange(4)).count == 0  # type: ignore[union-attr]
     compiled.set()
