@@ -12,7 +12,7 @@ import pytest
 import torch
 from fake_cuda import refuse_nth
 from fake_gpu_streams import COMPUTE, FakeGpu
-from mini_engine import LAYERS, NAMESPACE, MiniEngine, until
+from mini_engine import LAYERS, NAMESPACE, WAIT, MiniEngine, until
 
 from kmesh.cuda import proof
 from kmesh.cuda.driver import Attribute
@@ -30,7 +30,6 @@ DIGEST = NAMESPACE.digest()
 SPAN_BYTES = NAMESPACE.layers * 2 * NAMESPACE.kv_heads * 64 * NAMESPACE.head_dim * 4
 Make = Callable[..., MiniEngine]
 #: Generous: what is waited for happens soon, unless the machine does something else.
-WAIT = 30.0
 
 
 def prompt(count: int, seed: int = 0) -> list[int]:
@@ -428,11 +427,11 @@ def test_a_restore_under_way_is_waited_for_beyond_its_time(
 
 def test_a_load_whose_memory_comes_too_late_never_writes(engine: Make, daemon: FakeDaemon) -> None:
     stored_by(engine("a"), daemon, prompt(192))
-    daemon.delay("attach_slab", 0.4, times=8)
     gpu = FakeGpu()
-    other = engine("b", gpu=gpu, load_timeout_ms=100)
-    assert promised(other, "r", prompt(192)) == 160
-    assert other.load("r", [1, 2, 3, 4, 5], 160, WAIT).bad_blocks == {1, 2, 3, 4, 5}
+    with daemon.hold("attach_slab"):
+        other = engine("b", gpu=gpu, load_timeout_ms=100)
+        assert promised(other, "r", prompt(192)) == 160
+        assert other.load("r", [1, 2, 3, 4, 5], 160).bad_blocks == {1, 2, 3, 4, 5}
     warm(other, daemon)
     assert other.workers[0].finished() == set()
     assert gpu.launches == []
@@ -441,12 +440,15 @@ def test_a_load_whose_memory_comes_too_late_never_writes(engine: Make, daemon: F
 
 def test_a_load_that_comes_first_waits_for_its_memory(engine: Make, daemon: FakeDaemon) -> None:
     stored_by(engine("a"), daemon, prompt(192))
-    daemon.delay("attach_slab", 0.3, times=4)
-    other = engine("b", gpu=FakeGpu())
-    mover: Any = other.workers[0]._mover
-    assert promised(other, "r", prompt(192)) == 160
-    assert mover.attached(other.workers_client.session, 0) is None
-    assert not other.load("r", [1, 2, 3, 4, 5], 160, WAIT).bad_blocks
+    with daemon.hold("attach_slab"):
+        other = engine("b", gpu=FakeGpu())
+        mover: Any = other.workers[0]._mover
+        assert promised(other, "r", prompt(192)) == 160
+        assert mover.attached(other.workers_client.session, 0) is None
+        other.scheduler.allocated("r", [1, 2, 3, 4, 5], 160)
+        other.run(other.scheduler.plan([], []))
+        assert other.workers[0].finished() == set()
+    assert not other.settle("r").bad_blocks
     assert other.wrong(7, [1, 2, 3, 4, 5], 0, 160) == []
 
 
@@ -455,11 +457,13 @@ def test_no_thread_of_ours_spoils_a_graph_that_the_engine_captures(
 ) -> None:
     """Each of them tells the driver before it calls what a capture elsewhere forbids."""
     stored_by(engine("a"), daemon, prompt(192))
-    daemon.delay("attach_slab", 0.3, times=4)
     gpu = FakeGpu()
-    other = engine("b", gpu=gpu)
-    assert promised(other, "r", prompt(192)) == 160
-    assert not other.load("r", [1, 2, 3, 4, 5], 160, WAIT).bad_blocks
+    with daemon.hold("attach_slab"):
+        other = engine("b", gpu=gpu)
+        assert promised(other, "r", prompt(192)) == 160
+        other.scheduler.allocated("r", [1, 2, 3, 4, 5], 160)
+        other.run(other.scheduler.plan([], []))
+    assert not other.settle("r").bad_blocks
     warm(other, daemon)
     stored_by(other, daemon, prompt(128, seed=6), seed=2)
     mover: Any = other.workers[0]._mover
