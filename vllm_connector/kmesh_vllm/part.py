@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import enum
+from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass
 
-from kmesh.flight import Arrived, Claim
+from kmesh.flight import Arrival, Arrived, Claim, FlightCause, Standing
 from kmesh.session import Session
 
 
@@ -55,3 +56,21 @@ class Part:
     claim: Claim | None = None
     think: float = 0.0
     settled: int = 0
+
+
+def give_back(
+    session: Session, flight: int = 0
+) -> Callable[[Future[Claim] | Future[Arrived]], None]:
+    """Ends a flight that comes to a request that is gone."""
+
+    def done(future: Future[Claim] | Future[Arrived]) -> None:
+        if future.exception() is not None:
+            return
+        answer = future.result()
+        if isinstance(answer, Claim):
+            if answer.standing is Standing.LEAD:
+                session.land(answer.flight, FlightCause.ABORTED)
+        elif answer.arrival is Arrival.LEAD:
+            session.land(flight, FlightCause.ABORTED)
+
+    return done

@@ -165,7 +165,9 @@ class WorkerHalf:
         return blocks
 
     def report(self) -> LoadReport | None:
-        """What the scheduler half has to know of loads, since the last call."""
+        """What the scheduler half has to know, since the last call."""
+        if self._saver is not None and (reserved := self._saver.reserved()):
+            self._report.merge(LoadReport(reserved=reserved))
         if not self._report:
             return None
         report, self._report = self._report, LoadReport()

@@ -276,6 +276,28 @@ def test_one_that_leaves_does_not_end_the_wait_of_another(engine: Make, daemon: 
     assert answered(second, "r1") == 160
 
 
+def test_siblings_wait_no_longer_than_the_setting_says(engine: Make) -> None:
+    clock = Clock()
+    one = engine("a", **PATIENT, flight_wait_ms=5_000, clock=clock)
+    document = prompt(256)
+    leads(one, "r0", document)
+    one.scheduler.plan([("r0", [0, 1], 0, 64)], [])
+    one.scheduler.add("r1", document, DIGEST)
+    for _ in range(3):
+        assert ask(one, "r1", 256, 64) == ASK
+        clock.now += 1
+    # What it waits for becomes another one, and another: it is one wait for all that.
+    one.scheduler.plan([], [], ["r0"])
+    assert answered(one, "r0", 256) == 0
+    one.scheduler.plan([("r0", [0, 1], 0, 64)], [])
+    assert ask(one, "r1", 256, 64) == ASK
+    clock.now += 1
+    assert ask(one, "r1", 256, 64) == ASK
+    clock.now += 1
+    assert one.match("r1", 64, 256) == 0
+    assert ask(one, "r1", 256, 64) == ALONE
+
+
 @pytest.mark.parametrize("sharing", [True, False])
 def test_siblings_of_a_leader_find_its_blocks(
     engine: Make, daemon: FakeDaemon, sharing: bool
