@@ -6,6 +6,7 @@ has no answer yet is asked for again, which costs a look at its state.
 
 from __future__ import annotations
 
+import itertools
 import logging
 import threading
 import time
@@ -66,6 +67,7 @@ class Computing:
         self._news = threading.Event()
         self._paused_until = 0.0
         self._too_old: Session | None = None
+        self._waits = itertools.count(1)
 
     def __len__(self) -> int:
         """Requests that wait for an answer."""
@@ -193,7 +195,8 @@ class Computing:
         elif claim.standing is Standing.COMPUTING and self._worth(state, part, part.found):
             left = self._settings.flight_wait_ms / 1000 - state.waited
             try:
-                part.future = part.session.await_flight_async(claim, left)
+                part.wait = next(self._waits)
+                part.future = part.session.await_flight_async(claim, left, wait=part.wait)
             except KMeshError as failed:
                 self._failed(state, part, failed)
                 return False
@@ -232,7 +235,8 @@ class Computing:
             self._counts.add("flight_promoted")
             self._become(state, part, Role.LEADING)
         elif arrived.cause is FlightCause.LEFT:
-            # Another request of this engine left the flight, which ends all of its waits.
+            # Another request of this engine left the flight. A daemon that is too old to know waits
+            # by their numbers then ends all of them.
             self._drop(state)
         else:
             self._counts.add("flight_ended")
@@ -358,7 +362,7 @@ class Computing:
         state.waited += self._clock() - part.since
         assert part.claim is not None
         if not part.future.done():
-            part.session.leave(part.claim.flight)
+            part.session.leave(part.claim.flight, part.wait)
         part.future.add_done_callback(give_back(part.session, part.claim.flight))
         self._become(state, part, Role.ALONE)
 

@@ -40,6 +40,7 @@ class Part:
         deadline: when it waits no longer for the answer to its claim.
         future: of that answer, or of the flight's end.
         claim: the answer.
+        wait: the number of its wait.
         think: when to think again about waiting on.
         settled: steps that were planned behind the end of its prompt.
     """
@@ -54,6 +55,7 @@ class Part:
     deadline: float
     future: Future[Claim] | Future[Arrived]
     claim: Claim | None = None
+    wait: int = 0
     think: float = 0.0
     settled: int = 0
 
