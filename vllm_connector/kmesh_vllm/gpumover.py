@@ -113,7 +113,7 @@ class GpuMover:
         self._under_way: list[_Launched] = []
         self._compiled, self._closing = threading.Event(), threading.Event()
         self._failed = ""
-        self.devices: tuple[str, ...] = (gpu.device.uuid,)
+        self.devices: tuple[str, ...] = (gpu.device.uuid, *gpu.device.peers())
         if self._memory.reads_host:
             self.devices += ("",)
         else:
