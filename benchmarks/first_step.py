@@ -84,7 +84,9 @@ class _Restorer:
 class _Gpu:
     """What a ``GpuMover`` asks of a GPU, where all of it costs nothing."""
 
-    device: Any = SimpleNamespace(uuid="GPU-bench", name="none", can=lambda _: True)
+    device: Any = SimpleNamespace(
+        uuid="GPU-bench", name="none", can=lambda _: True, peers=lambda: ()
+    )
 
     def restorer(self, layout: PagedLayout, settings: object) -> _Restorer:
         return _Restorer(layout)
