@@ -17,6 +17,7 @@ import pytest
 from daemon_process import COMMAND, Daemon, environment, wait_for
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from leaks import open_fds, process_tree
+from probe import readiness
 from rawclient import RawClient, Refused
 
 from kmesh.v1 import common_pb2
@@ -111,7 +112,7 @@ def test_sigterm_lets_copies_finish(spand: Daemon) -> None:
         client.send(commit={"reservation": [first], "staging_offset": [0]})
         spand.process.send_signal(signal.SIGTERM)
         wait_for(lambda: "stopping" in spand.log())
-        time.sleep(0.1)
+        wait_for(lambda: "draining" in readiness(spand))
         with pytest.raises(Refused) as refused:
             other.reserve([b"c" * 32], 100_000)
         assert refused.value.code == common_pb2.CODE_DRAINING
@@ -126,7 +127,7 @@ def test_sigterm_lets_copies_finish(spand: Daemon) -> None:
         assert second
         with pytest.raises(EOFError):
             client.receive()
-    assert spand.process.wait(10) == 0
+    assert spand.process.wait(60) == 0
 
 
 def test_sigterm_does_not_wait_for_ever(start_spand: Start) -> None:
