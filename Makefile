@@ -181,6 +181,14 @@ bench-gpu-engines: env native ## measure vLLM engines on a GPU, write .bench/gpu
 bench-gpu-engines-check: env ## compare the last run with benchmarks/gpu/engine-targets.toml
 	@$(PY) -m benchmarks.gpu.engines check $(BENCH_RESULT)
 
+.PHONY: bench-gpu-pair
+bench-gpu-pair: env native ## measure two GPUs of one host, write .bench/gpu-pair.json (needs vLLM and CuPy)
+	@$(PY) -m benchmarks.gpu.pair run $(BENCH_ARGS)
+
+.PHONY: bench-gpu-pair-check
+bench-gpu-pair-check: env ## compare the last run with benchmarks/gpu/pair-targets.toml
+	@$(PY) -m benchmarks.gpu.pair check $(BENCH_RESULT)
+
 .PHONY: verify-evidence
 verify-evidence: env ## recompute the figures of evidence/ and compare them with the documents
 	@$(PY) tools/verify_evidence.py

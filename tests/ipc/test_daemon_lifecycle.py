@@ -33,7 +33,8 @@ def run(*flags: str, **env: str) -> subprocess.CompletedProcess[str]:
 
 def test_start_and_stop(spand: Daemon) -> None:
     sockets = {"session.sock", "grpc.sock", "metrics.sock"}
-    assert sockets | {"daemon.lock"} == set(os.listdir(spand.socket_dir))
+    assert sockets | {"daemon.lock", "upgrade.sock"} == set(os.listdir(spand.socket_dir))
+    assert (spand.socket_dir / "upgrade.sock").stat().st_mode & 0o777 == 0o600
     assert spand.socket_dir.stat().st_mode & 0o777 == 0o700
     for name in sockets:
         assert (spand.socket_dir / name).stat().st_mode & 0o777 == 0o660
@@ -76,7 +77,7 @@ def test_more_slabs_than_one_packet_carries(start_spand: Start) -> None:
 def test_second_daemon_is_refused(spand: Daemon) -> None:
     second = run(f"--socket-dir={spand.socket_dir}", "--host-memory=16MiB")
     assert second.returncode == 2
-    assert "socket_dir: another daemon serves" in second.stderr
+    assert f"another daemon serves {spand.socket_dir} (process {spand.pid})" in second.stderr
     with RawClient(spand.socket_dir):
         pass
 

@@ -326,7 +326,7 @@ def test_staging_that_others_have_is_asked_for_again(engine: Make, daemon: FakeD
     greedy.close()
     saver = other.workers[0]._saver
     assert saver is not None
-    saver._ask_at = 0.0
+    saver._reserver._ask_at = 0.0
     stored_by(other, daemon, prompt(128, seed=2))
 
 
