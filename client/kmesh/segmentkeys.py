@@ -1,0 +1,158 @@
+"""A prompt's shared segments as spans of their own: their keys, and which of them are stored.
+
+The index is a hint here as everywhere: Acquire decides.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+from kmesh.keys import Extra, KeyChain, segment_root
+from kmesh.segments import Segment, SegmentedPrompt
+
+
+@dataclass(frozen=True, slots=True)
+class SegmentSpan:
+    """A span of a shared segment.
+
+    Attributes:
+        key: 32 bytes, of the segment's tokens up to the span's end.
+        begin: position in the prompt of its first token.
+        tokens: ``span_tokens``, or in a segment's tail a smaller multiple of ``sub_tokens``.
+        sub_keys: of a tail, its keys at every ``sub_tokens`` before its end.
+    """
+
+    key: bytes
+    begin: int
+    tokens: int
+    sub_keys: bytes = b""
+
+    @property
+    def end(self) -> int:
+        return self.begin + self.tokens
+
+
+@dataclass(frozen=True, slots=True)
+class KeyedSegment:
+    """A shared segment with the keys of its content.
+
+    Attributes:
+        segment: in the prompt.
+        spans: all of its full spans and one tail. What is left behind that, fewer than
+            ``sub_tokens`` tokens, has no key; a short segment may have no span at all.
+    """
+
+    segment: Segment
+    spans: tuple[SegmentSpan, ...]
+
+    @property
+    def covered(self) -> int:
+        """Tokens from the segment's start that the keys say."""
+        return self.spans[-1].end - self.segment.begin if self.spans else 0
+
+
+@dataclass(frozen=True, slots=True)
+class SegmentMatch:
+    """What of a shared segment is stored.
+
+    Attributes:
+        found: spans from the segment's start that are stored without a gap.
+    """
+
+    keyed: KeyedSegment
+    found: tuple[SegmentSpan, ...]
+
+    @property
+    def whole(self) -> bool:
+        """Whether every span is there, and there is one."""
+        return bool(self.found) and len(self.found) == len(self.keyed.spans)
+
+    @property
+    def tokens(self) -> int:
+        """Tokens from the segment's start that are stored."""
+        return sum(span.tokens for span in self.found)
+
+
+def keyed_segments(
+    prompt: SegmentedPrompt,
+    token_ids: Sequence[int],
+    namespace_digest: bytes,
+    *,
+    span_tokens: int,
+    sub_tokens: int,
+    extras: Iterable[Extra] = (),
+) -> list[KeyedSegment]:
+    """The shared segments of a prompt, in order, with their keys; each content is hashed once.
+
+    Args:
+        prompt: in tokens.
+        token_ids: of the whole prompt.
+        extras: content of the prompt beyond token ids; it is bound by its place in a segment.
+    """
+    extras, root = tuple(extras), segment_root(namespace_digest)
+    chains: dict[tuple[object, ...], KeyChain] = {}
+    keyed = []
+    for segment in prompt.shared:
+        begin, tokens = segment.begin, tuple(token_ids[segment.begin : segment.end])
+        inside = tuple(
+            Extra(extra.start - begin, extra.length, extra.identity)
+            for extra in extras
+            if extra.start < segment.end and extra.start + extra.length > begin
+        )
+        chain = chains.get((tokens, inside))
+        if chain is None:
+            chain = KeyChain(
+                namespace_digest,
+                span_tokens=span_tokens,
+                sub_tokens=sub_tokens,
+                extras=inside,
+                root=root,
+            )
+            chain.extend(tokens)
+            chains[tokens, inside] = chain
+        keyed.append(KeyedSegment(segment, _spans(chain, begin, span_tokens, sub_tokens)))
+    return keyed
+
+
+def match_segments(
+    keyed: Sequence[KeyedSegment],
+    stored: Callable[[bytes], Sequence[bool]],
+    same: Callable[[bytes, Sequence[int]], bool],
+    token_ids: Sequence[int],
+) -> list[SegmentMatch]:
+    """What of each shared segment is stored, repeats included.
+
+    Args:
+        stored: whether the spans of these keys, 32 bytes each, are there; asked once.
+        same: whether the tokens that a key was seen with, if any, are these. Where they are not,
+            the hit is a chance one and counts as a miss.
+        token_ids: of the whole prompt.
+    """
+    there = stored(b"".join(span.key for one in keyed for span in one.spans))
+    matches, at = [], 0
+    for one in keyed:
+        hits = there[at : at + len(one.spans)]
+        at += len(one.spans)
+        found: list[SegmentSpan] = []
+        for span, hit in zip(one.spans, hits, strict=True):
+            if not hit or not same(span.key, token_ids[one.segment.begin : span.end]):
+                break
+            found.append(span)
+        matches.append(SegmentMatch(one, tuple(found)))
+    return matches
+
+
+def _spans(
+    chain: KeyChain, begin: int, span_tokens: int, sub_tokens: int
+) -> tuple[SegmentSpan, ...]:
+    spans = [
+        SegmentSpan(chain.key(number), begin + number * span_tokens, span_tokens)
+        for number in range(chain.spans)
+    ]
+    tail = chain.tokens % span_tokens // sub_tokens * sub_tokens
+    if tail:
+        *shorter, key = chain.sub_keys(chain.spans, tail)
+        at = begin + chain.spans * span_tokens
+        spans.append(SegmentSpan(key, at, tail, b"".join(shorter)))
+    return tuple(spans)
