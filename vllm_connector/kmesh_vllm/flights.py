@@ -14,6 +14,10 @@ class Flights:
     def __len__(self) -> int:
         return len(self._by_key)
 
+    def clear(self) -> None:
+        """Nobody brings anything any more."""
+        self._by_key.clear()
+
     def take_off(self, state: RequestState, keys: tuple[bytes, ...]) -> None:
         """A request begins to bring the spans of these keys, in place of earlier ones."""
         self.land(state)
