@@ -125,8 +125,8 @@ def match_segments(
 
     Args:
         stored: whether the spans of these keys, 32 bytes each, are there; asked once.
-        same: whether the tokens that a key was seen with, if any, are these. Where they are not,
-            the hit is a chance one and counts as a miss.
+        same: whether the span's own tokens that a key was seen with, if any, are these. Where they
+            are not, the hit is a chance one and counts as a miss.
         token_ids: of the whole prompt.
     """
     there = stored(b"".join(span.key for one in keyed for span in one.spans))
@@ -136,7 +136,7 @@ def match_segments(
         at += len(one.spans)
         found: list[SegmentSpan] = []
         for span, hit in zip(one.spans, hits, strict=True):
-            if not hit or not same(span.key, token_ids[one.segment.begin : span.end]):
+            if not hit or not same(span.key, token_ids[span.begin : span.end]):
                 break
             found.append(span)
         matches.append(SegmentMatch(one, tuple(found)))

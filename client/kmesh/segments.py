@@ -140,7 +140,9 @@ class SegmentedPrompt:
         for index, (begin, end) in enumerate(offsets):
             if begin < end:
                 if begin < last:
-                    raise SegmentError(f"begins before token {index - 1}", field=f"offsets[{index}]")
+                    raise SegmentError(
+                        f"begins before token {index - 1}", field=f"offsets[{index}]"
+                    )
                 last, furthest = begin, max(furthest, end)
                 number = self._owner(begin, end, number)
             if number < len(lengths):
@@ -243,19 +245,25 @@ def split(
     Raises:
         SegmentError: there are more than ``MAX_SEGMENTS``.
     """
-    ends = [at + 1 for at, token in enumerate(prompt) if token in separators]
+    ends: list[int] = []
+    for separator in separators:
+        at = 0
+        # Found by the sequence itself: a look at each token of a long prompt takes a millisecond.
+        while len(ends) <= MAX_SEGMENTS:
+            try:
+                at = prompt.index(separator, at) + 1
+            except ValueError:
+                break
+            ends.append(at)
     if not ends:
         return None
+    ends.sort()
     if ends[-1] != len(prompt):
         ends.append(len(prompt))
     if len(ends) > MAX_SEGMENTS:
-        raise SegmentError(
-            f"separators make {len(ends)} segments, not at most {MAX_SEGMENTS}", field="prompt"
-        )
+        raise SegmentError(f"its separators make more than {MAX_SEGMENTS} segments", field="prompt")
     begins = [0, *ends[:-1]]
-    return SegmentedPrompt(
-        family, tuple(Segment(b, e) for b, e in zip(begins, ends, strict=True))
-    )
+    return SegmentedPrompt(family, tuple(Segment(b, e) for b, e in zip(begins, ends, strict=True)))
 
 
 class _Reader:
@@ -293,9 +301,7 @@ class _Reader:
         else:
             tokens = earlier[1] if earlier is not None else self._known(id)
             if tokens is None:
-                raise SegmentError(
-                    "not known: say its number of tokens once", field=f"{here}.id"
-                )
+                raise SegmentError("not known: say its number of tokens once", field=f"{here}.id")
             begin, end = self._at, self._at + len(tokens)
             if not self._holds(begin, end, tokens):
                 raise _other(here, f"segment {earlier[0]}" if earlier is not None else "before")
@@ -351,7 +357,9 @@ def _range(said: object, at: int, limit: int, field: str) -> tuple[int, int]:
         if begin > at:
             raise SegmentError(f"begins at {_shown(begin)}: a gap behind {at}", field=field)
         if begin < at:
-            raise SegmentError(f"begins at {_shown(begin)}: overlaps what ends at {at}", field=field)
+            raise SegmentError(
+                f"begins at {_shown(begin)}: overlaps what ends at {at}", field=field
+            )
     else:
         begin, end = at, at + _number(said, field)
     if end <= begin:

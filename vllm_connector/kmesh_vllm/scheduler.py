@@ -22,6 +22,7 @@ from kmesh_vllm.metadata import LoadPlan, LoadReport, StepPlan
 from kmesh_vllm.patience import PATIENCE, Patience
 from kmesh_vllm.requests import Phase, RequestState
 from kmesh_vllm.restoring import failed_keys, load_plan, report_corrupt
+from kmesh_vllm.segmenting import Segmenting
 from kmesh_vllm.storing import keys_between, plan_store
 
 
@@ -75,6 +76,9 @@ class SchedulerHalf:
             sharing=sharing,
             clock=clock,
         )
+        self.segmenting = Segmenting(
+            settings, self._shardings, self.counts, block_tokens=identity.block_tokens
+        )
         self.reset_word = ""
 
     def __len__(self) -> int:
@@ -90,9 +94,14 @@ class SchedulerHalf:
         *,
         may_load: bool = True,
         salt: bytes = b"",
+        params: object = None,
     ) -> None:
-        """A new request whose prompt may be restored and stored."""
-        self._states[request_id] = RequestState(
+        """A new request whose prompt may be restored and stored.
+
+        Args:
+            params: what its client said in ``kv_transfer_params``, whatever that is.
+        """
+        state = self._states[request_id] = RequestState(
             request_id,
             tokens,
             namespace,
@@ -101,6 +110,7 @@ class SchedulerHalf:
             may_load=may_load and self._settings.load,
             may_store=self._settings.store,
         )
+        self.segmenting.heard(state, params)
 
     def match(self, request_id: str, local: int, total: int) -> Match:
         """How many tokens behind the first ``local`` can be restored.
@@ -183,6 +193,7 @@ class SchedulerHalf:
             else:
                 state.blocks.extend(blocks)
             self._plan_store(step, state, computed + scheduled)
+        step.stores.extend(self.segmenting.take())
         return step
 
     def worked(self, report: LoadReport | None, finished: Iterable[str]) -> None:
@@ -203,13 +214,14 @@ class SchedulerHalf:
     def finished(self, request_id: str) -> dict[str, Any] | None:
         """A request has ended, in whatever state; returns what its client may know."""
         state = self._states.pop(request_id, None)
+        said = self.segmenting.finished(request_id)
         if state is None:
-            return None
+            return {"kmesh": said} if said else None
         self._matcher.flights.land(state)
         self.computing.finished(state)
         # A load under way keeps its lease: the workers still read.
         state.forget_restore()
-        return {"kmesh": {"restored_tokens": state.restored}}
+        return {"kmesh": {"restored_tokens": state.restored, **said}}
 
     def reset(self) -> None:
         """The weights or the cache are no longer what they were: nothing old is used again."""
@@ -259,6 +271,7 @@ class SchedulerHalf:
         )
         if plan is not None:
             step.stores.append(plan)
+        self.segmenting.plan(state, session, computed, self._matcher.tiers.store)
 
     def _loaded(self, state: RequestState) -> None:
         """A load has ended: count it, keep away from what failed, give the lease back."""

@@ -1,0 +1,196 @@
+"""Requests that say what of their prompt others share: what is checked, found and stored.
+
+A prefix restore is not changed by it. A segment that is stored elsewhere in a prompt is found and
+counted, and never restored: at another position its state is not what would be computed.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from kmesh.errors import SegmentError
+from kmesh.segmentkeys import SegmentSpan, keyed_segments, match_segments
+from kmesh.segments import SegmentedPrompt, parse, split
+from kmesh.session import Session
+from kmesh_vllm.config import Settings
+from kmesh_vllm.counts import Counts
+from kmesh_vllm.lookup import covered
+from kmesh_vllm.metadata import StorePlan
+from kmesh_vllm.requests import RequestState
+from kmesh_vllm.segmentbook import SegmentBook
+from kmesh_vllm.sharding import Sharding
+
+
+@dataclass(eq=False, slots=True)
+class _Request:
+    """A request with segments, or with a family.
+
+    Attributes:
+        left: spans of its segments that are still to be stored, in order; None before it runs.
+        grid: tokens of a span and of the step in which tails are stored, when they were chosen.
+    """
+
+    prompt: SegmentedPrompt
+    left: list[SegmentSpan] | None = None
+    grid: tuple[int, int] = (0, 0)
+
+
+class Segmenting:
+    """Acts for the scheduler half of one engine.
+
+    Args:
+        shardings: in which spans are looked for, the engine's own first.
+        block_tokens: of the engine.
+
+    Attributes:
+        book: what is remembered of segments over requests.
+    """
+
+    def __init__(
+        self,
+        settings: Settings,
+        shardings: tuple[Sharding, ...],
+        counts: Counts,
+        *,
+        block_tokens: int,
+    ) -> None:
+        self._settings = settings
+        self._shardings = shardings
+        self._counts = counts
+        self._block = block_tokens
+        self._separators = frozenset(settings.segment_separators)
+        self._requests: dict[str, _Request] = {}
+        self._refused: dict[str, SegmentError] = {}
+        self._plans: list[StorePlan] = []
+        self.book = SegmentBook()
+
+    def __len__(self) -> int:
+        """Requests of which something is remembered."""
+        return len(self._requests) + len(self._refused)
+
+    def heard(self, state: RequestState, params: object) -> None:
+        """A new request with what its client said; what can't be used is left out."""
+        if params is None and not self._separators:
+            return
+        try:
+            prompt = self._read(state, params)
+        except SegmentError as wrong:
+            self._refuse(state.request_id, wrong)
+            return
+        if prompt is not None and (prompt.segments or prompt.family):
+            self._counts.add("segment_requests")
+            self._requests[state.request_id] = _Request(prompt)
+
+    def declined(self, request_id: str, params: object, why: str) -> None:
+        """A request that is neither restored nor stored."""
+        if isinstance(params, dict) and "kmesh" in params:
+            self._refuse(request_id, SegmentError(why, field="kmesh"))
+
+    def plan(
+        self, state: RequestState, session: Session, computed: int, device: str | None
+    ) -> None:
+        """A step completes the first ``computed`` tokens of a request that may be stored.
+
+        Args:
+            device: as for ``storing.plan_store``.
+        """
+        request = self._requests.get(state.request_id)
+        if request is None:
+            return
+        grid = session.welcome.span_tokens, session.welcome.sub_tokens
+        if request.left is None:
+            request.grid = grid
+            request.left = self._wanted(state, request.prompt, session, device)
+        elif request.grid != grid:
+            # Another daemon, which cuts spans elsewhere.
+            request.left = []
+        reach = min(computed, len(state.blocks) * self._block)
+        ready = sum(span.end <= reach for span in request.left)
+        if ready:
+            self._store(state, request.left[:ready], session, device)
+            del request.left[:ready]
+        if request.left:
+            state.complete = False
+
+    def take(self) -> list[StorePlan]:
+        """What the workers are to store of segments in this step."""
+        plans, self._plans = self._plans, []
+        return plans
+
+    def finished(self, request_id: str) -> dict[str, Any]:
+        """A request has ended; returns what its client may know of its segments."""
+        self._requests.pop(request_id, None)
+        wrong = self._refused.pop(request_id, None)
+        return {} if wrong is None else {"refused": {"field": wrong.field, "why": wrong.why}}
+
+    def _read(self, state: RequestState, params: object) -> SegmentedPrompt | None:
+        prompt = parse(params, state.tokens, lambda id: self.book.named(state.namespace, id))
+        if self._separators and (prompt is None or not prompt.segments):
+            family = prompt.family if prompt is not None else ""
+            return split(state.tokens, self._separators, family) or prompt
+        return prompt
+
+    def _refuse(self, request_id: str, wrong: SegmentError) -> None:
+        self._counts.add("segment_refused")
+        self._refused[request_id] = wrong
+
+    def _wanted(
+        self, state: RequestState, prompt: SegmentedPrompt, session: Session, device: str | None
+    ) -> list[SegmentSpan]:
+        """Spans of shared segments that are to be stored, each key once."""
+        keyed = keyed_segments(
+            prompt,
+            state.tokens,
+            state.namespace,
+            span_tokens=session.welcome.span_tokens,
+            sub_tokens=session.welcome.sub_tokens,
+            extras=state.extras,
+        )
+        matches = match_segments(
+            keyed,
+            lambda keys: self._stored(keys, session, device),
+            self.book.same,
+            state.tokens,
+        )
+        for one in keyed:
+            self.book.learn(state.namespace, one, state.tokens)
+        for match in matches:
+            if match.keyed.spans:
+                self._counts.add("segment_hits" if match.whole else "segment_misses")
+        if not (prompt.family and self._settings.store_segments):
+            return []
+        found = {span.key for match in matches for span in match.found}
+        wanted = {span.key: span for one in reversed(keyed) for span in one.spans}
+        return sorted(
+            (span for key, span in wanted.items() if key not in found), key=lambda span: span.end
+        )
+
+    def _stored(self, keys: bytes, session: Session, device: str | None) -> list[bool]:
+        if device is None:
+            return [False] * (len(keys) // 32)
+        return covered(keys, session.index, self._shardings, device)
+
+    def _store(
+        self, state: RequestState, spans: list[SegmentSpan], session: Session, device: str | None
+    ) -> None:
+        there = self._stored(b"".join(span.key for span in spans), session, device)
+        spans = [span for span, stored in zip(spans, there, strict=True) if not stored]
+        if not spans:
+            return
+        first, last = spans[0].begin // self._block, -(-spans[-1].end // self._block)
+        self._counts.add("segment_spans", len(spans))
+        self._plans.append(
+            StorePlan(
+                namespace=state.namespace,
+                keys=b"".join(span.key for span in spans),
+                tokens=tuple(span.tokens for span in spans),
+                start=tuple(span.begin for span in spans),
+                sub_keys=b"".join(span.sub_keys for span in spans),
+                first=first * self._block,
+                blocks=np.asarray(state.blocks[first:last], np.int64).tobytes(),
+                salt=state.salt,
+            )
+        )
