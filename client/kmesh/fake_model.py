@@ -14,6 +14,7 @@ from collections.abc import Iterable, Sequence
 from google.protobuf.message import Message
 
 from kmesh import _host, errors, keys, layout, negotiation
+from kmesh.fake_families import FakeFamilies
 from kmesh.fake_flights import FakeFlights, Reply
 from kmesh.fake_state import Limits, Peer, Slab, Span, create_memfd, reopen_read_only
 from kmesh.handles import HandleKind, HandleRefusal, Offer, Tier, agree
@@ -47,6 +48,7 @@ class Model:
         self.spans: dict[tuple[bytes, int], Span] = {}
         self._last = 0
         self.flights = FakeFlights(self._stored, self._known, time.monotonic)
+        self.families = FakeFamilies(self._committed)
         size = index_size(capacity_for(limits.max_spans * 4))
         self._index_size = size
         self._index_fd = create_memfd("kmesh-index", size)
@@ -173,7 +175,14 @@ class Model:
             return self.flights.leave(peer.id, body.flight), -1
         if isinstance(body, flights_pb2.LandRequest):
             return self.flights.land(peer.id, body), -1
+        answer = self.families.handle(body)
+        if answer is not None:
+            return answer, -1
         raise errors.InvalidArgument("no such request", field="body")
+
+    def _committed(self, key: bytes, shard: int, salt: bytes) -> Span | None:
+        span = self.spans.get((key, shard))
+        return span if span is not None and span.committed and span.salt == salt else None
 
     def _stored(self, key: bytes, shards: Sequence[int], salt: bytes) -> bool:
         found = [self.spans.get((key, shard)) for shard in shards]
