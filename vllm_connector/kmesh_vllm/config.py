@@ -97,11 +97,12 @@ class Settings:
                 )
             if type(value) is int and value < (0 if name in _MAY_BE_ZERO else 1):
                 raise ConfigError(f"kv_connector_extra_config: {name} is {value}, too small")
-            if wanted is list:
+            if isinstance(value, list):
                 _check_separators(name, value)
-        settings = cls(
-            **{name: tuple(v) if isinstance(v, list) else v for name, v in extra.items()}
-        )
+        values: dict[str, Any] = dict(extra)
+        if "segment_separators" in values:
+            values["segment_separators"] = tuple(values["segment_separators"])
+        settings = cls(**values)
         if settings.tier not in _TIERS:
             raise ConfigError(
                 f"kv_connector_extra_config: tier is {settings.tier!r}, none of {_TIERS}"

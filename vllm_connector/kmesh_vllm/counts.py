@@ -41,6 +41,8 @@ NAMES = {
     "segment_hits": "shared segments of such requests that were stored whole already",
     "segment_misses": "shared segments of such requests that were not",
     "segment_spans": "spans of segments that were given to the workers to be stored",
+    "family_joins": "requests that joined their family",
+    "family_failed": "requests that could not join their family",
 }
 
 

@@ -76,9 +76,7 @@ class SchedulerHalf:
             sharing=sharing,
             clock=clock,
         )
-        self.segmenting = Segmenting(
-            settings, self._shardings, self.counts, block_tokens=identity.block_tokens
-        )
+        self.segmenting = Segmenting(settings, identity, self.counts, clock)
         self.reset_word = ""
 
     def __len__(self) -> int:

@@ -6,6 +6,9 @@ counted, and never restored: at another position its state is not what would be 
 
 from __future__ import annotations
 
+import time
+from collections import OrderedDict
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,11 +20,17 @@ from kmesh.segments import SegmentedPrompt, parse, split
 from kmesh.session import Session
 from kmesh_vllm.config import Settings
 from kmesh_vllm.counts import Counts
+from kmesh_vllm.identity import Identity
+from kmesh_vllm.joining import Joining, Member
 from kmesh_vllm.lookup import covered
 from kmesh_vllm.metadata import StorePlan
 from kmesh_vllm.requests import RequestState
 from kmesh_vllm.segmentbook import SegmentBook
-from kmesh_vllm.sharding import Sharding
+
+#: For so many seconds a span that a request stores is left to it by the others.
+_LEFT_TO_ONE = 30.0
+#: Spans that are remembered as such.
+_MOST_LEFT = 8192
 
 
 @dataclass(eq=False, slots=True)
@@ -31,41 +40,50 @@ class _Request:
     Attributes:
         left: spans of its segments that are still to be stored, in order; None before it runs.
         grid: tokens of a span and of the step in which tails are stored, when they were chosen.
+        base: keys of its shared segments' spans, each once.
+        own: of these, those that it stores.
+        joined: there is no family to be told of it any more.
     """
 
     prompt: SegmentedPrompt
     left: list[SegmentSpan] | None = None
     grid: tuple[int, int] = (0, 0)
+    base: tuple[bytes, ...] = ()
+    own: tuple[bytes, ...] = ()
+    joined: bool = False
 
 
 class Segmenting:
     """Acts for the scheduler half of one engine.
 
     Args:
-        shardings: in which spans are looked for, the engine's own first.
-        block_tokens: of the engine.
+        identity: of the engine.
 
     Attributes:
         book: what is remembered of segments over requests.
+        joining: tells families of their members.
     """
 
     def __init__(
         self,
         settings: Settings,
-        shardings: tuple[Sharding, ...],
+        identity: Identity,
         counts: Counts,
-        *,
-        block_tokens: int,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        self._clock = clock
         self._settings = settings
-        self._shardings = shardings
+        self._shardings = identity.sharding.alternatives()
         self._counts = counts
-        self._block = block_tokens
+        self._block = identity.block_tokens
         self._separators = frozenset(settings.segment_separators)
         self._requests: dict[str, _Request] = {}
         self._refused: dict[str, SegmentError] = {}
         self._plans: list[StorePlan] = []
+        self._session = (0, 0)
+        self._left_to_one: OrderedDict[bytes, float] = OrderedDict()
         self.book = SegmentBook()
+        self.joining = Joining(identity, counts)
 
     def __len__(self) -> int:
         """Requests of which something is remembered."""
@@ -82,7 +100,7 @@ class Segmenting:
             return
         if prompt is not None and (prompt.segments or prompt.family):
             self._counts.add("segment_requests")
-            self._requests[state.request_id] = _Request(prompt)
+            self._requests[state.request_id] = _Request(prompt, joined=not prompt.family)
 
     def declined(self, request_id: str, params: object, why: str) -> None:
         """A request that is neither restored nor stored."""
@@ -103,16 +121,22 @@ class Segmenting:
         grid = session.welcome.span_tokens, session.welcome.sub_tokens
         if request.left is None:
             request.grid = grid
-            request.left = self._wanted(state, request.prompt, session, device)
+            self._look(state, request, session, device)
         elif request.grid != grid:
             # Another daemon, which cuts spans elsewhere.
             request.left = []
+        left = request.left or []
         reach = min(computed, len(state.blocks) * self._block)
-        ready = sum(span.end <= reach for span in request.left)
+        ready = sum(span.end <= reach for span in left)
         if ready:
-            self._store(state, request.left[:ready], session, device)
-            del request.left[:ready]
-        if request.left:
+            self._store(state, left[:ready], session, device)
+            del left[:ready]
+        if not left and computed >= len(state.tokens) and not request.joined:
+            request.joined = True
+            # Recipes are kept in host memory.
+            if device == "":
+                self._join(state, request, session)
+        if left or not request.joined:
             state.complete = False
 
     def take(self) -> list[StorePlan]:
@@ -122,7 +146,9 @@ class Segmenting:
 
     def finished(self, request_id: str) -> dict[str, Any]:
         """A request has ended; returns what its client may know of its segments."""
-        self._requests.pop(request_id, None)
+        request = self._requests.pop(request_id, None)
+        for span in (request.left or ()) if request is not None else ():
+            self._left_to_one.pop(span.key, None)
         wrong = self._refused.pop(request_id, None)
         return {} if wrong is None else {"refused": {"field": wrong.field, "why": wrong.why}}
 
@@ -137,10 +163,11 @@ class Segmenting:
         self._counts.add("segment_refused")
         self._refused[request_id] = wrong
 
-    def _wanted(
-        self, state: RequestState, prompt: SegmentedPrompt, session: Session, device: str | None
-    ) -> list[SegmentSpan]:
-        """Spans of shared segments that are to be stored, each key once."""
+    def _look(
+        self, state: RequestState, request: _Request, session: Session, device: str | None
+    ) -> None:
+        """Looks for the shared segments of a request, and chooses what of them to store."""
+        prompt = request.prompt
         keyed = keyed_segments(
             prompt,
             state.tokens,
@@ -160,13 +187,52 @@ class Segmenting:
         for match in matches:
             if match.keyed.spans:
                 self._counts.add("segment_hits" if match.whole else "segment_misses")
-        if not (prompt.family and self._settings.store_segments):
-            return []
-        found = {span.key for match in matches for span in match.found}
-        wanted = {span.key: span for one in reversed(keyed) for span in one.spans}
-        return sorted(
-            (span for key, span in wanted.items() if key not in found), key=lambda span: span.end
-        )
+        request.left = []
+        at = session.epoch, session.welcome.session_id
+        if at != self._session:
+            # What was about to be stored ended with its session.
+            self._session = at
+            self._left_to_one.clear()
+        if prompt.family and self._settings.store_segments:
+            found = {span.key for match in matches for span in match.found}
+            # Of a segment that is there twice, the first is stored.
+            spans = {span.key: span for one in reversed(keyed) for span in one.spans}
+            wanted = sorted(spans.values(), key=lambda span: span.end)
+            request.base = tuple(span.key for span in wanted)
+            request.left = [
+                span for span in wanted if span.key not in found and self._is_ours(span.key)
+            ]
+            request.own = tuple(span.key for span in request.left)
+
+    def _is_ours(self, key: bytes) -> bool:
+        """Whether no other request of this engine is about to store a span; none is from now on."""
+        now, until = self._clock(), self._left_to_one.get(key, 0.0)
+        if now < until:
+            return False
+        self._left_to_one[key] = now + _LEFT_TO_ONE
+        self._left_to_one.move_to_end(key)
+        if len(self._left_to_one) > _MOST_LEFT:
+            self._left_to_one.popitem(last=False)
+        return True
+
+    def _join(self, state: RequestState, request: _Request, session: Session) -> None:
+        """All that a request stores is on its way: its family is told."""
+        chain = state.chain(*request.grid)
+        keys = chain.keys
+        if tail := chain.tokens % request.grid[0] // request.grid[1] * request.grid[1]:
+            keys += chain.key(chain.spans, tail)
+        if keys:
+            self.joining.join(
+                session,
+                Member(
+                    request.prompt.family,
+                    state.request_id,
+                    state.namespace,
+                    state.salt,
+                    request.base,
+                    keys + b"".join(request.own),
+                ),
+            )
 
     def _stored(self, keys: bytes, session: Session, device: str | None) -> list[bool]:
         if device is None:

@@ -174,6 +174,30 @@ def test_a_repeat_in_one_prompt_is_stored_once(engine: Make, daemon: FakeDaemon)
     assert wrong_bytes(one, first, seed=7, begin=0) == []
 
 
+def test_siblings_leave_a_segment_to_the_first(engine: Make, daemon: FakeDaemon) -> None:
+    now = [0.0]
+    one = engine("a", clock=lambda: now[0])
+    scheduler = one.scheduler
+    prompts = {f"r{i}": [*prompt(37, seed=60 + i), *MINUTES] for i in range(3)}
+    for name, tokens in prompts.items():
+        scheduler.add(name, tokens, DIGEST, params=SAID.to_params())
+        assert one.match(name, 0, 237) == 0
+    # The first and the second begin together; the first is aborted before it comes to the minutes.
+    step = scheduler.plan([("r0", [1, 2, 3], 0, 90), ("r1", list(range(11, 19)), 0, 237)], [])
+    assert [len(plan.tokens) for plan in step.stores] == [1, 4]
+    scheduler.finished("r0")
+    step = scheduler.plan([("r2", list(range(21, 29)), 0, 237)], [])
+    assert [len(plan.tokens) for plan in step.stores] == [4, 3]
+    # What was not stored after all is stored by whoever comes later.
+    late = [*prompt(37, seed=90), *MINUTES]
+    for at, spans in ((29.0, [4]), (31.0, [4, 3])):
+        now[0] = at
+        scheduler.add("late", late, DIGEST, params=SAID.to_params())
+        step = scheduler.plan([("late", list(range(31, 39)), 0, 237)], [])
+        assert [len(plan.tokens) for plan in step.stores] == spans
+        scheduler.finished("late")
+
+
 def test_part_of_a_segment_that_is_there_is_not_stored_again(
     engine: Make, daemon: FakeDaemon
 ) -> None:
