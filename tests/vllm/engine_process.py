@@ -199,6 +199,8 @@ class EngineProcess:
     def _sampling(self, options: dict[str, Any]) -> Any:
         from vllm import SamplingParams
 
+        if (params := options.pop("params", None)) is not None:
+            options["extra_args"] = {"kv_transfer_params": params}
         options = {"max_tokens": 6, "ignore_eos": True, "logprobs": 1} | options
         return SamplingParams(temperature=0, detokenize=False, **options)
 
