@@ -98,6 +98,10 @@ class EngineProcess:
         chain.extend(prompt)
         return [chain.key(i).hex() for i in range(chain.spans)]
 
+    def namespace(self) -> str:
+        """Digest of the engine's namespace, in hexadecimal."""
+        return str(self._scheduler().connector._identity.namespace.digest().hex())
+
     def gate(self, closed: bool) -> None:
         """Holds loads just before they copy, or lets them go on."""
         from kmesh_vllm import hostmover

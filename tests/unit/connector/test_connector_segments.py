@@ -198,6 +198,19 @@ def test_siblings_leave_a_segment_to_the_first(engine: Make, daemon: FakeDaemon)
         scheduler.finished("late")
 
 
+def test_segments_come_behind_all_prefixes_of_a_step(engine: Make) -> None:
+    """Where there is no room for all of them, prefixes come first."""
+    scheduler = engine("a").scheduler
+    new = []
+    for i in range(2):
+        tokens = [*prompt(37, seed=60 + i), *prompt(200, seed=70 + i)]
+        scheduler.add(f"r{i}", tokens, DIGEST, params=SAID.to_params())
+        new.append((f"r{i}", list(range(1 + 10 * i, 9 + 10 * i)), 0, 237))
+    step = scheduler.plan(new, [])
+    assert [len(plan.tokens) for plan in step.stores] == [4, 4, 3, 3]
+    assert [plan.start[0] for plan in step.stores] == [0, 0, 37, 37]
+
+
 def test_part_of_a_segment_that_is_there_is_not_stored_again(
     engine: Make, daemon: FakeDaemon
 ) -> None:
