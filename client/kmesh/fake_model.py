@@ -250,6 +250,8 @@ class Model:
             answer.tokens.append(span.tokens if span else 0)
             answer.generation.append(span.generation if span else 0)
             answer.root.append(span.root if span else 0)
+            if body.positions:
+                answer.start.append(span.start if span else 0)
         if any(held):
             answer.lease = self._next()
             self._owner(peer).leases[answer.lease] = held
@@ -285,13 +287,16 @@ class Model:
             raise errors.InvalidArgument("not parallel", field="reserve.tokens")
         subs = _split(body.sub_keys, "reserve.sub_keys")
         answer = spans_pb2.ReserveResponse()
-        for key, tokens, length in zip(ids, body.tokens, body.length, strict=True):
+        for key, tokens, start, length in zip(
+            ids, body.tokens, body.start, body.length, strict=True
+        ):
             count = tokens // self.limits.sub_tokens - 1
             mine = subs[:count] if tokens < self.limits.span_tokens else []
             subs = subs[len(mine) :]
             reason, reservation = self._reserve_one(peer, [key, *mine], shard, tokens, length)
             if reservation:
                 peer.reservations[reservation].salt = body.salt
+                peer.reservations[reservation].start = start
             elif reason in (POOL_FULL, TOO_LARGE):
                 self.flights.refused(key, body.salt)
             answer.reason.append(reason)

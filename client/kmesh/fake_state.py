@@ -28,6 +28,7 @@ class Span:
     committed: bool = False
     dropped: bool = False
     salt: bytes = b""
+    start: int = 0
 
 
 @dataclass(slots=True)

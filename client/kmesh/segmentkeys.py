@@ -1,5 +1,10 @@
 """A prompt's shared segments as spans of their own: their keys, and which of them are stored.
 
+    keyed = keyed_segments(prompt, tokens, namespace, span_tokens=64, sub_tokens=16)
+    matches = match_segments(keyed, stored, same, tokens)
+    with session.acquire(wanted_keys(matches), shards, prefix=False, positions=True) as lease:
+        sources = segment_sources(matches, lease)
+
 The index is a hint here as everywhere: Acquire decides.
 """
 
@@ -7,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 from kmesh.keys import Extra, KeyChain, segment_root
 from kmesh.segments import Segment, SegmentedPrompt
@@ -72,6 +78,37 @@ class SegmentMatch:
     def tokens(self) -> int:
         """Tokens from the segment's start that are stored."""
         return sum(span.tokens for span in self.found)
+
+
+@dataclass(frozen=True, slots=True)
+class SegmentSource:
+    """A stored span of a shared segment, under lease.
+
+    Attributes:
+        span: where it belongs in the prompt.
+        position: of its first token where it was computed.
+        entry: number of its first shard's entry in the lease.
+    """
+
+    span: SegmentSpan
+    position: int
+    entry: int
+
+    @property
+    def distance(self) -> int:
+        """Positions from where it was computed to where it belongs."""
+        return self.span.begin - self.position
+
+
+class Leased(Protocol):
+    """What is read of a ``kmesh.lease.Lease``."""
+
+    @property
+    def shards(self) -> Sequence[object]: ...
+    @property
+    def reason(self) -> Sequence[int]: ...
+    @property
+    def start(self) -> Sequence[int]: ...
 
 
 def keyed_segments(
@@ -141,6 +178,40 @@ def match_segments(
             found.append(span)
         matches.append(SegmentMatch(one, tuple(found)))
     return matches
+
+
+def wanted_keys(matches: Sequence[SegmentMatch]) -> bytes:
+    """Keys of all spans that were found, 32 bytes each, each once: what to acquire."""
+    return b"".join(_numbered(matches))
+
+
+def segment_sources(matches: Sequence[SegmentMatch], lease: Leased) -> list[list[SegmentSource]]:
+    """For each match, its spans that were leased, from the segment's start without a gap.
+
+    Args:
+        lease: of ``wanted_keys(matches)``, acquired with ``prefix=False, positions=True``.
+
+    Raises:
+        ValueError: the lease says no positions, or is of other keys.
+    """
+    numbers, shards = _numbered(matches), len(lease.shards)
+    if not len(lease.start) == len(lease.reason) == len(numbers) * shards:
+        raise ValueError("not a lease of these spans with positions")
+    found = []
+    for match in matches:
+        sources: list[SegmentSource] = []
+        for span in match.found:
+            entry = numbers[span.key] * shards
+            if any(lease.reason[entry : entry + shards]):
+                break
+            sources.append(SegmentSource(span, lease.start[entry], entry))
+        found.append(sources)
+    return found
+
+
+def _numbered(matches: Sequence[SegmentMatch]) -> dict[bytes, int]:
+    keys = dict.fromkeys(span.key for match in matches for span in match.found)
+    return {key: number for number, key in enumerate(keys)}
 
 
 def _spans(

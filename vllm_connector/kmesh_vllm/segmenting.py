@@ -136,7 +136,7 @@ class Segmenting:
             # Recipes are kept in host memory.
             if device == "":
                 self._join(state, request, session)
-        if left or not request.joined:
+        if not request.joined:
             state.complete = False
 
     def take(self) -> list[StorePlan]:

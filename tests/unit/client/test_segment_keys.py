@@ -4,12 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from kmesh.keys import Extra, KeyChain, segment_root
 from kmesh.layout import Shard
-from kmesh.segmentkeys import KeyedSegment, keyed_segments, match_segments
+from kmesh.segmentkeys import (
+    KeyedSegment,
+    keyed_segments,
+    match_segments,
+    segment_sources,
+    wanted_keys,
+)
 from kmesh.segments import SegmentedPrompt, split
 from kmesh.session import ReserveBatch, Role, Session
 from kmesh.store import put_spans
@@ -121,6 +128,24 @@ def test_what_is_stored_is_found_through_the_index_at_any_position() -> None:
         prompt = prompt.with_shared(200).with_shared(64)
         tokens = [*notes, *minutes, 1, 2, 3, *minutes, *range(64)]
         found = match_segments(keyed(prompt, tokens), stored, never, tokens)
+        # The same spans again, with where they were computed.
+        keys = wanted_keys(found)
+        assert len(keys) == 32 * 4, "a repeat is asked for once"
+        with session.acquire(keys, [SHARD], prefix=False, positions=True) as lease:
+            sources = segment_sources(found, lease)
+        with session.acquire(keys, [SHARD], prefix=False) as lease:
+            assert not lease.start
+            with pytest.raises(ValueError, match="positions"):
+                segment_sources(found, lease)
+        with pytest.raises(ValueError, match="not a lease of these"):
+            segment_sources(found[:1], lease)
+    assert [[(s.position, s.distance) for s in one] for one in sources] == [
+        [(207, -207)],
+        [(7, 93), (71, 93), (135, 93)],
+        [(7, 296), (71, 296), (135, 296)],
+        [],
+    ]
+    assert [[s.entry for s in one] for one in sources] == [[0], [1, 2, 3], [1, 2, 3], []]
     assert [match.tokens for match in found] == [64, 192, 192, 0]
     assert [match.whole for match in found] == [False, True, True, False]
     assert [match.found[0].begin for match in found[:3]] == [0, 100, 303]
