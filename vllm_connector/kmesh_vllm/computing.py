@@ -14,7 +14,7 @@ from concurrent.futures import Future
 
 from kmesh.errors import DeadlineExceeded, InvalidArgument, KMeshError
 from kmesh.flight import Arrival, Arrived, Claim, FlightCause, Standing
-from kmesh.keys import KEY_BYTES
+from kmesh.keys import KEY_BYTES, split
 from kmesh.layout import Shard
 from kmesh.session import Session
 from kmesh_vllm.config import Settings
@@ -135,7 +135,7 @@ class Computing:
             )
         except KMeshError:
             return False
-        keys = tuple(packed[i : i + KEY_BYTES] for i in range(0, len(packed), KEY_BYTES))
+        keys = split(packed)
         now = self._clock()
         state.part = Part(
             Role.CLAIMING, session, keys, found, limit, version, now, now + wait, future

@@ -71,9 +71,9 @@ class _Launched:
 
     def _take(self, number: int, memory: Memory, status: bytes, route: str) -> None:
         piece, result = self._pieces[number], self._results[number]
-        here = piece.on_gpu == (memory is Memory.GPU)
-        np.frombuffer(result, np.uint8)[here] = np.frombuffer(status, np.uint8)
-        amount = moved_bytes(piece.records[here], status, self._row_bytes)
+        on_gpu = memory is Memory.GPU
+        np.frombuffer(result, np.uint8)[piece.on_gpu == on_gpu] = np.frombuffer(status, np.uint8)
+        amount = moved_bytes(piece.part(on_gpu), status, self._row_bytes)
         self._counts.add(f"restored_bytes_{route}", amount)
 
 
@@ -112,7 +112,7 @@ class GpuMover:
         self._under_way: list[_Launched] = []
         self._compiled, self._closing = threading.Event(), threading.Event()
         self._failed = ""
-        self.devices: tuple[str, ...] = (gpu.device.uuid,)
+        self.devices: tuple[str, ...] = (gpu.device.uuid, *gpu.device.peers())
         if self._memory.reads_host:
             self.devices += ("",)
         else:
@@ -155,11 +155,11 @@ class GpuMover:
         for memory in Memory:
             loads, owner = [], {}
             for number, piece in enumerate(pieces):
-                here = piece.on_gpu == (memory is Memory.GPU)
-                if here.any():
+                records = piece.part(memory is Memory.GPU)
+                if len(records):
                     request = Request(piece.pages)
                     owner[request] = number
-                    loads.append(Load(np.ascontiguousarray(piece.records[here]), [request]))
+                    loads.append(Load(records, [request]))
             if not loads:
                 continue
             loads = merged(loads)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from array import array
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -20,6 +22,11 @@ SPAN_RECORD = np.dtype(
         ("start", np.uint64),  # position of its first token in the request
     ]
 )
+
+
+def packed_ids(blocks: Sequence[int]) -> bytes:
+    """Ids of blocks as int64, one behind the other."""
+    return array("q", blocks).tobytes()
 
 
 @dataclass(frozen=True, slots=True)

@@ -109,6 +109,10 @@ class SchedulerHalf:
             may_store=self._settings.store,
         )
         self.segmenting.heard(state, params)
+        session = self._client.session
+        if session is not None and (state.may_load or state.may_store):
+            # While it waits in vLLM's queue, and not when its first token is waited for.
+            state.chain(session.welcome.span_tokens, session.welcome.sub_tokens)
 
     def match(self, request_id: str, local: int, total: int) -> Match:
         """How many tokens behind the first ``local`` can be restored.

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-import numpy as np
-
-from kmesh.keys import KEY_BYTES
+from kmesh.keys import KEY_BYTES, split
 from kmesh.session import Session
 from kmesh_vllm.lookup import covered
-from kmesh_vllm.metadata import StorePlan
+from kmesh_vllm.metadata import StorePlan, packed_ids
 from kmesh_vllm.requests import RequestState
 from kmesh_vllm.sharding import Sharding
 
@@ -72,7 +70,7 @@ def plan_store(
         start=tuple(wanted[i][0] * span for i in missing),
         sub_keys=sub_keys,
         first=first * block_tokens,
-        blocks=np.asarray(state.blocks[first:last], np.int64).tobytes(),
+        blocks=packed_ids(state.blocks[first:last]),
         salt=state.salt,
     )
 
@@ -90,5 +88,4 @@ def keys_between(state: RequestState, session: Session, begin: int, end: int) ->
     span, sub = session.welcome.span_tokens, session.welcome.sub_tokens
     chain = state.chain(span, sub)
     first, last = begin // span, min(-(-end // span), chain.spans)
-    keys = chain.keys
-    return tuple(keys[i * KEY_BYTES : (i + 1) * KEY_BYTES] for i in range(first, last))
+    return split(chain.keys[first * KEY_BYTES : last * KEY_BYTES])
