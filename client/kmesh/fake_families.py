@@ -1,18 +1,22 @@
-"""Families of the fake daemon: names and members. It makes no recipes: spans stay dense."""
+"""Families of the fake daemon: names and members.
+
+It makes no recipe by itself. One that ``encode`` made lies beside its payload, which is served to
+whoever asks for no recipes.
+"""
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 from google.protobuf.message import Message
 
-from kmesh import errors, layout
-from kmesh.fake_state import Span
+from kmesh import _host, errors, layout
+from kmesh.fake_state import FakeRecipe, Slab, Span
 from kmesh.families import MAX_BASE, MAX_PAIRS, MAX_RECOVERED, NAME_BYTES
 from kmesh.keys import KEY_BYTES
-from kmesh.v1 import common_pb2, families_pb2
+from kmesh.v1 import common_pb2, families_pb2, spans_pb2
 
 #: What a declaration may not change.
 _FIXED = ("namespace", "dtype", "head_dim", "shards", "rotary")
@@ -189,6 +193,78 @@ class FakeFamilies:
         codes = [_code(shard) for shard in family.declared.shards]
         found = [self._find(key, code, family.declared.salt) for key in keys for code in codes]
         return [span for span in found if span is not None]
+
+    def encode(self, salt: bytes, name: str, slabs: Sequence[Slab]) -> int:
+        """Makes recipes of a family's members, wherever equal tokens are found; how many."""
+        from kmesh.codec import Base, Encoder, Segment, SpanDescription
+
+        family, made = self._get(salt, name, "encode"), 0
+        declared = family.declared
+
+        def describe(span: Span) -> SpanDescription:
+            return SpanDescription(
+                span.keys[0],
+                declared.namespace,
+                declared.dtype,
+                layout.Shard.from_code(span.shard),
+                declared.head_dim,
+                span.tokens,
+                span.start,
+                span.generation,
+            )
+
+        def view(span: Span) -> memoryview:
+            return slabs[span.slab].memory.view(span.offset, span.length)
+
+        for shard in map(_code, declared.shards):
+            found = [self._find(key, shard, salt) for key in family.base]
+            bases = {span.keys[0]: span for span in found if span is not None}
+            segments = Base(Segment(describe(span), view(span)) for span in bases.values())
+            encoder = Encoder(segments)
+            for key in {key: None for _, keys in family.members.values() for key in keys}:
+                span = self._find(key, shard, salt)
+                if span is None or key in bases or span.recipe:
+                    continue
+                recipe = encoder.encode(describe(span), view(span))
+                used = [key.tobytes() for key in recipe.recipe.segments["key"]]
+                if used:
+                    span.recipe = _keep(recipe.data, slabs, [bases[key] for key in used])
+                    made += 1
+        return made
+
+
+def _keep(data: bytes, slabs: Sequence[Slab], bases: list[Span]) -> FakeRecipe:
+    for number, slab in enumerate(slabs):
+        offset = slab.take(len(data))
+        if offset is not None:
+            memory = slab.memory
+            first = layout.sums_offset(memory.size) + offset // layout.TILE_BYTES * 8
+            root = _host.copy_with_sums(
+                memory.address + offset, _host.address(data), len(data), memory.address + first
+            )
+            return FakeRecipe(number, offset, len(data), root, bases)
+    raise errors.Exhausted("no slab has room for a recipe")
+
+
+def add_recipe(answer: spans_pb2.AcquireResponse, span: Span | None, shard: int) -> None:
+    """What an answer with recipes says of one entry."""
+    recipe = span.recipe if span else None
+    answer.dense_length.append(span.length if span and recipe else 0)
+    answer.dense_root.append(span.root if span and recipe else 0)
+    known = {(base.shard, base.key) for base in answer.bases}
+    for base in recipe.bases if recipe else ():
+        if (shard, base.keys[0]) not in known:
+            answer.bases.add(
+                shard=shard,
+                key=base.keys[0],
+                slab=base.slab,
+                offset=base.offset,
+                length=base.length,
+                generation=base.generation,
+                root=base.root,
+                tokens=base.tokens,
+                position=base.start,
+            )
 
 
 def _name(value: str, field: str) -> None:

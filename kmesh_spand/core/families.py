@@ -102,9 +102,7 @@ class FamilyBook:
             self.by_id[family.id] = self._by_name[owner, event.family] = family
         self._touch(family)
         added = family.add_base(keys)
-        self._count(family, added)
-        for key in keys:
-            self._register(key, family, None)
+        self._count(family, sum(self._register(key, family, None) for key in keys))
         for member in family.members.values() if added else ():
             self._scans[family.id, member.name] = None
         self._make_room(family)

@@ -122,12 +122,13 @@ class Recoder:
         self._store.counters["encode_refused"] += 1
 
     def _is(self, row: int, generation: int) -> bool:
-        """Whether a row is still that span, served and dense, and nobody's base."""
+        """Whether a row is still that span, served and dense, and nothing refers to it."""
         store, table = self._store, self._store.table
         return (
             table.state[row] == State.COMMITTED
             and table.generation[row] == generation
             and row not in store.mirrors.by_row
+            and row not in store.mirrors.of_base
             and not self.source.is_base(row)
         )
 

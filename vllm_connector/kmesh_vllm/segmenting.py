@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 
 from kmesh.errors import SegmentError
+from kmesh.keys import KEY_BYTES
 from kmesh.segmentkeys import SegmentSpan, keyed_segments, match_segments
 from kmesh.segments import SegmentedPrompt, parse, split
 from kmesh.session import Session
@@ -222,6 +223,10 @@ class Segmenting:
         if tail := chain.tokens % request.grid[0] // request.grid[1] * request.grid[1]:
             keys += chain.key(chain.spans, tail)
         if keys:
+            # A member's keys are one batch.
+            most = session.welcome.max_batch
+            own = request.own[: most // 2]
+            keys = keys[: (most - len(own)) * KEY_BYTES]
             self.joining.join(
                 session,
                 Member(
@@ -230,13 +235,13 @@ class Segmenting:
                     state.namespace,
                     state.salt,
                     request.base,
-                    keys + b"".join(request.own),
+                    keys + b"".join(own),
                 ),
             )
 
     def _stored(self, keys: bytes, session: Session, device: str | None) -> list[bool]:
         if device is None:
-            return [False] * (len(keys) // 32)
+            return [False] * (len(keys) // KEY_BYTES)
         return covered(keys, session.index, self._shardings, device)
 
     def _store(

@@ -24,7 +24,7 @@ from kmesh.families import MAX_BASE, NAME_BYTES, Description, Families
 from kmesh.keys import KeyChain
 from kmesh.segments import MAX_NAME_BYTES, SegmentedPrompt
 from kmesh.session import Role
-from kmesh.testing import FakeDaemon
+from kmesh.testing import FakeDaemon, Limits
 from kmesh_vllm import joining
 
 Make = Callable[..., MiniEngine]
@@ -267,6 +267,17 @@ def test_a_base_that_is_too_large_is_cut(engine: Make, daemon: FakeDaemon) -> No
     joins.join(session, joining.Member("f", "r", DIGEST, b"", base, chain.keys))
     joined(one)
     assert described(daemon, "f").family.base_spans == MAX_BASE
+
+
+def test_of_a_long_prompt_the_first_spans_are_the_members() -> None:
+    with FakeDaemon(Limits(max_batch=6)) as daemon:
+        one = MiniEngine(daemon, "a")
+        computes(one, "first", [*OWN, *MINUTES, *prompt(200)], SAID.with_private(200).to_params())
+        joined(one)
+        (member,) = described(daemon, "round-17").members
+        assert (member.spans, member.base) == (6, 3)
+        one.close()
+        del one
 
 
 def test_names_are_the_daemons() -> None:

@@ -653,6 +653,23 @@ class CoreMachine(RuleBasedStateMachine):
         self.causes |= {Cause.CORRUPT, Cause.PRESSURE, Cause.OPERATOR}
         self.world.densify_ends(self.pick(data, self.world.densifies), ok=not fail)
 
+    @precondition(having("mirrors"))
+    @precondition(having("open"))
+    @rule(data=st.data(), fail=seldom)
+    def want_dense(self, data: st.DataObject, fail: bool) -> None:
+        """A mirror is asked for by somebody who takes no recipes."""
+        self.causes |= {Cause.CORRUPT, Cause.PRESSURE, Cause.OPERATOR}
+        world = self.world
+        record = data.draw(st.sampled_from(world.mirrors))
+        who = world.who_of(record.slab)
+        assert who is not None
+        mine = [session for session in sorted(world.open) if world.who(session, who[1]) == who]
+        if mine and record.state is State.COMMITTED:
+            answer = world.acquire(mine[0], [record.key], [record.shard], salt=who[1])
+            assert set(answer.reason) <= {Reason.PENDING, Reason.MISS}
+            for job in list(world.densifies):
+                world.densify_ends(job, ok=not fail)
+
     @rule(data=st.data(), drop=st.booleans())
     def evict_bases(self, data: st.DataObject, drop: bool) -> None:
         self.causes |= {Cause.PRESSURE, Cause.OPERATOR}
@@ -879,6 +896,15 @@ class FlightMachine(CoreMachine):
 
     reserve = reserve_tail = reserve_beyond_quota = store = commit = abort = copy_ends = None
     acquire_stored = release = report = flip = verify_ends = restart = grace_ends = None
+    declare = join_family = mirror = dissolve = encode_ends = keep_ends = densify_ends = None
+    evict_bases = want_dense = None
+
+
+class FamilyMachine(CoreMachine):
+    """Walks that are about families: nobody waits for anybody, and little else is written."""
+
+    claim = join = leader_stores = leave = land = reserve_beyond_quota = None
+    reserve = reserve_tail = commit = abort = None
 
 
 def walks(machine: type[CoreMachine], number: int, how: settings) -> None:
@@ -896,7 +922,7 @@ def test_core_walks(run_seed: int) -> None:
     missed = set(MUST_REACH)
     # Once is enough nearly always; chance is no failure.
     for number in range(run_seed, run_seed + 3):
-        for machine in (CoreMachine, FlightMachine):
+        for machine in (CoreMachine, FlightMachine, FamilyMachine):
             walks(machine, number, few)
         missed = {name for name in MUST_REACH if not CoreMachine.reached[name]}
         if not missed:

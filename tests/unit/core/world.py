@@ -381,6 +381,11 @@ class World:
             good, facts = recipe is not None, recipe.facts if recipe else None
         self.send(ev.VerifyDone(job, good if answered else None, facts))
 
+    @property
+    def mirrors(self) -> list[Record]:
+        """What the catalog has of recipes."""
+        return [record for record in map(self.record, self.catalog) if record.dense]
+
     def _intact(self, *places: fx.Payload) -> bool:
         """Whether what a job reads is what it was told; it is unless a test damaged it."""
         intact = True
