@@ -32,7 +32,7 @@ def told(params: dict[str, Any] | None) -> dict[str, Any]:
 
 
 def test_a_family_stores_its_segments_once(
-    control: Engine, storing: Engine, shared_spand: Daemon
+    control: Engine, storing: Engine, restoring: Engine, shared_spand: Daemon
 ) -> None:
     said = SegmentedPrompt("round-17").with_private(OWN).with_shared(MINUTES, "minutes-16")
     minutes = tokens(MINUTES, seed=171)
@@ -67,6 +67,10 @@ def test_a_family_stores_its_segments_once(
         )
     assert (found.family.base_spans, found.family.base_stored) == (7, 7)
     assert sorted((member.spans, member.base) for member in found.members) == [(7, 0), (15, 7)]
+    # Whether its spans are recipes by now or not, the first prompt is restored, and joins again.
+    result = restoring.one(prompt, params=said.to_params())
+    assert result.same(control.one(prompt))
+    assert told(result.params) == {"restored_tokens": 448}
     settled(shared_spand)
 
 
