@@ -23,6 +23,8 @@ from kmesh_vllm.identity import Identity
 
 logger = logging.getLogger("kmesh_vllm")
 
+#: Seconds for an answer: nobody waits for it.
+_TIMEOUT = 30.0
 #: Members on their way to the daemon at a time.
 _MOST = 256
 #: Families of which is remembered what was declared.
@@ -121,7 +123,7 @@ class Joining:
                 base=b"".join(base),
                 salt=member.salt,
             )
-            return session.families.declare_async(family)
+            return session.families.declare_async(family, _TIMEOUT)
 
         self._begin(session, start, done)
 
@@ -146,7 +148,12 @@ class Joining:
         self._begin(
             session,
             lambda: session.families.join_async(
-                member.family, member.name, member.keys, member.namespace, salt=member.salt
+                member.family,
+                member.name,
+                member.keys,
+                member.namespace,
+                salt=member.salt,
+                timeout=_TIMEOUT,
             ),
             done,
         )

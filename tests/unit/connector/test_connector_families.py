@@ -68,8 +68,8 @@ def prefix_spans(tokens: list[int]) -> int:
     return len(tokens) // 64 + (len(tokens) % 64 >= 16)
 
 
-def test_members_join_over_the_shared_segments(engine: Make, daemon: FakeDaemon) -> None:
-    one, other = engine("a"), engine("b", tp=1)
+def test_members_join_over_the_shared_segments(patient: Make, daemon: FakeDaemon) -> None:
+    one, other = patient("a"), patient("b", tp=1)
     computes(one, "first", TOKENS, SAID.to_params())
     joined(one)
     until(lambda: daemon.spans == 7)
@@ -89,8 +89,8 @@ def test_members_join_over_the_shared_segments(engine: Make, daemon: FakeDaemon)
     assert (second.master, second.spans, second.base, second.waiting) == (False, 5, 0, 0)
 
 
-def test_another_segment_is_added_to_the_base(engine: Make, daemon: FakeDaemon) -> None:
-    one = engine("a")
+def test_another_segment_is_added_to_the_base(patient: Make, daemon: FakeDaemon) -> None:
+    one = patient("a")
     computes(one, "first", TOKENS, SAID.to_params())
     notes = prompt(100, seed=60)
     more = SegmentedPrompt("round-17").with_private(37).with_shared(200).with_shared(100)
@@ -101,8 +101,8 @@ def test_another_segment_is_added_to_the_base(engine: Make, daemon: FakeDaemon) 
     assert members(found)["second"].base == 2
 
 
-def test_families_of_several_ranks_and_salts(engine: Make, daemon: FakeDaemon) -> None:
-    one = engine("a", tp=2)
+def test_families_of_several_ranks_and_salts(patient: Make, daemon: FakeDaemon) -> None:
+    one = patient("a", tp=2)
     computes(one, "first", TOKENS, SAID.to_params())
     computes(one, "salted", TOKENS, SAID.to_params(), namespace=b"n" * 32, salt=b"s" * 32)
     joined(one, 2)
@@ -115,9 +115,9 @@ def test_families_of_several_ranks_and_salts(engine: Make, daemon: FakeDaemon) -
 
 
 def test_a_family_without_segments_has_its_first_members_spans_as_base(
-    engine: Make, daemon: FakeDaemon
+    patient: Make, daemon: FakeDaemon
 ) -> None:
-    one = engine("a")
+    one = patient("a")
     params = {"kmesh": {"family": "f"}}
     computes(one, "first", TOKENS, params)
     joined(one)
@@ -131,11 +131,11 @@ def test_a_family_without_segments_has_its_first_members_spans_as_base(
 
 
 def test_a_prompt_of_many_steps_joins_when_all_of_it_is_computed(
-    engine: Make, daemon: FakeDaemon
+    patient: Make, daemon: FakeDaemon
 ) -> None:
-    one = engine("a")
+    one = patient("a")
     one.scheduler.add("r", TOKENS, DIGEST, params=SAID.to_params())
-    assert one.match("r", 0, 237) == 0
+    assert one.match("r", 0, 237, 30.0) == 0
     blocks = list(range(1, 9))
     one.scheduler.allocated("r", blocks, 0)
     one.prefill("r", 7, blocks, 0, 224)
@@ -152,10 +152,10 @@ def test_a_prompt_of_many_steps_joins_when_all_of_it_is_computed(
     assert "family_joins" not in one.scheduler.counts.take()
 
 
-def test_an_aborted_request_does_not_join(engine: Make, daemon: FakeDaemon) -> None:
-    one = engine("a")
+def test_an_aborted_request_does_not_join(patient: Make, daemon: FakeDaemon) -> None:
+    one = patient("a")
     one.scheduler.add("r", TOKENS, DIGEST, params=SAID.to_params())
-    assert one.match("r", 0, 237) == 0
+    assert one.match("r", 0, 237, 30.0) == 0
     one.scheduler.allocated("r", list(range(1, 9)), 0)
     one.prefill("r", 7, list(range(1, 9)), 0, 236)
     one.scheduler.finished("r")
@@ -165,9 +165,9 @@ def test_an_aborted_request_does_not_join(engine: Make, daemon: FakeDaemon) -> N
 
 @pytest.mark.parametrize("kind", ["declare_family", "join_family"])
 def test_a_refusal_is_counted_and_nothing_else(
-    engine: Make, daemon: FakeDaemon, caplog: pytest.LogCaptureFixture, kind: str
+    patient: Make, daemon: FakeDaemon, caplog: pytest.LogCaptureFixture, kind: str
 ) -> None:
-    one = engine("a")
+    one = patient("a")
     wrong = errors.InvalidArgument("is declared otherwise", field=f"{kind}.namespace")
     daemon.refuse(kind, wrong, times=2)
     for name in ("first", "second"):
@@ -183,9 +183,9 @@ def test_a_refusal_is_counted_and_nothing_else(
 
 
 def test_a_daemon_that_knows_no_families_is_asked_once(
-    engine: Make, daemon: FakeDaemon, caplog: pytest.LogCaptureFixture
+    patient: Make, daemon: FakeDaemon, caplog: pytest.LogCaptureFixture
 ) -> None:
-    one = engine("a")
+    one = patient("a")
     daemon.refuse("declare_family", errors.InvalidArgument("unknown", field="body"))
     for name in ("first", "second"):
         computes(one, name, [*prompt(37, seed=ord(name[0])), *MINUTES], SAID.to_params())
@@ -193,8 +193,8 @@ def test_a_daemon_that_knows_no_families_is_asked_once(
     assert [r.message for r in caplog.records] == ["the daemon knows no families: none is joined"]
 
 
-def test_a_family_that_was_dissolved_is_declared_again(engine: Make, daemon: FakeDaemon) -> None:
-    one = engine("a")
+def test_a_family_that_was_dissolved_is_declared_again(patient: Make, daemon: FakeDaemon) -> None:
+    one = patient("a")
     computes(one, "first", TOKENS, SAID.to_params())
     joined(one)
     ask(daemon, lambda families: families.dissolve("round-17"))
@@ -205,8 +205,8 @@ def test_a_family_that_was_dissolved_is_declared_again(engine: Make, daemon: Fak
     assert members(found).keys() == {"second"}
 
 
-def test_what_was_declared_ends_with_the_session(engine: Make, daemon: FakeDaemon) -> None:
-    one = engine("a")
+def test_what_was_declared_ends_with_the_session(patient: Make, daemon: FakeDaemon) -> None:
+    one = patient("a")
     computes(one, "first", TOKENS, SAID.to_params())
     joined(one)
     daemon.restart()
@@ -219,13 +219,13 @@ def test_what_was_declared_ends_with_the_session(engine: Make, daemon: FakeDaemo
     assert members(found)["second"].master, "its base is its own now"
 
 
-def test_a_session_that_is_gone_delays_nothing(engine: Make, daemon: FakeDaemon) -> None:
-    one = engine("a")
+def test_a_session_that_is_gone_delays_nothing(patient: Make, daemon: FakeDaemon) -> None:
+    one = patient("a")
     session = one.client.session
     assert session is not None
     daemon.delay("declare_family", 30)
     one.scheduler.add("r", TOKENS, DIGEST, params=SAID.to_params())
-    assert one.match("r", 0, 237) == 0
+    assert one.match("r", 0, 237, 30.0) == 0
     one.scheduler.allocated("r", list(range(1, 9)), 0)
     one.prefill("r", 7, list(range(1, 9)), 0, 237)
     assert len(one.scheduler.segmenting.joining) == 1, "it is on its way, and nobody waits"
@@ -235,10 +235,10 @@ def test_a_session_that_is_gone_delays_nothing(engine: Make, daemon: FakeDaemon)
 
 
 def test_members_on_their_way_are_bounded(
-    engine: Make, daemon: FakeDaemon, monkeypatch: pytest.MonkeyPatch
+    patient: Make, daemon: FakeDaemon, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(joining, "_MOST", 2)
-    one = engine("a")
+    one = patient("a")
     session = one.client.session
     assert session is not None
     daemon.delay("declare_family", 30, times=4)
@@ -255,8 +255,8 @@ def test_members_on_their_way_are_bounded(
     assert counts["family_failed"] + counts.get("family_joins", 0) == 8
 
 
-def test_a_base_that_is_too_large_is_cut(engine: Make, daemon: FakeDaemon) -> None:
-    one = engine("a")
+def test_a_base_that_is_too_large_is_cut(patient: Make, daemon: FakeDaemon) -> None:
+    one = patient("a")
     long = prompt(64 * (MAX_BASE + 3), seed=1)
     joins = one.scheduler.segmenting.joining
     session = one.client.session
@@ -271,7 +271,7 @@ def test_a_base_that_is_too_large_is_cut(engine: Make, daemon: FakeDaemon) -> No
 
 def test_of_a_long_prompt_the_first_spans_are_the_members() -> None:
     with FakeDaemon(Limits(max_batch=6)) as daemon:
-        one = MiniEngine(daemon, "a")
+        one = MiniEngine(daemon, "a", reserve_timeout_ms=30_000)
         computes(one, "first", [*OWN, *MINUTES, *prompt(200)], SAID.with_private(200).to_params())
         joined(one)
         (member,) = described(daemon, "round-17").members
@@ -287,9 +287,9 @@ def test_names_are_the_daemons() -> None:
     assert long.name.endswith("é-82f5551e")
 
 
-def test_keys_of_the_base_are_the_segments(engine: Make, daemon: FakeDaemon) -> None:
+def test_keys_of_the_base_are_the_segments(patient: Make, daemon: FakeDaemon) -> None:
     """What the daemon is told is what other programs can work out of the request."""
-    one = engine("a")
+    one = patient("a")
     computes(one, "first", TOKENS, SAID.to_params())
     joined(one)
     (minutes,) = keyed(SAID, TOKENS)

@@ -55,7 +55,7 @@ def computes(
 ) -> dict[str, Any]:
     """A request that misses, from its first step to its end; what its client is told."""
     engine.scheduler.add(request, tokens, namespace, salt=salt, params=params)
-    assert engine.match(request, 0, len(tokens)) == 0
+    assert engine.match(request, 0, len(tokens), 30.0) == 0
     count = -(-len(tokens) // engine.block)
     blocks = list(range(first_block, first_block + count))[::-1]
     engine.scheduler.allocated(request, blocks, 0)
@@ -111,9 +111,9 @@ def wrong_bytes(engine: MiniEngine, one: KeyedSegment, seed: int, begin: int) ->
     ("block", "steps", "tp"), [(32, 1, 1), (16, 5, 1), (128, 3, 2), (64, 237, 1)]
 )
 def test_a_shared_segment_is_stored_where_it_was_computed(
-    engine: Make, daemon: FakeDaemon, block: int, steps: int, tp: int
+    patient: Make, daemon: FakeDaemon, block: int, steps: int, tp: int
 ) -> None:
-    one = engine("a", block=block, tp=tp)
+    one = patient("a", block=block, tp=tp)
     told = computes(one, "r", [*OWN, *MINUTES], SAID.to_params(), steps=steps)
     assert told == {"restored_tokens": 0}
     (minutes,) = keyed(SAID, [*OWN, *MINUTES])
@@ -124,11 +124,11 @@ def test_a_shared_segment_is_stored_where_it_was_computed(
     assert len(one.scheduler.segmenting) == 0
 
 
-def test_a_prefix_restore_is_what_it_was(engine: Make, daemon: FakeDaemon) -> None:
+def test_a_prefix_restore_is_what_it_was(patient: Make, daemon: FakeDaemon) -> None:
     """A segment that is stored is not restored: its bytes are those of another position."""
-    computes(engine("a"), "r", [*OWN, *MINUTES], SAID.to_params())
+    computes(patient("a"), "r", [*OWN, *MINUTES], SAID.to_params())
     until(lambda: daemon.spans == 7)
-    other = engine("b")
+    other = patient("b")
     moved = SegmentedPrompt("round-17").with_shared(200, "minutes-16").with_private(37)
     for name, tokens, said, found in (
         ("moved", [*MINUTES, *OWN], moved, 0),
@@ -137,16 +137,16 @@ def test_a_prefix_restore_is_what_it_was(engine: Make, daemon: FakeDaemon) -> No
     ):
         params = said.to_params() if said else None
         other.scheduler.add(name, tokens, DIGEST, params=params)
-        assert other.match(name, 0, 237) == found, name
+        assert other.match(name, 0, 237, 30.0) == found, name
         other.scheduler.allocated(name, [], 0)
         other.scheduler.finished(name)
     until(lambda: daemon.leases == 0)
 
 
-def test_a_segment_is_stored_once_and_found_anywhere(engine: Make, daemon: FakeDaemon) -> None:
-    computes(engine("a"), "r", [*OWN, *MINUTES], SAID.to_params())
+def test_a_segment_is_stored_once_and_found_anywhere(patient: Make, daemon: FakeDaemon) -> None:
+    computes(patient("a"), "r", [*OWN, *MINUTES], SAID.to_params())
     until(lambda: daemon.spans == 7)
-    other = engine("b")
+    other = patient("b")
     # The minutes first, then something of its own, then the minutes again.
     said = SegmentedPrompt("round-17").with_shared(200, "x").with_private(50).with_shared(200)
     tokens = [*MINUTES, *prompt(50, seed=3), *MINUTES]
@@ -161,8 +161,8 @@ def test_a_segment_is_stored_once_and_found_anywhere(engine: Make, daemon: FakeD
     assert wrong_bytes(other, minutes, seed=7, begin=37) == []
 
 
-def test_a_repeat_in_one_prompt_is_stored_once(engine: Make, daemon: FakeDaemon) -> None:
-    one = engine("a")
+def test_a_repeat_in_one_prompt_is_stored_once(patient: Make, daemon: FakeDaemon) -> None:
+    one = patient("a")
     said = SegmentedPrompt("f").with_shared(200).with_private(37).with_shared(200)
     tokens = [*MINUTES, *OWN, *MINUTES]
     computes(one, "r", tokens, said.to_params(), steps=7)
@@ -174,14 +174,14 @@ def test_a_repeat_in_one_prompt_is_stored_once(engine: Make, daemon: FakeDaemon)
     assert wrong_bytes(one, first, seed=7, begin=0) == []
 
 
-def test_siblings_leave_a_segment_to_the_first(engine: Make, daemon: FakeDaemon) -> None:
+def test_siblings_leave_a_segment_to_the_first(patient: Make, daemon: FakeDaemon) -> None:
     now = [0.0]
-    one = engine("a", clock=lambda: now[0])
+    one = patient("a", clock=lambda: now[0])
     scheduler = one.scheduler
     prompts = {f"r{i}": [*prompt(37, seed=60 + i), *MINUTES] for i in range(3)}
     for name, tokens in prompts.items():
         scheduler.add(name, tokens, DIGEST, params=SAID.to_params())
-        assert one.match(name, 0, 237) == 0
+        assert one.match(name, 0, 237, 30.0) == 0
     # The first and the second begin together; the first is aborted before it comes to the minutes.
     step = scheduler.plan([("r0", [1, 2, 3], 0, 90), ("r1", list(range(11, 19)), 0, 237)], [])
     assert [len(plan.tokens) for plan in step.stores] == [1, 4]
@@ -198,9 +198,9 @@ def test_siblings_leave_a_segment_to_the_first(engine: Make, daemon: FakeDaemon)
         scheduler.finished("late")
 
 
-def test_segments_come_behind_all_prefixes_of_a_step(engine: Make) -> None:
+def test_segments_come_behind_all_prefixes_of_a_step(patient: Make) -> None:
     """Where there is no room for all of them, prefixes come first."""
-    scheduler = engine("a").scheduler
+    scheduler = patient("a").scheduler
     new = []
     for i in range(2):
         tokens = [*prompt(37, seed=60 + i), *prompt(200, seed=70 + i)]
@@ -212,31 +212,31 @@ def test_segments_come_behind_all_prefixes_of_a_step(engine: Make) -> None:
 
 
 def test_part_of_a_segment_that_is_there_is_not_stored_again(
-    engine: Make, daemon: FakeDaemon
+    patient: Make, daemon: FakeDaemon
 ) -> None:
-    computes(engine("a"), "r", MINUTES[:64], SegmentedPrompt("f").with_shared(64).to_params())
+    computes(patient("a"), "r", MINUTES[:64], SegmentedPrompt("f").with_shared(64).to_params())
     until(lambda: daemon.spans == 2)
-    other = engine("b")
+    other = patient("b")
     computes(other, "r", [*OWN, *MINUTES], SAID.to_params())
     assert other.scheduler.counts.take()["segment_spans"] == 2
     until(lambda: daemon.spans == 2 + 4 + 2)
 
 
 def test_segments_of_a_request_without_a_family_are_only_looked_for(
-    engine: Make, daemon: FakeDaemon
+    patient: Make, daemon: FakeDaemon
 ) -> None:
-    one = engine("a")
+    one = patient("a")
     said = SegmentedPrompt().with_private(37).with_shared(200)
     computes(one, "r", [*OWN, *MINUTES], said.to_params())
     until(lambda: daemon.spans == 4)
     assert one.scheduler.counts.take()["segment_misses"] == 1
-    off = engine("b", store_segments=False)
+    off = patient("b", store_segments=False)
     computes(off, "r", [*prompt(37, seed=9), *MINUTES], SAID.to_params())
     until(lambda: daemon.spans == 8)
 
 
-def test_private_segments_get_no_key(engine: Make, daemon: FakeDaemon) -> None:
-    one = engine("a")
+def test_private_segments_get_no_key(patient: Make, daemon: FakeDaemon) -> None:
+    one = patient("a")
     said = SegmentedPrompt("f").with_private(237)
     computes(one, "r", [*OWN, *MINUTES], said.to_params())
     until(lambda: daemon.spans == 4)
@@ -244,8 +244,8 @@ def test_private_segments_get_no_key(engine: Make, daemon: FakeDaemon) -> None:
     assert len(one.scheduler.segmenting.book) == 0
 
 
-def test_namespaces_and_salts_are_kept_apart(engine: Make, daemon: FakeDaemon) -> None:
-    one = engine("a")
+def test_namespaces_and_salts_are_kept_apart(patient: Make, daemon: FakeDaemon) -> None:
+    one = patient("a")
     tokens = [*OWN, *MINUTES]
     computes(one, "r", tokens, SAID.to_params())
     computes(one, "s", tokens, SAID.to_params(), namespace=b"n" * 32, salt=b"s" * 32)
@@ -272,8 +272,8 @@ def computes_nothing(
     return dict(said["kmesh"])
 
 
-def test_an_id_may_name_other_tokens_later(engine: Make, daemon: FakeDaemon) -> None:
-    one = engine("a")
+def test_an_id_may_name_other_tokens_later(patient: Make, daemon: FakeDaemon) -> None:
+    one = patient("a")
     by_id = {"kmesh": {"segments": [{"tokens": 37}, {"id": "minutes-16"}]}}
     computes(one, "r", [*OWN, *MINUTES], SAID.to_params())
     assert "refused" not in computes_nothing(one, [*OWN, *MINUTES], by_id)
@@ -306,18 +306,18 @@ def test_an_id_may_name_other_tokens_later(engine: Make, daemon: FakeDaemon) -> 
     ids=["sum", "huge", "type", "no object", "no params"],
 )
 def test_what_is_refused_is_told_and_changes_nothing_else(
-    engine: Make, daemon: FakeDaemon, params: Any, field: str
+    patient: Make, daemon: FakeDaemon, params: Any, field: str
 ) -> None:
-    one = engine("a")
+    one = patient("a")
     told = computes(one, "r", [*OWN, *MINUTES], params)
     assert told["restored_tokens"] == 0
     assert told["refused"]["field"] == field
     assert json.loads(json.dumps(told)) == told
     until(lambda: daemon.spans == 4)
-    other = engine("b")
+    other = patient("b")
     other.scheduler.add("r", [*OWN, *MINUTES], DIGEST, params=params)
-    assert other.match("r", 0, 237) == 224
-    assert not other.load("r", [9, 4, 7, 2, 8, 1, 5], 224).bad_blocks
+    assert other.match("r", 0, 237, 30.0) == 224
+    assert not other.load("r", [9, 4, 7, 2, 8, 1, 5], 224, 30.0).bad_blocks
     assert other.wrong(7, [9, 4, 7, 2, 8, 1, 5], 0, 224) == []
     told = other.scheduler.finished("r")
     assert told is not None
@@ -327,14 +327,14 @@ def test_what_is_refused_is_told_and_changes_nothing_else(
     assert len(one.scheduler.segmenting) == len(other.scheduler.segmenting) == 0
 
 
-def test_separators_say_what_counts_say(engine: Make, daemon: FakeDaemon) -> None:
+def test_separators_say_what_counts_say(patient: Make, daemon: FakeDaemon) -> None:
     separator = 4999
     tokens = [*OWN, separator, *MINUTES, separator, *prompt(20, seed=4)]
     said = SegmentedPrompt("f").with_shared(38).with_shared(201).with_shared(20)
-    spoken = engine("a")
+    spoken = patient("a")
     computes(spoken, "r", tokens, said.to_params())
     until(lambda: daemon.spans == 4 + 1 + 3 + 1)
-    cut = engine("b", segment_separators=(separator, 4998))
+    cut = patient("b", segment_separators=(separator, 4998))
     computes(cut, "r", [7, *tokens], {"kmesh": {"family": "f"}})
     counts = cut.scheduler.counts.take()
     # Its first segment begins with another token; the others were found.
@@ -352,11 +352,11 @@ def test_separators_say_what_counts_say(engine: Make, daemon: FakeDaemon) -> Non
     assert "segment_spans" not in counts
 
 
-def test_an_aborted_request_leaves_nothing(engine: Make, daemon: FakeDaemon) -> None:
-    one = engine("a")
+def test_an_aborted_request_leaves_nothing(patient: Make, daemon: FakeDaemon) -> None:
+    one = patient("a")
     tokens = [*OWN, *MINUTES]
     one.scheduler.add("r", tokens, DIGEST, params=SAID.to_params())
-    assert one.match("r", 0, 237) == 0
+    assert one.match("r", 0, 237, 30.0) == 0
     one.scheduler.allocated("r", list(range(1, 9)), 0)
     one.prefill("r", 7, list(range(1, 9)), 0, 150)
     one.scheduler.finished("r")
@@ -365,11 +365,11 @@ def test_an_aborted_request_leaves_nothing(engine: Make, daemon: FakeDaemon) -> 
     until(lambda: daemon.spans == 3)
 
 
-def test_a_preempted_request_stores_from_its_new_blocks(engine: Make, daemon: FakeDaemon) -> None:
-    one = engine("a")
+def test_a_preempted_request_stores_from_its_new_blocks(patient: Make, daemon: FakeDaemon) -> None:
+    one = patient("a")
     tokens = [*OWN, *MINUTES]
     one.scheduler.add("r", tokens, DIGEST, params=SAID.to_params())
-    assert one.match("r", 0, 237) == 0
+    assert one.match("r", 0, 237, 30.0) == 0
     one.scheduler.allocated("r", list(range(1, 9)), 0)
     one.prefill("r", 7, list(range(1, 9)), 0, 110)
     until(lambda: daemon.spans == 2)
@@ -382,16 +382,16 @@ def test_a_preempted_request_stores_from_its_new_blocks(engine: Make, daemon: Fa
     assert wrong_bytes(one, minutes, seed=7, begin=37) == []
 
 
-def test_restored_pages_are_stored_as_segments_too(engine: Make, daemon: FakeDaemon) -> None:
+def test_restored_pages_are_stored_as_segments_too(patient: Make, daemon: FakeDaemon) -> None:
     """Who restores a prompt and is the first to say its segments stores these."""
     tokens = [*OWN, *MINUTES]
-    computes(engine("a"), "r", tokens, None)
+    computes(patient("a"), "r", tokens, None)
     until(lambda: daemon.spans == 4)
-    other = engine("b")
+    other = patient("b")
     other.scheduler.add("r", tokens, DIGEST, params=SAID.to_params())
-    assert other.match("r", 0, 237) == 224
+    assert other.match("r", 0, 237, 30.0) == 224
     blocks = [9, 4, 7, 2, 8, 1, 5, 3]
-    assert not other.load("r", blocks[:7], 224).bad_blocks
+    assert not other.load("r", blocks[:7], 224, 30.0).bad_blocks
     step = other.scheduler.plan([("r", blocks, 224, 13)], [])
     other.run(step, lambda: other.compute(7, blocks, 224, 237))
     (minutes,) = keyed(SAID, tokens)
@@ -399,12 +399,12 @@ def test_restored_pages_are_stored_as_segments_too(engine: Make, daemon: FakeDae
     assert wrong_bytes(other, minutes, seed=7, begin=37) == []
 
 
-def test_a_request_that_is_not_cached_is_told_so(engine: Make) -> None:
-    segmenting = engine("a").scheduler.segmenting
+def test_a_request_that_is_not_cached_is_told_so(patient: Make) -> None:
+    segmenting = patient("a").scheduler.segmenting
     segmenting.declined("r", None, "no")
     segmenting.declined("s", {"other": 1}, "no")
     segmenting.declined("t", SAID.to_params(), "its prompt is an embedding")
-    scheduler = engine("b").scheduler
+    scheduler = patient("b").scheduler
     assert scheduler.finished("t") is None
     assert segmenting.finished("r") == segmenting.finished("s") == {}
     refused = {"field": "kmesh", "why": "its prompt is an embedding"}
@@ -446,11 +446,11 @@ def test_the_book_compares_tokens() -> None:
     assert book.same(one.spans[0].key, tokens[:64])
 
 
-def test_a_chance_hit_is_no_hit(engine: Make, daemon: FakeDaemon) -> None:
+def test_a_chance_hit_is_no_hit(patient: Make, daemon: FakeDaemon) -> None:
     tokens = [*OWN, *MINUTES]
-    computes(engine("a"), "r", tokens, SAID.to_params())
+    computes(patient("a"), "r", tokens, SAID.to_params())
     until(lambda: daemon.spans == 7)
-    other = engine("b")
+    other = patient("b")
     (minutes,) = keyed(SAID, tokens)
     other.scheduler.segmenting.book._keys.put(minutes.spans[0].key, [1] * 64)
     other.scheduler.add("s", tokens, DIGEST, params=SAID.to_params())
