@@ -328,9 +328,12 @@ class AsyncSession:
         salt: bytes = b"",
         device: str = "",
         recipes: bool = False,
+        positions: bool = False,
     ) -> Lease:
         forget = self._channel.forget
-        procedure = calls.acquire(self.welcome, keys, shards, prefix, forget, salt, device, recipes)
+        procedure = calls.acquire(
+            self.welcome, keys, shards, prefix, forget, salt, device, recipes, positions
+        )
         return await self._run(procedure, timeout)
 
     async def release(self, lease: Lease) -> None:

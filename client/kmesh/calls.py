@@ -170,6 +170,7 @@ def acquire(
     salt: bytes = b"",
     device: str = "",
     recipes: bool = False,
+    positions: bool = False,
 ) -> Procedure[Lease]:
     """Raises ConfigError for malformed arguments, else what the daemon says."""
     if len(keys) % KEY_BYTES:
@@ -196,6 +197,7 @@ def acquire(
                 salt=salt,
                 device=device,
                 recipes=recipes,
+                positions=positions,
             )
             answer = body_of(spans_pb2.AcquireResponse, (yield request))
             try:

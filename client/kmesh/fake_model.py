@@ -255,6 +255,8 @@ class Model:
             answer.tokens.append(span.tokens if span else 0)
             answer.generation.append(span.generation if span else 0)
             answer.root.append(place.root if place else 0)
+            if body.positions:
+                answer.start.append(span.start if span else 0)
         if any(held):
             answer.lease = self._next()
             self._owner(peer).leases[answer.lease] = held

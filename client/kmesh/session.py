@@ -196,6 +196,7 @@ class Session:
         salt: bytes = b"",
         device: str = "",
         recipes: bool = False,
+        positions: bool = False,
     ) -> Lease:
         """Leases every (key, shard).
 
@@ -207,12 +208,15 @@ class Session:
                 empty: what was stored under another is not found.
             device: UUID of the GPU on which the spans are stored, or empty: in host memory.
             recipes: spans that are kept as recipes may be given as such, to be decoded here.
+            positions: ``Lease.start`` is to say where they were computed.
                 Otherwise such a span is REASON_PENDING while the daemon makes it dense.
 
         Raises:
             ConfigError: an argument is malformed.
         """
-        return self._run(self._acquire(keys, shards, prefix, salt, device, recipes), timeout)
+        return self._run(
+            self._acquire(keys, shards, prefix, salt, device, recipes, positions), timeout
+        )
 
     def acquire_async(
         self,
@@ -224,9 +228,12 @@ class Session:
         salt: bytes = b"",
         device: str = "",
         recipes: bool = False,
+        positions: bool = False,
     ) -> Future[Lease]:
         """As ``acquire``, without waiting. The future can't be cancelled: release its lease."""
-        return self._start(self._acquire(keys, shards, prefix, salt, device, recipes), timeout)
+        return self._start(
+            self._acquire(keys, shards, prefix, salt, device, recipes, positions), timeout
+        )
 
     def release(self, lease: Lease) -> None:
         """Gives a lease back, without waiting for the answer. Nothing if it already was."""
@@ -413,9 +420,12 @@ class Session:
         salt: bytes,
         device: str,
         recipes: bool,
+        positions: bool,
     ) -> Procedure[Lease]:
         forget = self._channel.forget
-        return calls.acquire(self.welcome, keys, shards, prefix, forget, salt, device, recipes)
+        return calls.acquire(
+            self.welcome, keys, shards, prefix, forget, salt, device, recipes, positions
+        )
 
     def _run(self, procedure: Procedure[T], timeout: float | None) -> T:
         if self._channel.in_callback:

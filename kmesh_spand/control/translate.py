@@ -82,7 +82,15 @@ def to_event(
         case spans_pb2.AcquireRequest():
             shards = _codes(body.shards, "acquire.shards")
             return events.Acquire(
-                session, request, body.keys, shards, body.prefix, body.salt, tier, body.recipes
+                session,
+                request,
+                body.keys,
+                shards,
+                body.prefix,
+                body.salt,
+                tier,
+                body.recipes,
+                body.positions,
             )
         case spans_pb2.ReleaseRequest():
             return events.Release(session, request, tuple(body.leases))
@@ -139,7 +147,9 @@ _VARINTS = tuple(
     (name, _FIELDS[name].number) for name in ("slab", "offset", "length", "tokens", "generation")
 )
 _REASON, _ROOT = _FIELDS["reason"].number, _FIELDS["root"].number
-_DENSE_LENGTH, _DENSE_ROOT = (_FIELDS[name].number for name in ("dense_length", "dense_root"))
+_DENSE_LENGTH, _DENSE_ROOT, _START = (
+    _FIELDS[name].number for name in ("dense_length", "dense_root", "start")
+)
 
 
 def _leased(result: effects.AcquireResult) -> spans_pb2.AcquireResponse:
@@ -151,6 +161,8 @@ def _leased(result: effects.AcquireResult) -> spans_pb2.AcquireResponse:
     if result.dense_length:
         parts.append(pack(_DENSE_LENGTH, result.dense_length, False))
         parts.append(pack(_DENSE_ROOT, result.dense_root, True))
+    if result.start:
+        parts.append(pack(_START, result.start, False))
     answer = spans_pb2.AcquireResponse.FromString(b"".join(parts))
     answer.lease = result.lease
     answer.bases.extend(spans_pb2.BasePlace(**asdict(base)) for base in result.bases)

@@ -44,7 +44,7 @@ class Acquire:
 
     ``salt`` is the 32-byte digest of the request's salt, or empty; uid and salt are the tenant.
     ``tier`` is where it looks: 0 is host memory, the others are GPUs. ``recipes``: who asks can
-    decode them.
+    decode them. ``positions``: it wants to know where spans were computed.
     """
 
     session: int
@@ -55,6 +55,7 @@ class Acquire:
     salt: bytes = b""
     tier: int = 0
     recipes: bool = False
+    positions: bool = False
 
 
 @dataclass(frozen=True, slots=True)
