@@ -19,6 +19,7 @@ from room import settings
 from kmesh.errors import ConfigError
 from kmesh_spand import child, ipc, outbox
 from kmesh_spand.control.link import Link
+from kmesh_spand.fdstore import FdStore
 from kmesh_spand.gpukeeper import GpuKeeper
 from kmesh_spand.outbox import Outbox
 from kmesh_spand.supervisor import Supervisor
@@ -211,7 +212,7 @@ def keeper_of(socket_dir: Path, pid: int) -> tuple[GpuKeeper, socket.socket, lis
     """One whose worker is a process of the test's, and the worker's end of the way to it."""
     told: list[ipc.AnyMessage] = []
     chosen = settings(socket_dir, gpu="0", gpu_memory="4MiB", gpu_slab_size="2MiB")
-    keeper = GpuKeeper(chosen, lambda message, fd: told.append(message))
+    keeper = GpuKeeper(chosen, lambda message, fd: told.append(message), FdStore({}))
     (worker,) = keeper._workers
     ours, theirs = ipc.pair()
     ours.setblocking(False)
