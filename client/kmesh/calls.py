@@ -170,6 +170,7 @@ def acquire(
     salt: bytes = b"",
     device: str = "",
     recipes: bool = False,
+    positions: bool = False,
 ) -> Procedure[Lease]:
     """Raises ConfigError for malformed arguments, else what the daemon says."""
     if len(keys) % KEY_BYTES:
@@ -196,6 +197,7 @@ def acquire(
                 salt=salt,
                 device=device,
                 recipes=recipes,
+                positions=positions,
             )
             answer = body_of(spans_pb2.AcquireResponse, (yield request))
             try:
@@ -318,7 +320,7 @@ def claim(
     )
 
 
-def await_flight(found: Claim) -> Procedure[Arrived]:
+def await_flight(found: Claim, wait: int = 0) -> Procedure[Arrived]:
     """Returns when there is something to say; raises ConfigError for a claim without a flight."""
     if found.standing is not Standing.COMPUTING:
         raise errors.ConfigError(f"claim: {found.standing.name} is nothing to wait for")
@@ -327,6 +329,7 @@ def await_flight(found: Claim) -> Procedure[Arrived]:
         first=found.first,
         covered=found.covered,
         shards=[shard_message(shard) for shard in found.shards],
+        wait=wait,
     )
     answer = body_of(flights_pb2.AwaitResponse, (yield request))
     try:
@@ -335,9 +338,9 @@ def await_flight(found: Claim) -> Procedure[Arrived]:
         raise errors.ProtocolError(f"a flight's arrival {answer.arrival}") from None
 
 
-def leave(flight: int) -> Message:
-    """Ends the session's waits for a flight; each of them ends with LEFT."""
-    return flights_pb2.LeaveRequest(flight=flight)
+def leave(flight: int, wait: int = 0) -> Message:
+    """Ends the session's waits for a flight, or one of them; what ends so ends with LEFT."""
+    return flights_pb2.LeaveRequest(flight=flight, wait=wait)
 
 
 def land(flight: int, cause: FlightCause) -> Message:

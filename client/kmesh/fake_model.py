@@ -172,7 +172,7 @@ class Model:
             shards = _shards(body.shards)
             return self.flights.wait(peer.id, body, shards, reply, seconds), -1
         if isinstance(body, flights_pb2.LeaveRequest):
-            return self.flights.leave(peer.id, body.flight), -1
+            return self.flights.leave(peer.id, body), -1
         if isinstance(body, flights_pb2.LandRequest):
             return self.flights.land(peer.id, body), -1
         answer = self.families.handle(body)
@@ -255,6 +255,8 @@ class Model:
             answer.tokens.append(span.tokens if span else 0)
             answer.generation.append(span.generation if span else 0)
             answer.root.append(place.root if place else 0)
+            if body.positions:
+                answer.start.append(span.start if span else 0)
         if any(held):
             answer.lease = self._next()
             self._owner(peer).leases[answer.lease] = held

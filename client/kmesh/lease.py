@@ -27,6 +27,8 @@ _COLUMNS = _columns(
 )
 #: The same, of those that only answers with recipes have.
 _RECIPES = _columns(dense_length="Q", dense_root="Q")
+#: The same, of those that only answers with positions have.
+_POSITIONS = _columns(start="I")
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,6 +82,8 @@ class Lease:
         dense_length: payload bytes that an entry gives that is a recipe; 0 where it is none.
             ``length`` and ``root`` are then of the recipe.
         dense_root: of that payload.
+        start: position of the span's first token where it was computed; empty if positions were
+            not asked for, or the daemon is too old to say them.
         bases: what recipes refer to, by number of the shard and key; empty without recipes.
         hits: leading keys of which every shard is leased.
     """
@@ -99,6 +103,7 @@ class Lease:
         "root",
         "shards",
         "slab",
+        "start",
         "tokens",
     )
 
@@ -116,6 +121,7 @@ class Lease:
         self.root = array("Q")
         self.dense_length = array("Q")
         self.dense_root = array("Q")
+        self.start = array("I")
         self.bases: dict[tuple[int, bytes], BasePlace] = {}
         self.hits = 0
         self.parts: list[LeasePart] = []
@@ -184,7 +190,9 @@ class Lease:
         message = answer.SerializeToString()
         found = []
         recipes = bool(answer.dense_length or answer.bases)
-        for name, number, kind in (*_COLUMNS, *_RECIPES):
+        if bool(answer.start) != bool(self.start) and self.parts and entries:
+            raise ValueError("an Acquire answer that says positions only here and there")
+        for name, number, kind in (*_COLUMNS, *_RECIPES, *(_POSITIONS if answer.start else ())):
             column = array(kind, bytes(array(kind).itemsize * entries))
             if recipes or not name.startswith("dense"):
                 count = _host.unpack_field(message, number, column, name.endswith("root"))
@@ -203,7 +211,7 @@ class Lease:
         """Counts ``hits``; entries that were never asked for become misses."""
         missing = len(self.keys) // KEY_BYTES * len(self.shards) - len(self)
         self.reason.extend([REASON_MISS] * missing)
-        for name, _, _ in (*_COLUMNS[1:], *_RECIPES):
+        for name, _, _ in (*_COLUMNS[1:], *_RECIPES, *(_POSITIONS if self.start else ())):
             getattr(self, name).extend([0] * missing)
         first_miss = len(self.reason)
         if any(self.reason):

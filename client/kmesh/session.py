@@ -196,6 +196,7 @@ class Session:
         salt: bytes = b"",
         device: str = "",
         recipes: bool = False,
+        positions: bool = False,
     ) -> Lease:
         """Leases every (key, shard).
 
@@ -207,12 +208,15 @@ class Session:
                 empty: what was stored under another is not found.
             device: UUID of the GPU on which the spans are stored, or empty: in host memory.
             recipes: spans that are kept as recipes may be given as such, to be decoded here.
+            positions: ``Lease.start`` is to say where they were computed.
                 Otherwise such a span is REASON_PENDING while the daemon makes it dense.
 
         Raises:
             ConfigError: an argument is malformed.
         """
-        return self._run(self._acquire(keys, shards, prefix, salt, device, recipes), timeout)
+        return self._run(
+            self._acquire(keys, shards, prefix, salt, device, recipes, positions), timeout
+        )
 
     def acquire_async(
         self,
@@ -224,9 +228,12 @@ class Session:
         salt: bytes = b"",
         device: str = "",
         recipes: bool = False,
+        positions: bool = False,
     ) -> Future[Lease]:
         """As ``acquire``, without waiting. The future can't be cancelled: release its lease."""
-        return self._start(self._acquire(keys, shards, prefix, salt, device, recipes), timeout)
+        return self._start(
+            self._acquire(keys, shards, prefix, salt, device, recipes, positions), timeout
+        )
 
     def release(self, lease: Lease) -> None:
         """Gives a lease back, without waiting for the answer. Nothing if it already was."""
@@ -308,17 +315,25 @@ class Session:
         """As ``claim``, without waiting. A flight that comes too late is given back by itself."""
         return self._start(calls.claim(self.welcome, keys, shards, salt, device), timeout)
 
-    def await_flight_async(self, claim: Claim, timeout: float | None = None) -> Future[Arrived]:
+    def await_flight_async(
+        self, claim: Claim, timeout: float | None = None, *, wait: int = 0
+    ) -> Future[Arrived]:
         """Waits, in the background, for a flight that another session leads; ``leave`` ends that.
 
         Args:
             claim: whose standing is COMPUTING.
+            wait: the caller's own number for this wait, by which ``leave`` can name it; or 0.
         """
-        return self._start(calls.await_flight(claim), timeout)
+        return self._start(calls.await_flight(claim, wait), timeout)
 
-    def leave(self, flight: int) -> None:
-        """Ends this session's waits for a flight, without waiting for the answer."""
-        self._channel.forget(calls.leave(flight))
+    def leave(self, flight: int, wait: int = 0) -> None:
+        """Ends this session's waits for a flight, without waiting for the answer.
+
+        Args:
+            wait: only the one of this number; 0: all of them. A daemon that is too old to know
+                numbers ends all of them.
+        """
+        self._channel.forget(calls.leave(flight, wait))
 
     def land(self, flight: int, cause: FlightCause = FlightCause.DONE) -> None:
         """Ends a flight that this session leads, without waiting for the answer.
@@ -405,9 +420,12 @@ class Session:
         salt: bytes,
         device: str,
         recipes: bool,
+        positions: bool,
     ) -> Procedure[Lease]:
         forget = self._channel.forget
-        return calls.acquire(self.welcome, keys, shards, prefix, forget, salt, device, recipes)
+        return calls.acquire(
+            self.welcome, keys, shards, prefix, forget, salt, device, recipes, positions
+        )
 
     def _run(self, procedure: Procedure[T], timeout: float | None) -> T:
         if self._channel.in_callback:

@@ -82,7 +82,15 @@ def to_event(
         case spans_pb2.AcquireRequest():
             shards = _codes(body.shards, "acquire.shards")
             return events.Acquire(
-                session, request, body.keys, shards, body.prefix, body.salt, tier, body.recipes
+                session,
+                request,
+                body.keys,
+                shards,
+                body.prefix,
+                body.salt,
+                tier,
+                body.recipes,
+                body.positions,
             )
         case spans_pb2.ReleaseRequest():
             return events.Release(session, request, tuple(body.leases))
@@ -117,9 +125,11 @@ def to_event(
             return events.Claim(session, request, body.keys, shards, body.salt, tier)
         case flights_pb2.AwaitRequest():
             shards = _codes(body.shards, "await_flight.shards")
-            return events.Await(session, request, body.flight, body.first, body.covered, shards)
+            return events.Await(
+                session, request, body.flight, body.first, body.covered, shards, body.wait
+            )
         case flights_pb2.LeaveRequest():
-            return events.Leave(session, request, body.flight)
+            return events.Leave(session, request, body.flight, wait=body.wait)
         case flights_pb2.LandRequest():
             return events.Land(session, request, body.flight, body.cause)
     if isinstance(body, families_pb2.DeclareFamilyRequest | families_pb2.JoinFamilyRequest):
@@ -137,7 +147,9 @@ _VARINTS = tuple(
     (name, _FIELDS[name].number) for name in ("slab", "offset", "length", "tokens", "generation")
 )
 _REASON, _ROOT = _FIELDS["reason"].number, _FIELDS["root"].number
-_DENSE_LENGTH, _DENSE_ROOT = (_FIELDS[name].number for name in ("dense_length", "dense_root"))
+_DENSE_LENGTH, _DENSE_ROOT, _START = (
+    _FIELDS[name].number for name in ("dense_length", "dense_root", "start")
+)
 
 
 def _leased(result: effects.AcquireResult) -> spans_pb2.AcquireResponse:
@@ -149,6 +161,8 @@ def _leased(result: effects.AcquireResult) -> spans_pb2.AcquireResponse:
     if result.dense_length:
         parts.append(pack(_DENSE_LENGTH, result.dense_length, False))
         parts.append(pack(_DENSE_ROOT, result.dense_root, True))
+    if result.start:
+        parts.append(pack(_START, result.start, False))
     answer = spans_pb2.AcquireResponse.FromString(b"".join(parts))
     answer.lease = result.lease
     answer.bases.extend(spans_pb2.BasePlace(**asdict(base)) for base in result.bases)

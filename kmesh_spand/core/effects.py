@@ -24,7 +24,10 @@ class BasePlace:
 
 @dataclass(frozen=True, slots=True)
 class AcquireResult:
-    """Parallel arrays as in ``kmesh.v1.AcquireResponse``; those of recipes are empty without."""
+    """Parallel arrays as in ``kmesh.v1.AcquireResponse``.
+
+    Those of recipes are empty without, and so is ``start`` where nobody asked for it.
+    """
 
     lease: int
     reason: Sequence[int]
@@ -34,6 +37,7 @@ class AcquireResult:
     tokens: array[int]
     generation: array[int]
     root: array[int]
+    start: array[int] = field(default_factory=lambda: array("I"))
     dense_length: array[int] = field(default_factory=lambda: array("Q"))
     dense_root: array[int] = field(default_factory=lambda: array("Q"))
     bases: Sequence[BasePlace] = ()

@@ -110,6 +110,7 @@ class Reading:
             gather(rows, table.tokens),
             gather(rows, table.generation),
             gather(rows, table.root),
+            gather(rows, table.start) if event.positions else array("I"),
             *recipes,
         )
 

@@ -22,7 +22,8 @@ from kmesh_vllm.metadata import LoadPlan, LoadReport, StepPlan
 from kmesh_vllm.patience import PATIENCE, Patience
 from kmesh_vllm.requests import Phase, RequestState
 from kmesh_vllm.restoring import failed_keys, load_plan, report_corrupt
-from kmesh_vllm.storing import keys_between, plan_store
+from kmesh_vllm.segmenting import Segmenting
+from kmesh_vllm.storing import keys_between, plan_again, plan_store
 
 
 class Sessions(Protocol):
@@ -75,6 +76,7 @@ class SchedulerHalf:
             sharing=sharing,
             clock=clock,
         )
+        self.segmenting = Segmenting(settings, identity, self.counts, clock)
         self.reset_word = ""
 
     def __len__(self) -> int:
@@ -90,8 +92,13 @@ class SchedulerHalf:
         *,
         may_load: bool = True,
         salt: bytes = b"",
+        params: object = None,
     ) -> None:
-        """A new request whose prompt may be restored and stored."""
+        """A new request whose prompt may be restored and stored.
+
+        Args:
+            params: what its client said in ``kv_transfer_params``, whatever that is.
+        """
         state = self._states[request_id] = RequestState(
             request_id,
             tokens,
@@ -101,6 +108,7 @@ class SchedulerHalf:
             may_load=may_load and self._settings.load,
             may_store=self._settings.store,
         )
+        self.segmenting.heard(state, params)
         session = self._client.session
         if session is not None and (state.may_load or state.may_store):
             # While it waits in vLLM's queue, and not when its first token is waited for.
@@ -179,7 +187,9 @@ class SchedulerHalf:
             state = self._states.get(request)
             if state is not None and (state.part is not None or not state.measured):
                 self.computing.scheduled(state, computed, scheduled)
-            if state is None or not state.may_store or (state.complete and not replace):
+            if state is None or not state.may_store:
+                continue
+            if state.complete and not replace and not state.again.spans:
                 continue
             if replace:
                 state.blocks = blocks
@@ -187,6 +197,7 @@ class SchedulerHalf:
             else:
                 state.blocks.extend(blocks)
             self._plan_store(step, state, computed + scheduled)
+        step.stores.extend(self.segmenting.take())
         return step
 
     def worked(self, report: LoadReport | None, finished: Iterable[str]) -> None:
@@ -199,6 +210,8 @@ class SchedulerHalf:
             for request, entries in report.corrupt.items():
                 if state := self._loading.get(request):
                     state.corrupt.extend(e for e in entries if e not in state.corrupt)
+            for request, starts in report.reserved.items():
+                self._reserved(request, starts)
             for request, position in report.failed.items():
                 if state := self._loading.get(request):
                     state.failed = min(position, position if state.failed is None else state.failed)
@@ -209,13 +222,14 @@ class SchedulerHalf:
     def finished(self, request_id: str) -> dict[str, Any] | None:
         """A request has ended, in whatever state; returns what its client may know."""
         state = self._states.pop(request_id, None)
+        said = self.segmenting.finished(request_id)
         if state is None:
-            return None
+            return {"kmesh": said} if said else None
         self._matcher.flights.land(state)
         self.computing.finished(state)
         # A load under way keeps its lease: the workers still read.
         state.forget_restore()
-        return {"kmesh": {"restored_tokens": state.restored}}
+        return {"kmesh": {"restored_tokens": state.restored, **said}}
 
     def reset(self) -> None:
         """The weights or the cache are no longer what they were: nothing old is used again."""
@@ -254,17 +268,39 @@ class SchedulerHalf:
         session = self._client.session
         if session is None or not state.may_store:
             return
-        plan = plan_store(
-            state,
-            session,
-            self._shardings,
-            block_tokens=self._identity.block_tokens,
-            computed=computed,
-            bad=self._matcher.quarantine.__contains__,
-            device=self._matcher.tiers.store,
-        )
-        if plan is not None:
-            step.stores.append(plan)
+        block, device = self._identity.block_tokens, self._matcher.tiers.store
+        if not state.complete:
+            bad = self._matcher.quarantine.__contains__
+            plan = plan_store(
+                state,
+                session,
+                self._shardings,
+                block_tokens=block,
+                computed=computed,
+                bad=bad,
+                device=device,
+            )
+            if plan is not None:
+                step.stores.append(plan)
+        if state.again.spans and self._clock() >= state.again.at:
+            plan = plan_again(
+                state,
+                session,
+                self._shardings,
+                block_tokens=block,
+                computed=computed,
+                device=device,
+            )
+            if plan is not None:
+                step.stores.append(plan)
+        self.segmenting.plan(state, session, computed, device)
+
+    def _reserved(self, request: str, starts: Iterable[int]) -> None:
+        """Spans were not stored, since somebody else had them reserved."""
+        state, session = self._states.get(request), self._client.session
+        if state is not None and session is not None and state.may_store:
+            span = session.welcome.span_tokens
+            state.again.hear((start // span for start in starts), self._clock())
 
     def _loaded(self, state: RequestState) -> None:
         """A load has ended: count it, keep away from what failed, give the lease back."""

@@ -36,6 +36,7 @@ class AcquireRequest(_message.Message):
     PREFIX_FIELD_NUMBER: _builtins.int
     SALT_FIELD_NUMBER: _builtins.int
     RECIPES_FIELD_NUMBER: _builtins.int
+    POSITIONS_FIELD_NUMBER: _builtins.int
     DEVICE_FIELD_NUMBER: _builtins.int
     keys: _builtins.bytes
     """32 bytes each"""
@@ -52,6 +53,8 @@ class AcquireRequest(_message.Message):
     that is kept as one is REASON_PENDING while it is made dense, and
     REASON_MISS if there is no room for that.
     """
+    positions: _builtins.bool
+    """Say where spans were computed: `start` in the answer."""
     device: _builtins.str
     """Where to look: UUID of a GPU, or empty for host memory. The same key may be
     stored in both.
@@ -68,11 +71,12 @@ class AcquireRequest(_message.Message):
         prefix: _builtins.bool = ...,
         salt: _builtins.bytes = ...,
         recipes: _builtins.bool = ...,
+        positions: _builtins.bool = ...,
         device: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["device", b"device", "keys", b"keys", "prefix", b"prefix", "recipes", b"recipes", "salt", b"salt", "shards", b"shards"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["device", b"device", "keys", b"keys", "positions", b"positions", "prefix", b"prefix", "recipes", b"recipes", "salt", b"salt", "shards", b"shards"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -93,6 +97,7 @@ class AcquireResponse(_message.Message):
     DENSE_LENGTH_FIELD_NUMBER: _builtins.int
     DENSE_ROOT_FIELD_NUMBER: _builtins.int
     BASES_FIELD_NUMBER: _builtins.int
+    START_FIELD_NUMBER: _builtins.int
     lease: _builtins.int
     """0 when nothing was leased"""
     @_builtins.property
@@ -138,6 +143,12 @@ class AcquireResponse(_message.Message):
     def bases(self) -> _containers.RepeatedCompositeFieldContainer[Global___BasePlace]:
         """what the recipes refer to, each once"""
 
+    @_builtins.property
+    def start(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Only if `positions` was asked for; then for every entry: position of the
+        span's first token where it was computed, as ReserveRequest said it.
+        """
+
     def __init__(
         self,
         *,
@@ -152,10 +163,11 @@ class AcquireResponse(_message.Message):
         dense_length: _abc.Iterable[_builtins.int] | None = ...,
         dense_root: _abc.Iterable[_builtins.int] | None = ...,
         bases: _abc.Iterable[Global___BasePlace] | None = ...,
+        start: _abc.Iterable[_builtins.int] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["bases", b"bases", "dense_length", b"dense_length", "dense_root", b"dense_root", "generation", b"generation", "lease", b"lease", "length", b"length", "offset", b"offset", "reason", b"reason", "root", b"root", "slab", b"slab", "tokens", b"tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["bases", b"bases", "dense_length", b"dense_length", "dense_root", b"dense_root", "generation", b"generation", "lease", b"lease", "length", b"length", "offset", b"offset", "reason", b"reason", "root", b"root", "slab", b"slab", "start", b"start", "tokens", b"tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
