@@ -306,7 +306,8 @@ class Recoder:
         draft = self._draft(row, mirror.length)
         if not draft:
             store.counters["densify_no_room"] += 1
-            self._stays(row)
+            if not drop:
+                self._stays(row)
             store.let_go([row])
             if drop:
                 store.mirrors.drop(row, Cause.OPERATOR)

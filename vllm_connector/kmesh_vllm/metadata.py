@@ -98,6 +98,7 @@ class StorePlan:
         first: position of the first token of ``blocks``.
         blocks: int64 ids of the blocks that hold the spans.
         salt: digest of the request's cache salt, or empty.
+        request: vLLM's id of the request, which hears of spans that others had reserved; or empty.
     """
 
     namespace: bytes
@@ -108,6 +109,7 @@ class StorePlan:
     first: int
     blocks: bytes
     salt: bytes = field(default=b"", repr=False)
+    request: str = ""
 
     def block_ids(self) -> npt.NDArray[np.int64]:
         """``blocks``, unpacked."""
@@ -139,17 +141,20 @@ class LoadReport:
             new.
         corrupt: lease entries whose bytes did not match their sums, by request.
         failed: positions (first token of the first bad block) of loads that failed, by request.
+        reserved: positions (first tokens) of spans that were not stored since somebody else had
+            them reserved, by request.
         recipes: whether spans can be restored out of recipes. None: nothing new.
     """
 
     corrupt: dict[str, list[int]] = field(default_factory=dict)
     failed: dict[str, int] = field(default_factory=dict)
+    reserved: dict[str, set[int]] = field(default_factory=dict)
     devices: tuple[str, ...] | None = None
     recipes: bool | None = None
 
     def __bool__(self) -> bool:
-        told = self.devices is not None or self.recipes is not None
-        return bool(self.corrupt or self.failed or told)
+        told = self.corrupt or self.failed or self.reserved
+        return bool(told or self.devices is not None or self.recipes is not None)
 
     def merge(self, other: LoadReport) -> None:
         """Adds what another rank said."""
@@ -158,6 +163,8 @@ class LoadReport:
             mine.extend(entry for entry in entries if entry not in mine)
         for request, position in other.failed.items():
             self.failed[request] = min(position, self.failed.get(request, position))
+        for request, starts in other.reserved.items():
+            self.reserved.setdefault(request, set()).update(starts)
         if self.devices is None or other.devices is None:
             self.devices = other.devices if self.devices is None else self.devices
         else:

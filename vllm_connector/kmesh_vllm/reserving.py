@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -80,6 +81,16 @@ class Reserver:
         self._given: tuple[Session, Staging] | None = None
         self._staging: tuple[Session, Staging | None, StagingRing] | None = None
         self._ask_at = 0.0
+        self._lock = threading.Lock()
+        self._reserved: dict[str, set[int]] = {}
+
+    def reserved(self) -> dict[str, set[int]]:
+        """First tokens of spans that others had reserved, by request, since the last call."""
+        if not self._reserved:
+            return {}
+        with self._lock:
+            found, self._reserved = self._reserved, {}
+        return found
 
     def close(self) -> None:
         """Lets go of the staging."""
@@ -126,6 +137,10 @@ class Reserver:
                 step.held.append(
                     Held(answer.reservation[i], plan.tokens[i], lengths[i], base + plan.start[i])
                 )
+        held = {plan.start[i] for i, reason in enumerate(answer.reason) if reason == _PENDING}
+        if held:
+            with self._lock:
+                self._reserved.setdefault(plan.request, set()).update(held)
         for reason, count in Counter(r for r in answer.reason if r).items():
             if reason in (_EXISTS, _PENDING):
                 self._counts.add("store_skipped_exists", count)

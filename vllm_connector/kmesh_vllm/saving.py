@@ -109,6 +109,10 @@ class Saver:
         if step is not None and step.held:
             self._take(step)
 
+    def reserved(self) -> dict[str, set[int]]:
+        """See ``Reserver.reserved``."""
+        return self._reserver.reserved()
+
     def close(self) -> None:
         """Forgets what is under way; the daemon forgets it with the session."""
         if self._pending is not None:

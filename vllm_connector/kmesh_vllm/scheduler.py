@@ -23,7 +23,7 @@ from kmesh_vllm.patience import PATIENCE, Patience
 from kmesh_vllm.requests import Phase, RequestState
 from kmesh_vllm.restoring import failed_keys, load_plan, report_corrupt
 from kmesh_vllm.segmenting import Segmenting
-from kmesh_vllm.storing import keys_between, plan_store
+from kmesh_vllm.storing import keys_between, plan_again, plan_store
 
 
 class Sessions(Protocol):
@@ -187,7 +187,9 @@ class SchedulerHalf:
             state = self._states.get(request)
             if state is not None and (state.part is not None or not state.measured):
                 self.computing.scheduled(state, computed, scheduled)
-            if state is None or not state.may_store or (state.complete and not replace):
+            if state is None or not state.may_store:
+                continue
+            if state.complete and not replace and not state.again.spans:
                 continue
             if replace:
                 state.blocks = blocks
@@ -208,6 +210,8 @@ class SchedulerHalf:
             for request, entries in report.corrupt.items():
                 if state := self._loading.get(request):
                     state.corrupt.extend(e for e in entries if e not in state.corrupt)
+            for request, starts in report.reserved.items():
+                self._reserved(request, starts)
             for request, position in report.failed.items():
                 if state := self._loading.get(request):
                     state.failed = min(position, position if state.failed is None else state.failed)
@@ -264,18 +268,39 @@ class SchedulerHalf:
         session = self._client.session
         if session is None or not state.may_store:
             return
-        plan = plan_store(
-            state,
-            session,
-            self._shardings,
-            block_tokens=self._identity.block_tokens,
-            computed=computed,
-            bad=self._matcher.quarantine.__contains__,
-            device=self._matcher.tiers.store,
-        )
-        if plan is not None:
-            step.stores.append(plan)
-        self.segmenting.plan(state, session, computed, self._matcher.tiers.store)
+        block, device = self._identity.block_tokens, self._matcher.tiers.store
+        if not state.complete:
+            bad = self._matcher.quarantine.__contains__
+            plan = plan_store(
+                state,
+                session,
+                self._shardings,
+                block_tokens=block,
+                computed=computed,
+                bad=bad,
+                device=device,
+            )
+            if plan is not None:
+                step.stores.append(plan)
+        if state.again.spans and self._clock() >= state.again.at:
+            plan = plan_again(
+                state,
+                session,
+                self._shardings,
+                block_tokens=block,
+                computed=computed,
+                device=device,
+            )
+            if plan is not None:
+                step.stores.append(plan)
+        self.segmenting.plan(state, session, computed, device)
+
+    def _reserved(self, request: str, starts: Iterable[int]) -> None:
+        """Spans were not stored, since somebody else had them reserved."""
+        state, session = self._states.get(request), self._client.session
+        if state is not None and session is not None and state.may_store:
+            span = session.welcome.span_tokens
+            state.again.hear((start // span for start in starts), self._clock())
 
     def _loaded(self, state: RequestState) -> None:
         """A load has ended: count it, keep away from what failed, give the lease back."""

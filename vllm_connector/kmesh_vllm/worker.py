@@ -45,6 +45,7 @@ class WorkerHalf:
     Args:
         rank: within the tensor-parallel group.
         step_tokens: that a step computes at most, over all requests.
+        lockstep: other engines wait for each step of this one.
     """
 
     def __init__(
@@ -55,6 +56,7 @@ class WorkerHalf:
         *,
         rank: int,
         step_tokens: int = 0,
+        lockstep: bool = False,
     ) -> None:
         self.make_gpu: Callable[[int], Gpu] = CudaGpu
         self._identity = identity
@@ -67,6 +69,7 @@ class WorkerHalf:
         self._loader: Loader | None = None
         self._saver: Saver | None = None
         self._computed = False
+        self._lockstep = lockstep
         self._rest = 0.0
         self._bad_blocks: set[int] = set()
         self._report = LoadReport()
@@ -128,7 +131,7 @@ class WorkerHalf:
     def begin(self, step: StepPlan) -> None:
         """Before the forward pass: asks for reservations in the background."""
         self._computed = step.computes
-        self._rest = 0.0 if step.computes else _REST
+        self._rest = 0.0 if step.computes or self._lockstep else _REST
         if self._saver is not None:
             self._saver.begin(step.stores)
 
@@ -167,7 +170,9 @@ class WorkerHalf:
         return blocks
 
     def report(self) -> LoadReport | None:
-        """What the scheduler half has to know of loads, since the last call."""
+        """What the scheduler half has to know, since the last call."""
+        if self._saver is not None and (reserved := self._saver.reserved()):
+            self._report.merge(LoadReport(reserved=reserved))
         if not self._report:
             return None
         report, self._report = self._report, LoadReport()

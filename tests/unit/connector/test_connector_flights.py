@@ -263,17 +263,41 @@ def test_siblings_wait_inside_the_engine(engine: Make, daemon: FakeDaemon) -> No
 
 
 def test_one_that_leaves_does_not_end_the_wait_of_another(engine: Make, daemon: FakeDaemon) -> None:
-    """Without a cache of its own an engine waits once for each request, and leaves for all."""
+    """Without a cache of its own an engine waits once for each request."""
     first, second = engine("a", **PATIENT), engine("b", **PATIENT, sharing=False)
     document = prompt(192)
     leads(first, "r", document)
     waits(second, daemon, "r0", document)
     waits(second, daemon, "r1", document)
+    left = second.scheduler._states["r1"].claims_left
     second.scheduler.finished("r0")
-    until(lambda: daemon.waits == 0)
-    until(lambda: ask(second, "r1") == ASK and daemon.waits == 1)
+    until(lambda: daemon.waits == 1)
+    assert ask(second, "r1") == ASK
+    assert second.scheduler._states["r1"].claims_left == left
     first.prefill("r", 0, list(range(6)), 0, 192)
     assert answered(second, "r1") == 160
+
+
+def test_siblings_wait_no_longer_than_the_setting_says(engine: Make) -> None:
+    clock = Clock()
+    one = engine("a", **PATIENT, flight_wait_ms=5_000, clock=clock)
+    document = prompt(256)
+    leads(one, "r0", document)
+    one.scheduler.plan([("r0", [0, 1], 0, 64)], [])
+    one.scheduler.add("r1", document, DIGEST)
+    for _ in range(3):
+        assert ask(one, "r1", 256, 64) == ASK
+        clock.now += 1
+    # What it waits for becomes another one, and another: it is one wait for all that.
+    one.scheduler.plan([], [], ["r0"])
+    assert answered(one, "r0", 256) == 0
+    one.scheduler.plan([("r0", [0, 1], 0, 64)], [])
+    assert ask(one, "r1", 256, 64) == ASK
+    clock.now += 1
+    assert ask(one, "r1", 256, 64) == ASK
+    clock.now += 1
+    assert one.match("r1", 64, 256) == 0
+    assert ask(one, "r1", 256, 64) == ALONE
 
 
 @pytest.mark.parametrize("sharing", [True, False])

@@ -235,6 +235,34 @@ def test_the_driver_fails_at_each_step_of_attaching(daemon: FakeDaemon) -> None:
     assert number >= 5
 
 
+def test_an_end_waits_a_bounded_time_for_kernels(
+    engine: Make, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(gpumover, "_CLOSE_WAIT", 0.05)
+    gpu = FakeGpu()
+    reached, hangs = threading.Event(), threading.Event()
+
+    def hang(name: str) -> None:
+        if threading.current_thread().name == "kmesh-kernels" and name == "restore":
+            reached.set()
+            assert hangs.wait(2 * WAIT)
+
+    gpu.refuse = hang
+    one = engine("a", gpu=gpu)
+    mover: Any = one.workers[0]._mover
+    assert reached.wait(WAIT)
+    closing = threading.Thread(target=one.workers[0].close)
+    closing.start()
+    closing.join(WAIT)
+    assert not closing.is_alive()
+    assert "kernels are still being compiled" in caplog.text
+    assert gpu.driver.ledger()["contexts"] == 1, "closed under a call"
+    hangs.set()
+    mover._thread.join(WAIT)
+    one.workers[0].close()
+    assert not any(gpu.driver.ledger().values())
+
+
 def test_an_end_waits_a_bounded_time_for_what_is_being_attached(
     engine: Make, daemon: FakeDaemon, monkeypatch: pytest.MonkeyPatch
 ) -> None:

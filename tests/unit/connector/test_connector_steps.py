@@ -57,16 +57,18 @@ def test_the_end_is_told_in_the_step_in_which_it_comes(engine: Make, daemon: Fak
     other.scheduler.worked(other.workers[0].report(), ["r"])
 
 
-def test_a_step_that_computes_waits_for_no_load(
-    engine: Make, daemon: FakeDaemon, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("why", ["computes", "lockstep"])
+def test_a_step_that_others_wait_for_waits_for_no_load(
+    engine: Make, daemon: FakeDaemon, monkeypatch: pytest.MonkeyPatch, why: str
 ) -> None:
     stored_by(engine("a"), daemon, prompt(192))
     gpu = FakeGpu()
     other = engine("b", gpu=gpu, store=False)
     warm(other, daemon)
     gpu.held = True
-    begun(other, daemon, computes=True)
     (one,) = other.workers
+    monkeypatch.setattr(one, "_lockstep", why == "lockstep")
+    begun(other, daemon, computes=why == "computes")
     loader: Any = one._loader
 
     def waits(seconds: float) -> None:

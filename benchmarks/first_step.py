@@ -2,13 +2,18 @@
 
 The daemon is real, the GPU is not: jobs are written as for one, and launched nowhere. Payloads are
 a tile long in the daemon, as the bytes themselves are nothing to the hooks; the workers are told
-their real lengths.
+their real lengths. For work on the connector, beside ``make bench``:
+
+    python -m benchmarks.first_step [--quick] [--json]
 """
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
+import json
 import random
+import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
 from types import SimpleNamespace
@@ -17,7 +22,6 @@ from typing import Any
 import numpy as np
 
 from benchmarks.bench_scheduler import Holder
-from benchmarks.results import Row
 from benchmarks.spand import Spand, serve, store
 from kmesh.kernels import plan as jobs
 from kmesh.kernels.chooser import Route
@@ -41,6 +45,7 @@ SHARDING = Sharding(28, 4, 1)
 BLOCK = 16
 BLOCKS = 1 << 15
 SPANS = (64, 256, 469)
+WARM = 5
 #: What is timed, in the order in which it happens.
 HOOKS = ("add", "match", "allocated", "plan", "load", "finished", "worked")
 
@@ -79,7 +84,9 @@ class _Restorer:
 class _Gpu:
     """What a ``GpuMover`` asks of a GPU, where all of it costs nothing."""
 
-    device: Any = SimpleNamespace(uuid="GPU-bench", name="none", can=lambda _: True)
+    device: Any = SimpleNamespace(
+        uuid="GPU-bench", name="none", can=lambda _: True, peers=lambda: ()
+    )
 
     def restorer(self, layout: PagedLayout, settings: object) -> _Restorer:
         return _Restorer(layout)
@@ -203,9 +210,8 @@ class Bench:
         self._mover.close()
 
 
-def run(quick: bool) -> Iterator[Row]:
-    """Rows of this file."""
-    rounds = 40 if quick else 200
+def measured(rounds: int) -> Iterator[tuple[int, dict[str, list[float]]]]:
+    """Spans of a hit, and samples of each hook and of the whole process in microseconds."""
     rng = random.Random(1)
     with serve(host_memory="128MiB", staging_memory="64MiB") as spand:
         session = spand.connect(Role.SCHEDULER, "bench", NAMESPACE)
@@ -217,14 +223,32 @@ def run(quick: bool) -> Iterator[Row]:
                 chain.extend(tokens)
                 with spand.connect() as tool:
                     store(tool, chain.keys, SHARDING.shards[0], length=TILE_BYTES)
-                hits = [bench.hit(tokens) for _ in range(rounds + 5)][5:]
-                what = f"{spans} spans; processor time of the engine's thread in each hook"
-                hooks = {hook: [hit[hook] for hit in hits] for hook in HOOKS}
-                whole = [sum(hit[hook] for hook in HOOKS) for hit in hits]
-                yield Row(f"first_step_{spans}", "µs", "median", {"all": whole, **hooks}, what)
-                note = "the same, all threads of the engine's process"
-                cpu = {"process": [hit["process"] for hit in hits]}
-                yield Row(f"first_step_process_{spans}", "µs", "median", cpu, note)
+                hits = [bench.hit(tokens) for _ in range(rounds + WARM)][WARM:]
+                samples = {name: [hit[name] for hit in hits] for name in (*HOOKS, "process")}
+                samples["hooks"] = [sum(hit[hook] for hook in HOOKS) for hit in hits]
+                yield spans, samples
         finally:
             bench.close()
             session.close()
+
+
+def main() -> None:
+    """Prints a line for each number of spans: medians."""
+    arguments = argparse.ArgumentParser(
+        description="Processor time of the connector's hooks in the steps of one hit."
+    )
+    arguments.add_argument("--quick", action="store_true", help="few samples")
+    arguments.add_argument("--json", action="store_true", help="all samples")
+    chosen = arguments.parse_args()
+    found = dict(measured(40 if chosen.quick else 200))
+    if chosen.json:
+        print(json.dumps({str(spans): samples for spans, samples in found.items()}))
+        return
+    print("µs of processor time, medians; process: all threads of the engine's process")
+    for spans, samples in found.items():
+        row = ", ".join(f"{name} {statistics.median(s):.0f}" for name, s in samples.items())
+        print(f"{spans:4} spans: {row}")
+
+
+if __name__ == "__main__":
+    main()
