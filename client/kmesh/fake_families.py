@@ -20,7 +20,7 @@ from kmesh.v1 import common_pb2, families_pb2, spans_pb2
 
 #: What a declaration may not change.
 _FIXED = ("namespace", "dtype", "head_dim", "shards", "rotary")
-_PAGE = 500
+_PAGE = 200
 
 
 @dataclass(slots=True)
@@ -268,7 +268,7 @@ def add_recipe(answer: spans_pb2.AcquireResponse, span: Span | None, shard: int)
 
 
 def _name(value: str, field: str) -> None:
-    if not 0 < len(value.encode()) <= NAME_BYTES:
+    if not 0 < len(value.encode()) <= NAME_BYTES or not value.isprintable():
         raise errors.InvalidArgument(f"not 1 to {NAME_BYTES} bytes", field=field)
 
 

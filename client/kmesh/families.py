@@ -51,7 +51,7 @@ class Family:
     """What a family's spans have in common, and what its recipes may refer to.
 
     Attributes:
-        name: 1 to 128 bytes; a tenant's own.
+        name: 1 to 128 bytes that can be printed; a tenant's own.
         namespace: 32-byte digest.
         dtype: of the elements, a key of ``layout.DTYPE_BYTES``.
         head_dim: elements of one head's K, and of its V.
@@ -369,8 +369,8 @@ class Families:
 
 
 def _check_name(name: str, value: str) -> None:
-    if not 0 < len(value.encode(errors="replace")) <= NAME_BYTES:
-        raise errors.ConfigError(f"{name}: not 1 to {NAME_BYTES} bytes")
+    if not 0 < len(value.encode(errors="replace")) <= NAME_BYTES or not value.isprintable():
+        raise errors.ConfigError(f"{name}: not 1 to {NAME_BYTES} bytes that can be printed")
 
 
 def _check_digest(name: str, value: bytes) -> None:

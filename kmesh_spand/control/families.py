@@ -18,7 +18,8 @@ from kmesh_spand.core.family import Run
 from kmesh_spand.core.tenants import Tenancy
 from kmesh_spand.core.views import FamilyRow
 
-_MEMBERS, _FAMILIES = 500, 200
+#: So many fit in a message, whatever they are called.
+_MEMBERS, _FAMILIES = 200, 100
 #: Version of the arithmetic that turns keys: the only one there is (``kmesh.codec.TURN_KERNEL``).
 _TURN_KERNEL = 1
 

@@ -74,6 +74,6 @@ def check_member(
 
 
 def _check_name(field: str, name: str) -> Refused | None:
-    if not 0 < len(name.encode()) <= NAME_BYTES:
-        return invalid(field, f"must be 1 to {NAME_BYTES} bytes")
+    if not 0 < len(name.encode()) <= NAME_BYTES or not name.isprintable():
+        return invalid(field, f"must be 1 to {NAME_BYTES} bytes that can be printed")
     return None

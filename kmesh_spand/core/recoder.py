@@ -25,6 +25,8 @@ from kmesh_spand.core.store import SpanStore
 #: Jobs for one span that may fail for reasons of their own.
 _MAX_TRIES = 2
 _U32 = 0xFFFF_FFFF
+#: Characters that are kept of what a worker says.
+_WHY_LENGTH = 200
 _U64 = (1 << 64) - 1
 _PRIVATE = "nothing of it was recovered"
 _LARGE = "a recipe would not be smaller by 64 KiB"
@@ -252,7 +254,7 @@ class Recoder:
         job = self.encodes.get(number)
         if job is not None:
             if self._is(job.candidate.row, job.candidate.generation):
-                self._refuse(job.candidate.row, why)
+                self._refuse(job.candidate.row, why[:_WHY_LENGTH])
             self._end_encode(number)
 
     def kept(self, number: int, root: int) -> None:

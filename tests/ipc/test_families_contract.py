@@ -96,6 +96,20 @@ def test_members_come_and_go(connect: Connect) -> None:
         session.families.dissolve(made.name)
 
 
+def test_a_family_of_many(connect: Connect) -> None:
+    """More members than one answer holds, with names as long as they may be."""
+    session = connect()
+    made = family(os.urandom(32))
+    session.families.declare(made)
+    names = [f"{number:04}".rjust(128, "m") for number in range(450)]
+    joined = [
+        session.families.join_async(made.name, name, os.urandom(32), SPACE, timeout=60)
+        for name in names
+    ]
+    assert all(future.result().spans == 1 for future in joined)
+    assert [row.name for row in session.families.describe(made.name).members] == names
+
+
 def test_salts_have_families_of_their_own(connect: Connect) -> None:
     session = connect()
     made = family(os.urandom(32))
@@ -144,6 +158,7 @@ def test_refusals_name_the_field(connect: Connect) -> None:
     [
         ({"name": ""}, "name"),
         ({"name": "x" * 129}, "name"),
+        ({"name": "\x1b[31m"}, "name"),
         ({"namespace": b"x"}, "namespace"),
         ({"dtype": "int8"}, "dtype"),
         ({"head_dim": 0}, "head_dim"),

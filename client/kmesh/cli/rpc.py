@@ -30,7 +30,7 @@ _SERVING = b"\x08\x01"
 #: Spans asked for in one List call.
 _PAGE = 1000
 #: Members asked for in one Describe call.
-_MEMBERS = 500
+_MEMBERS = 200
 #: Seconds that an eviction may take, however large.
 _LONG = 600.0
 

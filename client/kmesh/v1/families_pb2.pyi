@@ -100,7 +100,7 @@ class DeclareFamilyRequest(_message.Message):
     BASE_FIELD_NUMBER: _builtins.int
     ROTARY_FIELD_NUMBER: _builtins.int
     family: _builtins.str
-    """1 to 128 bytes"""
+    """1 to 128 bytes that can be printed"""
     salt: _builtins.bytes
     """as in AcquireRequest"""
     namespace: _builtins.bytes
@@ -229,7 +229,7 @@ class JoinFamilyRequest(_message.Message):
     family: _builtins.str
     salt: _builtins.bytes
     member: _builtins.str
-    """1 to 128 bytes"""
+    """1 to 128 bytes that can be printed"""
     namespace: _builtins.bytes
     """must be the family's"""
     keys: _builtins.bytes
@@ -503,7 +503,7 @@ class DescribeFamilyRequest(_message.Message):
     id: _builtins.int
     """as List says it"""
     limit: _builtins.int
-    """members; 0: 500, at most 500"""
+    """members; 0: 200, at most 200"""
     page_token: _builtins.str
     """from the previous answer"""
     def __init__(
@@ -557,7 +557,7 @@ class ListFamiliesRequest(_message.Message):
     LIMIT_FIELD_NUMBER: _builtins.int
     PAGE_TOKEN_FIELD_NUMBER: _builtins.int
     limit: _builtins.int
-    """0: 200, at most 200"""
+    """0: 100, at most 100"""
     page_token: _builtins.str
     """from the previous answer"""
     def __init__(

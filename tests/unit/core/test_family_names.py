@@ -34,6 +34,7 @@ def refused(answer: fx.Result | None) -> tuple[int, str]:
     [
         ({"family": ""}, "family"),
         ({"family": "ä" * 65}, "family"),
+        ({"family": "a\n"}, "family"),
         ({"salt": b"x"}, "salt"),
         ({"namespace": b"x"}, "namespace"),
         ({"dtype": "int8"}, "dtype"),
