@@ -116,7 +116,7 @@ class Holdings:
         undo.callback(predecessor.close)
         named, predecessor.memory = predecessor.memory, []
         try:
-            inherited = inherit(named, self._settings, self._version)
+            inherited = inherit(named, self._settings, self._version, runs=True)
         except Unfit as differs:
             raise ConfigError(f"upgrade: the daemon that runs goes on: {differs}") from None
         undo.callback(inherited.close)
