@@ -337,6 +337,26 @@ def test_the_old_daemon_goes_on_when_the_new_one_can_not_serve(start_spand: Star
     assert_serves(first)
 
 
+@pytest.mark.parametrize("number", ["SIGTERM", "SIGINT"])
+@pytest.mark.parametrize(
+    "place", ["upgrade.Predecessor._take", "supervisor.Supervisor._start_control"]
+)
+def test_the_old_daemon_goes_on_when_the_new_one_is_told_to_stop(
+    start_spand: Start, place: str, number: str
+) -> None:
+    """Before it asks for anything, and when it has it all, but does not serve."""
+    first = start_spand(errors=True, **SETTINGS)
+    fill(first)
+    owner, name = place.rsplit(".", 1)
+    command = at(owner, name, number, "--upgrade")
+    second = start_spand(command=command, ready=False, **SETTINGS)
+    status = second.process.wait(60)
+    assert status in (0, -signal.Signals[number])
+    assert "upgrade: done" not in second.log()
+    wait_for(lambda: "upgrade: broken off: the other daemon is gone" in first.log())
+    assert_serves(first)
+
+
 def test_the_old_daemon_may_be_told_to_stop_in_between(start_spand: Start) -> None:
     """The new one has it all then, and serves."""
     first = start_spand(**SETTINGS)
