@@ -19,13 +19,16 @@ from kmesh.mapping import Mapping
 from kmesh_spand import ipc, memory
 from kmesh_spand.budget import Gate
 from kmesh_spand.hoststore import HostStore, Slab
-from kmesh_spand.jobs import Crews, JobWorker, Store
+from kmesh_spand.jobs import Crews, Job, JobWorker, Store
+from kmesh_spand.recipes import Recipes
 from kmesh_spand.settings import Settings
 
 logger = logging.getLogger(__name__)
 
 #: Until memory that could not be had is asked for again.
 _RETRY_SECONDS = 2.0
+#: Of the thread that makes recipes, as of ``nice``.
+_NICE = 10
 
 
 class Worker(JobWorker):
@@ -51,6 +54,7 @@ class Worker(JobWorker):
         mappings: Sequence[Mapping | None] = writable or [None] * len(slabs)
         self._slabs = [Slab(*slab, mapping) for slab, mapping in zip(slabs, mappings, strict=True)]
         self._store = HostStore(self._slabs, settings.memory_headroom)
+        self._recipes = Recipes(self._store)
         self._gate = Gate(settings.memory_headroom, self._paused)
         self._filler = threading.Thread(target=self._populate, name="populate", daemon=True)
 
@@ -64,6 +68,27 @@ class Worker(JobWorker):
 
     def stores(self) -> tuple[Store, Store]:
         return self._store, self._store
+
+    def take(self, message: ipc.AnyMessage, fd: int | None, crews: Crews) -> None:
+        if isinstance(message, ipc.ForgetRecipe):
+            # Behind what made it.
+            crews.recode(self._recipes.forget, message.job)
+        else:
+            super().take(message, fd, crews)
+
+    def done(self, job: Job) -> ipc.AnyMessage:
+        match job:
+            case ipc.Encode():
+                _be_nice()
+                return self._recipes.encode(job)
+            case ipc.KeepRecipe():
+                return self._recipes.keep(job)
+            case ipc.Densify():
+                return self._recipes.densify(job)
+        answer = super().done(job)
+        if isinstance(job, ipc.Verify) and answer == ipc.Verified(job.job, True) and job.recipe:
+            return self._recipes.facts(job)
+        return answer
 
     def heard(self) -> None:
         if self._filler.ident is None:
@@ -124,6 +149,13 @@ class Worker(JobWorker):
         else:
             logger.warning("memory does not grow for now: %s", reason)
         self._send(ipc.PopulatePaused(reason or ""))
+
+
+def _be_nice() -> None:
+    """The calling thread has the processor when nobody else wants it."""
+    thread = threading.get_native_id()
+    if os.getpriority(os.PRIO_PROCESS, thread) < _NICE:
+        os.setpriority(os.PRIO_PROCESS, thread, _NICE)
 
 
 def run(

@@ -24,6 +24,7 @@ from typing import TypeVar
 from google.protobuf.message import Message
 
 from kmesh import calls, errors, memory, packets
+from kmesh.aiofamilies import AsyncFamilies
 from kmesh.calls import Procedure, Reservations, ReserveBatch, Welcome
 from kmesh.channel import MAX_UNSENT
 from kmesh.flight import Arrived, Claim, FlightCause
@@ -326,9 +327,13 @@ class AsyncSession:
         timeout: float | None = None,
         salt: bytes = b"",
         device: str = "",
+        recipes: bool = False,
+        positions: bool = False,
     ) -> Lease:
         forget = self._channel.forget
-        procedure = calls.acquire(self.welcome, keys, shards, prefix, forget, salt, device)
+        procedure = calls.acquire(
+            self.welcome, keys, shards, prefix, forget, salt, device, recipes, positions
+        )
         return await self._run(procedure, timeout)
 
     async def release(self, lease: Lease) -> None:
@@ -376,6 +381,10 @@ class AsyncSession:
 
     async def land(self, flight: int, cause: FlightCause = FlightCause.DONE) -> None:
         self._channel.forget(calls.land(flight, cause))
+
+    @property
+    def families(self) -> AsyncFamilies:
+        return AsyncFamilies(self._run)
 
     async def slab(self, slab_id: int, timeout: float | None = None) -> SlabMapping:
         found = self._slabs.get(slab_id)

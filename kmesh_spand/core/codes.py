@@ -85,3 +85,11 @@ class FlightCause(IntEnum):
     BACK_OFF = 6
     DRAINING = 7
     LEFT = 8
+
+
+class MirrorFate(IntEnum):
+    """What becomes of a dissolved family's mirrors (``kmesh.v1.MirrorFate``)."""
+
+    DENSE = 1
+    DENSE_OR_DROP = 2
+    KEEP = 3

@@ -10,15 +10,19 @@ from kmesh.layout import TILE_BYTES
 from kmesh_spand.core import events as ev
 from kmesh_spand.core.batch import Batch
 from kmesh_spand.core.check import check, check_flights
+from kmesh_spand.core.checkfamilies import check_families
 from kmesh_spand.core.codes import Code
 from kmesh_spand.core.config import CoreConfig
 from kmesh_spand.core.counters import COUNTERS
 from kmesh_spand.core.effects import Effect, Refused, Reply, Result
 from kmesh_spand.core.endings import Endings
+from kmesh_spand.core.families import FamilyBook
+from kmesh_spand.core.familyviews import FamilyViews
 from kmesh_spand.core.fates import Fates
 from kmesh_spand.core.flights import Flights
 from kmesh_spand.core.policy import LRU, Policy
 from kmesh_spand.core.reading import Reading
+from kmesh_spand.core.recoder import Recoder
 from kmesh_spand.core.recovery import Recovery
 from kmesh_spand.core.sessions import Session, SessionBook
 from kmesh_spand.core.states import STORED, State
@@ -52,6 +56,7 @@ class Core:
         fates: what has become of keys.
         sweep: which spans an operator's wish names.
         flights: who computes what is not stored.
+        families, family_views: which spans are to be recipes over which, and how that is shown.
     """
 
     def __init__(
@@ -79,9 +84,12 @@ class Core:
         self.sweep = Sweep(self._store)
         self._book = SessionBook()
         self._verifier = Verifier(self._store, config.max_verify, jobs)
-        self._reading = Reading(config, self._store, self._book, self._verifier)
+        self._recoder = Recoder(config, self._store, jobs)
+        self.families = FamilyBook(config, self._store, self._recoder)
+        self.family_views = FamilyViews(self._store, self.families, self._recoder)
+        self._reading = Reading(config, self._store, self._book, self._verifier, self._recoder)
         self.flights = Flights(config, self._store)
-        self._store.watch = self.flights
+        self._store.watches = [self.flights, self.families]
         self._writing = Writing(config, self._store, self._book, self._verifier, jobs, self.flights)
         self._recovery = Recovery(self._store, config, self._verifier)
         self._requests: dict[type, Callable[..., Result | None]] = {
@@ -95,6 +103,10 @@ class Core:
             ev.Await: self.flights.wait,
             ev.Leave: self.flights.leave,
             ev.Land: self.flights.land,
+            ev.Declare: self.families.declare,
+            ev.Join: self.families.join,
+            ev.Fork: self.families.fork,
+            ev.Dissolve: self.families.dissolve,
         }
 
     def handle(self, event: ev.Event, now_ms: int) -> list[Effect]:
@@ -116,6 +128,7 @@ class Core:
                 self.counters["refused"] += 1
             if result is not None:
                 out.append(Reply(event.session, event.request, result))
+        self._recoder.pump()
         return out
 
     def _note(self, event: ev.Event) -> None:
@@ -125,9 +138,19 @@ class Core:
                 self._writing.copy_ended(job, root)
             case ev.CopyFailed(job):
                 self._writing.copy_ended(job, None)
-            case ev.VerifyDone(job, good):
-                self._verifier.done(job, good)
+            case ev.VerifyDone(job, good, facts):
+                self._verifier.done(job, good, facts)
                 self._verifier.pump()
+            case ev.Encoded(job, length, used):
+                self._recoder.encoded(job, length, used)
+            case ev.NotEncoded(job, why):
+                self._recoder.not_encoded(job, why)
+            case ev.RecipeKept(job, root):
+                self._recoder.kept(job, root)
+            case ev.Densified(job, ok):
+                self._recoder.densified(job, ok)
+            case ev.RecodeFailed(job):
+                self._recoder.failed(job)
             case ev.SessionOpened(session, uid, engine, role):
                 group = self.tenancy.group(uid)
                 self._book.sessions[session] = Session(session, uid, engine, role, group)
@@ -151,11 +174,14 @@ class Core:
                 for slot in slots:
                     if store.may_evict(slot + 1):
                         store.discard(slot + 1)
+            case ev.EvictBases(spans, drop):
+                self._recoder.evict_bases(spans, drop=drop)
             case ev.Drain():
-                self._writing.draining = True
+                self._writing.draining = self._recoder.draining = True
                 self.flights.drain()
             case ev.Resume():
-                self._writing.draining = self.flights.draining = False
+                self._writing.draining = self._recoder.draining = False
+                self.flights.draining = False
 
     def _close(self, number: int) -> None:
         session = self._book.sessions.pop(number, None)
@@ -173,6 +199,7 @@ class Core:
         """Raise AssertionError unless every ledger is exact. O(everything), for tests."""
         check(self._store, self._book, self._writing, self._verifier, self._recovery.waiting)
         check_flights(self.flights, self._book)
+        check_families(self._store, self._recoder, self.families)
 
     # Views
 
@@ -218,6 +245,11 @@ class Core:
             leased_bytes=store.leased_bytes,
             reservations=len(book.reservations),
             index_entries=store.published,
+            families=len(self.families),
+            mirrors=store.mirrors.spans,
+            mirror_bytes=store.mirrors.stored_bytes,
+            mirror_dense_bytes=store.mirrors.dense_bytes,
+            base_spans=len(store.mirrors.of_base),
             recovering=store.by_state[State.RECOVERED] + store.by_state[State.VERIFYING],
             slabs=tuple(
                 SlabStatus(
@@ -270,6 +302,7 @@ class Core:
         tick = now_ms >> TICK_SHIFT
         stored = table.state[row] in STORED
         idle = stored and not table.pins[row]
+        mirror = self._store.mirrors.by_row.get(row)
         return SpanRow(
             slot=row - 1,
             key=table.key_of(row),
@@ -285,6 +318,9 @@ class Core:
             leases=table.pins[row],
             age_ms=max(0, tick - table.born[row] << TICK_SHIFT) if stored else 0,
             idle_ms=max(0, tick - table.used[row] << TICK_SHIFT) if idle else 0,
+            dense=self._store.mirrors.dense(row),
+            bases=len(mirror.bases) if mirror else 0,
+            mirrors=len(self._store.mirrors.of_base.get(row, ())),
         )
 
     def tenants(self, group: int | None = None) -> list[TenantRow]:

@@ -46,6 +46,7 @@ class Matcher:
         flights: loads of this engine, by the keys that they bring.
         quarantine: keys whose loads failed.
         tiers: whose memory is looked in.
+        recipes: all workers can restore spans out of recipes.
     """
 
     def __init__(
@@ -62,6 +63,7 @@ class Matcher:
         self.flights = Flights()
         self.quarantine = Quarantine(settings.retry_after_ms / 1000, clock=clock)
         self.tiers = Tiers(settings.tier, settings.acquire_timeout_ms / 1000, clock)
+        self.recipes = False
         self._identity = identity
         self._settings = settings
         self._counts = counts
@@ -134,6 +136,7 @@ class Matcher:
                 timeout=timeout,
                 salt=state.salt,
                 device=hit.device,
+                recipes=self.recipes and not hit.device,
             )
         except KMeshError:
             return 0, False
