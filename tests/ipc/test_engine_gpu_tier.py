@@ -17,6 +17,7 @@ from fake_cuda import Gpu as FakeCard
 from fake_gpu_streams import FakeGpu
 from mini_engine import NAMESPACE, MiniEngine
 
+from kmesh.cuda import proof
 from kmesh.errors import UnsupportedError
 from kmesh.kernels.cuda import Memory
 from kmesh.session import Session
@@ -201,3 +202,23 @@ def test_what_lies_on_another_gpu_is_read_where_gpus_reach_each_other(
     assert launches(other) == [Memory.GPU]
     assert other.workers[0].counts.take()["restored_bytes_gpu"] > 0
     wait_for(lambda: not daemon.status().leases, WAIT)
+
+
+def test_a_peer_that_gives_other_bytes_is_not_looked_in(
+    engine: Callable[..., MiniEngine], caplog: pytest.LogCaptureFixture
+) -> None:
+    class Broken(FakeDriver):
+        def write(self, address: int, source: int, size: int) -> None:
+            pass
+
+    # What is proved is so for the process.
+    proof._proved.clear()
+    cards = FakeCard(UUIDS[1], peers=frozenset({UUIDS[0]})), FakeCard(UUIDS[0])
+    host = engine("a", gpu=FakeGpu(Broken(*cards)))
+    one = engine("b", tier="gpu", gpu=FakeGpu(Broken(*cards)))
+    report = one.workers[0].report()
+    assert report is not None
+    assert report.devices == (UUIDS[1], "")
+    assert f"{UUIDS[0]} is not read by {UUIDS[1]}: CUDA_VMM_FD" in caplog.text
+    mover: Any = host.workers[0]._mover
+    assert mover.devices == (UUIDS[1], "")

@@ -10,6 +10,7 @@ from collections.abc import Callable
 
 from kmesh.cuda.device import Device
 from kmesh.cuda.driver import Attribute
+from kmesh.cuda.proof import prove
 from kmesh.cuda.slabs import DeviceSlab, DeviceSlabs
 from kmesh.errors import CudaError, KMeshError, NotFound, UnsupportedError
 from kmesh.handles import HandleKind
@@ -36,14 +37,22 @@ class _Known:
 class GpuMemory:
     """Imports and registers slabs: all that there are when a session is new, in the background.
 
+
     Slabs of an ended session go when no load is under way and, as the next session's mostly are
     the same memory, when those are attached.
 
     Attributes:
         reads_host: whether this GPU can read host memory that is mapped read-only.
+        peers: UUIDs of other GPUs whose memory it was seen to read.
+
+    Args:
+        peers: slabs of other GPUs are of use too.
     """
 
-    def __init__(self, device: Device, current: Callable[[], Session | None]) -> None:
+    def __init__(
+        self, device: Device, current: Callable[[], Session | None], *, peers: bool = False
+    ) -> None:
+        self.peers = _proved_peers(device) if peers else ()
         self.reads_host = device.can(Attribute.READ_ONLY_REGISTER)
         self._device = device
         self._current = current
@@ -156,7 +165,10 @@ class GpuMemory:
             if self.attached(session, number) is not None:
                 continue
             try:
-                if self._filled(session, number):
+                device, filled = self._look(session, number)
+                if device not in ("", self._device.uuid, *self.peers):
+                    continue
+                if filled:
                     self.attach(session, number, _ATTACH_TIMEOUT)
                 else:
                     left += 1
@@ -169,14 +181,26 @@ class GpuMemory:
                 left += 1
         return left
 
-    def _filled(self, session: Session, number: int) -> bool:
+    def _look(self, session: Session, number: int) -> tuple[str, bool]:
+        """On which GPU a slab is, and whether it has all of its pages."""
         handle = session.export_slab(number, _ATTACH_TIMEOUT)
         try:
-            if handle.kind == HandleKind.CUDA_VMM_FD:
-                return True
-            return os.fstat(handle.fd).st_blocks * 512 >= handle.size
+            filled = os.fstat(handle.fd).st_blocks * 512 >= handle.size
+            return handle.device, filled or handle.kind == HandleKind.CUDA_VMM_FD
         finally:
             os.close(handle.fd)
+
+
+def _proved_peers(device: Device) -> tuple[str, ...]:
+    proved = []
+    for uuid, ordinal in device.peers().items():
+        try:
+            prove(device, HandleKind.CUDA_VMM_FD, ordinal)
+        except (UnsupportedError, CudaError) as wrong:
+            logger.warning("%s is not read by %s: %s", uuid, device.uuid, str(wrong))
+        else:
+            proved.append(uuid)
+    return tuple(proved)
 
 
 def _close(ended: list[_Known]) -> None:

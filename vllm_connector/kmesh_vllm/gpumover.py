@@ -88,6 +88,7 @@ class GpuMover:
         current: the worker's live session, or None.
         max_ctas: thread blocks that a restore may have, 0: as many as are of use.
         buffer_bytes: through which is stored; 0: nothing is stored.
+        peers: what lies in other GPUs' memory may be restored too.
     """
 
     starts_only = True
@@ -101,19 +102,20 @@ class GpuMover:
         *,
         max_ctas: int,
         buffer_bytes: int,
+        peers: bool = False,
     ) -> None:
         self._gpu = gpu
         self._layout = layout
         self._counts = counts
         self._settings = Settings(max_ctas=max_ctas or None)
-        self._memory = GpuMemory(gpu.device, current)
+        self._memory = GpuMemory(gpu.device, current, peers=peers)
         self._restorer = gpu.restorer(layout, self._settings)
         self._stream, self._behind = gpu.stream(), gpu.event()
         self._store = GpuStore(gpu, layout, self._settings, buffer_bytes) if buffer_bytes else None
         self._under_way: list[_Launched] = []
         self._compiled, self._closing = threading.Event(), threading.Event()
         self._failed = ""
-        self.devices: tuple[str, ...] = (gpu.device.uuid, *gpu.device.peers())
+        self.devices: tuple[str, ...] = (gpu.device.uuid, *self._memory.peers)
         if self._memory.reads_host:
             self.devices += ("",)
         else:

@@ -5,11 +5,11 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from types import TracebackType
 
 from kmesh.cuda.driver import Attribute, Driver
-from kmesh.errors import ConfigError, UnsupportedError
+from kmesh.errors import ConfigError, CudaError, UnsupportedError
 
 _UUID = re.compile(
     r"GPU-[0-9a-f]{8}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{12}\Z", re.IGNORECASE
@@ -96,13 +96,16 @@ class Device:
         return bool(self.driver.attribute(self.ordinal, attribute))
 
     def peers(self) -> dict[str, int]:
-        """Other GPUs that this process sees and whose memory this one can read: ordinal by UUID."""
-        others = (n for n in range(self.driver.device_count()) if n != self.ordinal)
-        return {
-            self.driver.device_uuid(peer): peer
-            for peer in others
-            if self.driver.can_access_peer(self.ordinal, peer)
-        }
+        """Other GPUs that this process sees and whose memory this one can read: ordinal by UUID.
+
+        One that the driver can't tell of is none.
+        """
+        found = {}
+        for peer in range(self.driver.device_count()):
+            with suppress(CudaError):
+                if peer != self.ordinal and self.driver.can_access_peer(self.ordinal, peer):
+                    found[self.driver.device_uuid(peer)] = peer
+        return found
 
     @contextmanager
     def current(self) -> Iterator[Driver]:
