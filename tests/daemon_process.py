@@ -89,7 +89,9 @@ class Daemon:
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
-                preexec_fn=limit,
+                # Only where it must: it makes a copy of this process, and gRPC's threads run on in
+                # that one, until they meet a descriptor that is closed there and end it.
+                preexec_fn=limit if nofile is not None or group is not None else None,
                 pass_fds=pass_fds,
             )
         if ready:
