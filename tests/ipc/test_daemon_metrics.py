@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import family_metrics
 import grpc
 import pytest
 import yaml
@@ -410,6 +411,16 @@ def flights(seen: Seen) -> None:
             seen.look(daemon)
 
 
+def recipes(seen: Seen) -> None:
+    """Families, what is made for them, and what goes wrong with that."""
+    with running(host_memory="16MiB") as (daemon, _):
+        daemon.wait_populated()
+        family_metrics.lives(daemon, seen.look)
+    with running(host_memory="4MiB", slab_size="4MiB") as (daemon, _):
+        daemon.wait_populated()
+        family_metrics.full(daemon, seen.look)
+
+
 def gpus(seen: Seen) -> None:
     """A device worker dies and can't come back at once."""
     with tempfile.TemporaryDirectory(prefix="kmesh-") as base:
@@ -448,6 +459,7 @@ def seen() -> Seen:
     poor_machines(found)
     tenants(found)
     flights(found)
+    recipes(found)
     gpus(found)
     return found
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import pytest
 from asking import A, B, C, D, E, F, reasons
@@ -372,3 +373,28 @@ def test_answers_name_a_bounded_number_of_bases() -> None:
     settle(world)
     answer = world.acquire(one, [B, D], recipes=True)
     assert reasons(answer) == [Reason.OK, Reason.MISS]
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"key": key("x")},
+        {"generation": 9},
+        {"root": 9},
+        {"tokens": 48},
+        {"position": 9},
+    ],
+)
+def test_a_recipe_names_its_base_by_all_that_it_is(room: World, change: dict[str, object]) -> None:
+    """What is read in a mirror after a restart must be there as it says."""
+    mirrored(room, [A], [B])
+    (mirror,) = room.mirrors
+    recipe = room.recipes[mirror.root]
+    (fact,) = recipe.facts.bases
+    facts = replace(recipe.facts, bases=[replace(fact, **change)])  # type: ignore[arg-type]
+    room.recipes[mirror.root] = replace(recipe, facts=facts)
+    room.restart()
+    room.settle()
+    one = room.connect()
+    assert reasons(room.acquire(one, [A, B], recipes=True)) == [Reason.OK, Reason.MISS]
+    room.check()
