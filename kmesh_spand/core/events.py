@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from kmesh_spand.core.diskfile import SpanFile
 from kmesh_spand.core.record import Record
 from kmesh_spand.core.tenants import SlabOwner
 
@@ -41,7 +42,8 @@ class Acquire:
     """``keys`` are 32 bytes each; ``shards`` are shard codes; entry i·m + j is key i, shard j.
 
     ``salt`` is the 32-byte digest of the request's salt, or empty; uid and salt are the tenant.
-    ``tier`` is where it looks: 0 is host memory, the others are GPUs.
+    ``tier`` is where it looks: 0 is host memory, the others are GPUs. With ``wait`` it is answered
+    when what has to be fetched from disk has come, or can't, or ``Hurry`` says so.
     """
 
     session: int
@@ -51,6 +53,7 @@ class Acquire:
     prefix: bool
     salt: bytes = b""
     tier: int = 0
+    wait: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -234,6 +237,85 @@ class Evict:
 
 
 @dataclass(frozen=True, slots=True)
+class Hurry:
+    """An Acquire that waits has waited long enough: it is answered with what is there."""
+
+    session: int
+    request: int
+
+
+@dataclass(frozen=True, slots=True)
+class DiskFound:
+    """Files of an earlier epoch, (name, span), as the scan of the directory finds them.
+
+    Their payloads are read only when they are fetched. A file that is known already is no news.
+    """
+
+    files: Sequence[tuple[int, SpanFile]]
+
+
+@dataclass(frozen=True, slots=True)
+class DiskReady:
+    """The directory has been looked through: files may be written."""
+
+
+@dataclass(frozen=True, slots=True)
+class DiskGone:
+    """There is nobody to read and write files, until the next ``DiskReady``."""
+
+
+@dataclass(frozen=True, slots=True)
+class Spilled:
+    """A payload is in a file of that name, which is a number that no other has."""
+
+    job: int
+    name: int
+
+
+@dataclass(frozen=True, slots=True)
+class SpillFailed:
+    """There is no such file. ``trouble`` is a ``codes.Trouble``."""
+
+    job: int
+    trouble: int
+
+
+@dataclass(frozen=True, slots=True)
+class Fetched:
+    """A payload and its tile sums were read from a file, and are what it was to hold."""
+
+    job: int
+
+
+@dataclass(frozen=True, slots=True)
+class FetchFailed:
+    """Nothing can be said of the range. ``trouble`` is a ``codes.Trouble``."""
+
+    job: int
+    trouble: int
+
+
+@dataclass(frozen=True, slots=True)
+class Unlinked:
+    """A file is gone. Not ``ok``: it could not be removed, and is found by the next scan."""
+
+    job: int
+    ok: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Forget:
+    """An operator wants these files gone, by row of the disk's table; others stay as they are."""
+
+    rows: Sequence[int]
+
+
+@dataclass(frozen=True, slots=True)
+class Tick:
+    """Time has passed."""
+
+
+@dataclass(frozen=True, slots=True)
 class Drain:
     """No new reservation from now on; what is in flight may finish."""
 
@@ -261,6 +343,17 @@ Event = (
     | Recovered
     | GraceEnded
     | Evict
+    | Hurry
+    | DiskFound
+    | DiskReady
+    | DiskGone
+    | Spilled
+    | SpillFailed
+    | Fetched
+    | FetchFailed
+    | Unlinked
+    | Forget
+    | Tick
     | Drain
     | Resume
 )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Protocol
 
 from kmesh.layout import TILE_BYTES, tiles
 from kmesh_spand.core.allocator import QUARANTINE
@@ -25,6 +24,7 @@ from kmesh_spand.core.states import EVICTABLE, KEYED, STORED, TRANSITIONS, State
 from kmesh_spand.core.table import SpanTable
 from kmesh_spand.core.tags import shard_of, tag
 from kmesh_spand.core.tenants import Tenancy, Tenant, TenantBook
+from kmesh_spand.core.watching import Watch
 
 #: A tick is 64 ms: 32 bits of them last eight years.
 TICK_SHIFT = 6
@@ -36,18 +36,6 @@ _CAUSES = {
     Trigger.ABORT: Cause.ABORTED,
     Trigger.FAILED: Cause.COPY_FAILED,
 }
-
-
-class Watch(Protocol):
-    """Told what becomes of rows, while it is not empty."""
-
-    def __len__(self) -> int: ...
-
-    def stored(self, row: int) -> None:
-        """A row is committed."""
-
-    def gone(self, row: int, cause: Cause) -> None:
-        """A row's names are about to go."""
 
 
 class SpanStore(Grounds):
@@ -150,7 +138,7 @@ class SpanStore(Grounds):
             tags, tenant = self.tags(row), self.tenant_of(row)
             self.published += len(tags)
             self.out.append(Publish(row - 1, tags, tenant.group, tenant.tier))
-            if old in (State.COPYING, State.VERIFYING):
+            if old in (State.COPYING, State.VERIFYING, State.FETCHING):
                 self.out.append(SpanCommitted(*self._about(row)))
             if self.watch:
                 self.watch.stored(row)
