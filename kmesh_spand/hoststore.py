@@ -83,6 +83,10 @@ class HostStore:
         payload, sums = self._slab(slab).place(offset, length)
         return _host.copy_with_sums(payload, _host.address(view), length, sums)
 
+    def place(self, slab: int, offset: int, length: int) -> tuple[int, int]:
+        """As of the slab itself."""
+        return self._slab(slab).place(offset, length)
+
     def verify(self, slab: int, offset: int, length: int, root: int) -> bool:
         payload, sums = self._slab(slab).place(offset, length)
         return _host.verify(payload, length, sums, root)

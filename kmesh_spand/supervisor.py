@@ -17,6 +17,7 @@ import time
 from kmesh.errors import ConfigError
 from kmesh_spand import child, ipc, logs, memory
 from kmesh_spand.backoff import Backoff
+from kmesh_spand.diskdir import Directory, open_directory
 from kmesh_spand.gpukeeper import GpuKeeper
 from kmesh_spand.launch import Prepared
 from kmesh_spand.notify import notify
@@ -68,6 +69,7 @@ class Supervisor:
         self._storage: Storage
         self._listener: socket.socket
         self._lock = -1
+        self._disk: Directory | None = None
 
     def run(self) -> int:
         """Serves until told to stop. Returns the exit status; re-raises SIGINT."""
@@ -113,6 +115,8 @@ class Supervisor:
             memory.memory_limits(),
         )
         self._take_directory()
+        if settings.disk:
+            self._disk = open_directory(settings.disk)
         self._storage = Storage(settings)
         self._listener = self._listen()
 
@@ -169,6 +173,8 @@ class Supervisor:
         self._storage.close()
         self._remove_sockets()
         os.close(self._lock)
+        if self._disk is not None:
+            self._disk.close()
         logger.info("stopped")
 
     # The loop.
@@ -321,14 +327,18 @@ class Supervisor:
         settings = self._settings
         slabs = [(slab.fd, slab.size) for slab in self._storage.slabs]
         writable = self._storage.writable
+        disk = self._disk
 
         def main() -> int:
             logs.configure("worker", level=settings.log_level, form=settings.log_format)
             from kmesh_spand import worker
 
-            return worker.run(settings, theirs, slabs, writable)
+            return worker.run(settings, theirs, slabs, writable, disk)
 
         keep = [*(fd for fd, _ in slabs), theirs.fileno()]
+        if disk is not None:
+            # The lock too: no other daemon may use it while this process still writes.
+            keep += [disk.fd, disk.lock]
         with theirs:
             self._worker_pid = child.fork_or_close(ours, "worker", keep, main)
         message = ipc.NewWorker(self._worker_restarts, self._worker_pid, self._worker_killed_by)

@@ -324,9 +324,10 @@ class AsyncSession:
         timeout: float | None = None,
         salt: bytes = b"",
         device: str = "",
+        wait: float = 0.0,
     ) -> Lease:
         forget = self._channel.forget
-        procedure = calls.acquire(self.welcome, keys, shards, prefix, forget, salt, device)
+        procedure = calls.acquire(self.welcome, keys, shards, prefix, forget, salt, device, wait)
         return await self._run(procedure, timeout)
 
     async def release(self, lease: Lease) -> None:

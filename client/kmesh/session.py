@@ -194,6 +194,7 @@ class Session:
         timeout: float | None = None,
         salt: bytes = b"",
         device: str = "",
+        wait: float = 0.0,
     ) -> Lease:
         """Leases every (key, shard).
 
@@ -204,11 +205,14 @@ class Session:
             salt: digest of the request's salt (``bytes.fromhex(keys.salt_digest(...))``), or
                 empty: what was stored under another is not found.
             device: UUID of the GPU on which the spans are stored, or empty: in host memory.
+            wait: seconds for which the answer may be held back until spans that are only on disk
+                are in memory; at most nine tenths of ``timeout``. With 0 they are misses of which
+                ``reason`` says PENDING: they are brought, and are hits later.
 
         Raises:
             ConfigError: an argument is malformed.
         """
-        return self._run(self._acquire(keys, shards, prefix, salt, device), timeout)
+        return self._run(self._acquire(keys, shards, prefix, salt, device, wait), timeout)
 
     def acquire_async(
         self,
@@ -219,9 +223,10 @@ class Session:
         timeout: float | None = None,
         salt: bytes = b"",
         device: str = "",
+        wait: float = 0.0,
     ) -> Future[Lease]:
         """As ``acquire``, without waiting. The future can't be cancelled: release its lease."""
-        return self._start(self._acquire(keys, shards, prefix, salt, device), timeout)
+        return self._start(self._acquire(keys, shards, prefix, salt, device, wait), timeout)
 
     def release(self, lease: Lease) -> None:
         """Gives a lease back, without waiting for the answer. Nothing if it already was."""
@@ -388,10 +393,16 @@ class Session:
         return self._run(memory.attach_staging(size), timeout)
 
     def _acquire(
-        self, keys: bytes, shards: Sequence[Shard], prefix: bool, salt: bytes, device: str
+        self,
+        keys: bytes,
+        shards: Sequence[Shard],
+        prefix: bool,
+        salt: bytes,
+        device: str,
+        wait: float,
     ) -> Procedure[Lease]:
         forget = self._channel.forget
-        return calls.acquire(self.welcome, keys, shards, prefix, forget, salt, device)
+        return calls.acquire(self.welcome, keys, shards, prefix, forget, salt, device, wait)
 
     def _run(self, procedure: Procedure[T], timeout: float | None) -> T:
         if self._channel.in_callback:

@@ -73,7 +73,16 @@ def to_event(
     match body:
         case spans_pb2.AcquireRequest():
             shards = _codes(body.shards, "acquire.shards")
-            return events.Acquire(session, request, body.keys, shards, body.prefix, body.salt, tier)
+            return events.Acquire(
+                session,
+                request,
+                body.keys,
+                shards,
+                body.prefix,
+                body.salt,
+                tier,
+                bool(body.wait_ms),
+            )
         case spans_pb2.ReleaseRequest():
             return events.Release(session, request, tuple(body.leases))
         case spans_pb2.ReserveRequest():

@@ -14,9 +14,10 @@ from kmesh_spand.core.effects import Spill
 from kmesh_spand.core.fetches import Fetches
 from kmesh_spand.core.files import FileBook
 from kmesh_spand.core.policy import LRU, Policy
-from kmesh_spand.core.states import FILE_EVICTABLE, FileState, FileTrigger, State
+from kmesh_spand.core.states import FILE_EVICTABLE, FILE_SHOWN, FileState, FileTrigger, State
 from kmesh_spand.core.store import SpanStore
 from kmesh_spand.core.tenants import Tenancy
+from kmesh_spand.core.views import DiskStatus, DiskTenantRow, FetchRow
 
 _U64 = (1 << 64) - 1
 
@@ -268,3 +269,56 @@ class Disk:
             if 0 < row <= book.table.rows and book.table.state[row] in FILE_EVICTABLE:
                 self._store.counters["disk_discarded"] += 1
                 book.move(row, FileTrigger.EVICT)
+
+    # Views
+
+    def status(self) -> DiskStatus:
+        """Counts of everything."""
+        book, states = self.book, self.book.by_state
+        failing = self.failing_since_ms
+        return DiskStatus(
+            capacity=book.capacity * BLOCK_BYTES,
+            used=book.used * BLOCK_BYTES,
+            spans=sum(states[state] for state in (*FILE_SHOWN, FileState.HELD)),
+            span_bytes=book.payload,
+            writing=len(self.writes),
+            queued=self.queued,
+            reading=states[FileState.READING],
+            wanted=states[FileState.WANTED],
+            waits=self.fetches.arrivals,
+            held=states[FileState.HELD],
+            ready=self.ready,
+            failing_ms=0 if failing is None else max(1, self._store.now_ms - failing),
+        )
+
+    def tenant_rows(self, group: int | None = None) -> list[DiskTenantRow]:
+        """Tenants that have files, by name; ``group``: whose, None for all."""
+        rows = [
+            DiskTenantRow(
+                tenant.name, tenant.quota * BLOCK_BYTES, tenant.blocks * BLOCK_BYTES, tenant.files
+            )
+            for tenant in self.book.tenants.values()
+            if group in (None, tenant.group)
+        ]
+        return sorted(rows, key=lambda row: row.name)
+
+    def fetch_rows(self, limit: int, now_ms: int, group: int | None = None) -> list[FetchRow]:
+        """The oldest fetches, at most ``limit``; ``group``: whose, None for all."""
+        table = self.book.table
+        rows: list[FetchRow] = []
+        for flight in self.fetches.flights.values():
+            tenant = self.book.tenant_of(flight.row)
+            if group in (None, tenant.group) and len(rows) < limit:
+                rows.append(
+                    FetchRow(
+                        fetch=flight.id,
+                        state=FileState(table.state[flight.row]).name.lower(),
+                        tenant=tenant.name,
+                        leader=flight.leader.id if flight.leader else 0,
+                        waiters=len(flight.arrivals),
+                        length=table.length[flight.row],
+                        age_ms=max(0, now_ms - flight.began_ms),
+                        key=table.key_of(flight.row),
+                    )
+                )
+        return rows

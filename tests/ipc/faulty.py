@@ -18,7 +18,7 @@ from typing import Any
 from kmesh import dmabuf
 from kmesh.handles import HandleRefusal
 from kmesh.index import IndexWriter
-from kmesh_spand import hoststore, jobs, memory, storage, worker
+from kmesh_spand import diskstore, hoststore, jobs, memory, storage, worker
 from kmesh_spand.__main__ import main
 from kmesh_spand.control import process
 from kmesh_spand.control.handler import Handler
@@ -94,6 +94,19 @@ def _no_export(*_: Any) -> int:
     raise dmabuf.NotExported(HandleRefusal.NO_MEMORY, "a fault that a test put here")
 
 
+def _no_io(*_: Any) -> None:
+    raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+
+def _slow_disk(inner: Any) -> Any:
+    def take(*arguments: Any) -> None:
+        while broken("disk-slow"):
+            time.sleep(0.005)
+        inner(*arguments)
+
+    return take
+
+
 async def _while(fault: str) -> None:
     while broken(fault):  # noqa: ASYNC110
         await asyncio.sleep(0.02)
@@ -133,6 +146,9 @@ def install() -> None:
     for room in (hoststore, jobs):
         _replace(room, "Mapping", "mapping", _no_memory)
     _replace(storage, "_make", "space", _no_space)
+    _replace(diskstore, "_read_all", "disk-read", _no_io)
+    _replace(diskstore, "_write_all", "disk-write", _no_io)
+    _replace(diskstore.DiskStore, "_take", "disk-slow", _slow_disk(diskstore.DiskStore._take))
     _replace(dmabuf, "create", "pretend", _memfd)
     _replace(dmabuf, "check", "pretend", lambda *_: None)
     _replace(dmabuf, "create", "export", _no_export)

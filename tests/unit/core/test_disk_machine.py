@@ -27,6 +27,7 @@ from kmesh_spand.core import events as ev
 from kmesh_spand.core.codes import Reason, Trouble
 from kmesh_spand.core.config import DiskConfig
 from kmesh_spand.core.diskfile import file_bytes
+from kmesh_spand.core.tags import tag
 from kmesh_spand.core.tenants import Tenancy, tenant_name
 
 ONE = file_bytes(TILE_BYTES, 0)
@@ -57,7 +58,7 @@ MUST_REACH = (
     "hits",
 )
 seldom = st.sampled_from([False, False, False, True])
-mostly_well = st.sampled_from([None, None, None, Trouble.IO, Trouble.FULL, Trouble.LOST])
+mostly_well = st.sampled_from([None] * 9 + [Trouble.IO, Trouble.FULL, Trouble.LOST])
 salts = st.sampled_from([b"", b"", SALT])
 
 
@@ -208,6 +209,47 @@ class DiskMachine(RuleBasedStateMachine):
         if answer is None:
             assert (session, world.request) in world.arrivals
 
+    @rule(keep=st.integers(0, 1))
+    def cool(self, keep: int) -> None:
+        """All that is written, and most of what memory has is forgotten."""
+        world = self.world
+        for job in list(world.unlinks):
+            world.unlink_ends(job)
+        for _ in range(3):
+            for job in list(world.spills):
+                world.spill_ends(job)
+        rows = [row.slot for row in world.core.spans(now_ms=world.now)]
+        world.send(ev.Evict(rows[keep:]))
+
+    @precondition(lambda self: self.world.disk_index)
+    @rule(data=st.data(), salt=salts, more=st.lists(st.sampled_from(FULL), max_size=2))
+    def several_want(self, data: st.DataObject, salt: bytes, more: list[bytes]) -> None:
+        """What is only on disk, by two sessions."""
+        world = self.world
+        spans = [
+            span
+            for _, (span, _) in sorted(world.files.items())
+            if (span.group, tag(span.key, span.shard)) in world.disk_index
+        ]
+        if not spans:
+            return
+        span = data.draw(st.sampled_from(spans))
+        for _ in range(2):
+            mine = [s for s in sorted(world.open) if world.who(s)[0] == span.group]
+            session = data.draw(st.sampled_from(mine)) if mine else world.connect(uid=span.group)
+            if data.draw(seldom) and len(world.open) < 5:
+                session = world.connect(uid=span.group)
+            world.acquire_waiting(
+                session, [span.key, *self.salted(more, span.salt)], True, span.salt
+            )
+
+    @precondition(lambda self: self.world.arrivals)
+    @rule(data=st.data())
+    def waiter_dies(self, data: st.DataObject) -> None:
+        session, _ = data.draw(st.sampled_from(sorted(self.world.arrivals)))
+        if len(self.world.open) > 1:
+            self.world.close(session)
+
     @precondition(lambda self: self.world.arrivals)
     @rule(data=st.data(), known=st.booleans())
     def hurry(self, data: st.DataObject, known: bool) -> None:
@@ -274,6 +316,20 @@ class DiskMachine(RuleBasedStateMachine):
         if whole and now and how != "other":
             # "other" changes what a scan would say of it.
             world.damage(data.draw(st.sampled_from(whole)), how)
+
+    @precondition(lambda self: self.world.files and self.world.disk_index)
+    @rule(data=st.data())
+    def wants_what_is_damaged(self, data: st.DataObject) -> None:
+        """Of another namespace under that name, found out when it is read."""
+        world = self.world
+        name = data.draw(st.sampled_from(sorted(world.files)))
+        span, _ = world.files[name]
+        mine = [s for s in sorted(world.open) if world.who(s)[0] == span.group]
+        if mine and world.acquire_waiting(mine[0], [span.key], True, span.salt) is None:
+            for job, fetch in list(world.fetches.items()):
+                if fetch.name == name:
+                    world.damage(name, "other")
+                    world.fetch_ends(job)
 
     @rule(data=st.data(), files=st.booleans())
     def evict(self, data: st.DataObject, files: bool) -> None:
