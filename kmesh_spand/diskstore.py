@@ -9,6 +9,7 @@ import contextlib
 import errno
 import mmap
 import os
+import stat
 import threading
 from collections.abc import Iterator
 from typing import NamedTuple
@@ -67,9 +68,6 @@ def _troubles(what: str) -> Iterator[None]:
     except FileNotFoundError:
         raise DiskTrouble(Trouble.BAD, f"{what}: it is gone") from None
     except OSError as failed:
-        # A link where a file was, or a folder, is nobody's doing but an intruder's.
-        if failed.errno in (errno.ELOOP, errno.EISDIR, errno.ENOTDIR, errno.ENXIO):
-            raise DiskTrouble(Trouble.BAD, f"{what}: {failed.strerror}") from None
         kind = Trouble.FULL if failed.errno in _FULL else Trouble.IO
         raise DiskTrouble(kind, f"{what}: {failed.strerror or failed}") from None
 
@@ -168,7 +166,7 @@ class DiskStore:
                 os.close(fd)
 
     def _header(self, name: int) -> Header:
-        fd = os.open(path_of(name), _READ | os.O_NONBLOCK, dir_fd=self._root)
+        fd = self._open(name, direct=False)
         try:
             first = os.pread(fd, BLOCK_BYTES, 0)
             size = announced_bytes(first)
@@ -178,6 +176,13 @@ class DiskStore:
             return header
         finally:
             os.close(fd)
+
+    def _open(self, name: int, *, direct: bool = True) -> int:
+        path = path_of(name)
+        if not stat.S_ISREG(os.stat(path, dir_fd=self._root, follow_symlinks=False).st_mode):
+            raise BadFile("no file")
+        flags = _READ | os.O_NONBLOCK | (os.O_DIRECT if self.direct and direct else 0)
+        return os.open(path, flags, dir_fd=self._root)
 
     def _check(self, header: Header, name: int, size: int) -> None:
         if header.name != name or header.directory != self._directory:
@@ -265,8 +270,7 @@ class DiskStore:
         """
         path = path_of(name)
         with _troubles(path):
-            flags = _READ | os.O_NONBLOCK | (os.O_DIRECT if self.direct else 0)
-            fd = os.open(path, flags, dir_fd=self._root)
+            fd = self._open(name)
             try:
                 self._take(fd, name, slab, offset, span)
                 # What is used goes last, also after a restart.
