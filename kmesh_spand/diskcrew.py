@@ -17,6 +17,8 @@ _WRITERS = 2
 #: Bytes of keys and names in one message of files that were found.
 _BATCH_BYTES = 8192
 _FOUND_BYTES = 320
+#: Files that are named in the log when they are removed; how many there are is counted.
+_TOLD = 10
 
 
 class DiskCrew:
@@ -62,7 +64,8 @@ class DiskCrew:
             for found in self._store.scan():
                 if isinstance(found, str):
                     removed += 1
-                    logger.warning("a file of the disk tier was removed: %s", found)
+                    if removed <= _TOLD:
+                        logger.warning("a file of the disk tier was removed: %s", found)
                     continue
                 batch.append(found)
                 size += _FOUND_BYTES + 48 * len(found.span.names)

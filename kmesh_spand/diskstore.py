@@ -81,16 +81,20 @@ class DiskStore:
     Args:
         root: fd of the directory, which stays the caller's.
         directory: 16 bytes that tell it from others; files say them.
+        capacity: bytes that its files may take.
         sync: "off", "file" or "all": what must be on the medium before a file counts as written.
 
     Attributes:
         direct: the file system takes I/O past the page cache.
     """
 
-    def __init__(self, root: int, directory: bytes, slabs: HostStore, sync: str) -> None:
+    def __init__(
+        self, root: int, directory: bytes, slabs: HostStore, capacity: int, sync: str
+    ) -> None:
         self._root = root
         self._directory = directory
         self._slabs = slabs
+        self._capacity = capacity
         self._sync = sync
         self._mine = threading.local()
         self.direct = False
@@ -134,9 +138,18 @@ class DiskStore:
     def scan(self) -> Iterator[Found | str]:
         """Every file whose header holds, the least recently used first; else why it was removed.
 
-        Payloads are not read. What an earlier life began to write is removed, and not told.
+        Payloads are not read. What an earlier life began to write is removed, and not told. Where
+        all files take more than they may, the least recently used are removed.
         """
-        for _, name in sorted(self._entries()):
+        entries = sorted(self._entries())
+        over = sum(size for _, _, size in entries) - self._capacity
+        for _, name, size in entries:
+            if over > 0:
+                over -= size
+                with contextlib.suppress(DiskTrouble):
+                    self.remove(name)
+                yield f"{path_of(name)}: the disk tier is smaller than it was"
+                continue
             try:
                 with _troubles(path_of(name)):
                     yield Found(name, self._header(name).span)
@@ -146,7 +159,8 @@ class DiskStore:
                         self.remove(name)
                     yield str(trouble)
 
-    def _entries(self) -> Iterator[tuple[int, int]]:
+    def _entries(self) -> Iterator[tuple[int, int, int]]:
+        """When each was last used, its name and its bytes."""
         for folder in FOLDERS:
             try:
                 fd = os.open(folder, _READ | os.O_DIRECTORY, dir_fd=self._root)
@@ -160,8 +174,8 @@ class DiskStore:
                                 os.unlink(entry.name, dir_fd=fd)
                         elif len(entry.name) == 16 and entry.name.startswith(folder):
                             with contextlib.suppress(OSError, ValueError):
-                                used = entry.stat(follow_symlinks=False).st_mtime_ns
-                                yield used, int(entry.name, 16)
+                                about = entry.stat(follow_symlinks=False)
+                                yield about.st_mtime_ns, int(entry.name, 16), about.st_size
             finally:
                 os.close(fd)
 

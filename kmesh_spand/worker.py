@@ -72,7 +72,13 @@ class Worker(JobWorker):
         self.serve(crews)
 
     def _disk_crew(self, files: Directory) -> DiskCrew:
-        store = DiskStore(files.fd, files.id, self._store, self._settings.disk_sync)
+        store = DiskStore(
+            files.fd,
+            files.id,
+            self._store,
+            self._settings.disk_bytes,
+            self._settings.disk_sync,
+        )
         return DiskCrew(store, self._settings.disk_threads, self._send)
 
     def take(self, message: ipc.AnyMessage, fd: int | None, crews: Crews) -> None:

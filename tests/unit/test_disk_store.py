@@ -67,7 +67,7 @@ class Shelf:
         self.mapping = Mapping(self._memfd, SIZE, writable=True)
         self._root = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
         slabs = HostStore([Slab(self._memfd, SIZE, self.mapping)], 0)
-        self.store = DiskStore(self._root, DIRECTORY, slabs, sync)
+        self.store = DiskStore(self._root, DIRECTORY, slabs, 1 << 40, sync)
         self.store.prepare()
 
     def close(self) -> None:
@@ -315,6 +315,17 @@ def test_what_was_used_last_is_found_last(shelf: Shelf) -> None:
     shelf.store.read(names[0], 0, FAR, span)
     found = [item.name for item in shelf.store.scan() if isinstance(item, Found)]
     assert found == [names[1], names[2], names[0]]
+
+
+def test_a_tier_that_became_smaller_keeps_what_was_used_last(shelf: Shelf) -> None:
+    span = shelf.put(content(TILE_BYTES))
+    names = [shelf.store.write(0, 0, span) for _ in range(4)]
+    for at, name in enumerate(names):
+        os.utime(shelf.file(name), (at, at))
+    shelf.store._capacity = 2 * shelf.file(names[0]).stat().st_size + 1
+    found = [item.name for item in shelf.store.scan() if isinstance(item, Found)]
+    assert found == names[2:]
+    assert [shelf.file(name).exists() for name in names] == [False, False, True, True]
 
 
 def test_files_are_their_owners_alone(shelf: Shelf) -> None:
