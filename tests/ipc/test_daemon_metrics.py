@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import disk_metrics
 import grpc
 import pytest
 import yaml
@@ -450,6 +451,8 @@ def seen() -> Seen:
     tenants(found)
     flights(found)
     gpus(found)
+    with tempfile.TemporaryDirectory(prefix="kmesh-") as base:
+        disk_metrics.everything(Path(base), found.look)
     return found
 
 

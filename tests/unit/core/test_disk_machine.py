@@ -58,6 +58,7 @@ MUST_REACH = (
     "hits",
 )
 seldom = st.sampled_from([False, False, False, True])
+mostly = st.sampled_from([True, True, True, False])
 mostly_well = st.sampled_from([None] * 9 + [Trouble.IO, Trouble.FULL, Trouble.LOST])
 salts = st.sampled_from([b"", b"", SALT])
 
@@ -348,7 +349,7 @@ class DiskMachine(RuleBasedStateMachine):
             self.world.worker_dies()
             self.world.scan()
 
-    @rule(now=seldom, reboot=st.booleans(), less=st.booleans(), scan=st.booleans())
+    @rule(now=seldom, reboot=st.booleans(), less=seldom, scan=mostly)
     def restart(self, now: bool, reboot: bool, less: bool, scan: bool) -> None:
         world = self.world
         if not now:
@@ -358,9 +359,9 @@ class DiskMachine(RuleBasedStateMachine):
             world.open.discard(number)
         world.closed.clear()
         assert world.disk is not None
-        if less and world.disk.capacity > 2 * ONE:
+        if less:
             limits = {name: getattr(world.disk, name) for name in world.disk.__slots__}
-            world.disk = DiskConfig(**{**limits, "capacity": world.disk.capacity - ONE})
+            world.disk = DiskConfig(**{**limits, "capacity": max(ONE, world.disk.capacity // 2)})
         if reboot:
             world.reboot()
         else:
@@ -380,13 +381,6 @@ class DiskMachine(RuleBasedStateMachine):
     def all_holds(self) -> None:
         self.reached["steps"] += 1
         self.world.check()
-
-    @invariant()
-    def a_file_is_a_hit_to_come_or_a_miss(self) -> None:
-        """What the index has of the disk can be wanted, whoever asks."""
-        assert self.world.core.disk is not None
-        status = self.world.core.disk.book
-        assert status.used * 4096 <= status.config.capacity
 
     def teardown(self) -> None:
         world = getattr(self, "world", None)
