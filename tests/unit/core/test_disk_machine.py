@@ -38,7 +38,6 @@ TENANCIES = [Tenancy(groups=(1000,)), Tenancy(groups=(1000, 1001))]
 QUOTAS: list[dict[str, int]] = [{}, {"1000": 3 * ONE}, {tenant_name(1000, SALT): 2 * ONE}]
 MUST_REACH = (
     "disk_found",
-    "disk_found_dropped",
     "disk_spilled",
     "disk_spill_failed",
     "disk_fetch_leads",
@@ -47,7 +46,6 @@ MUST_REACH = (
     "disk_fetch_leaves",
     "disk_fetched",
     "disk_fetch_shared",
-    "disk_fetch_no_room",
     "disk_fetch_failed",
     "disk_corrupt",
     "disk_hurried",
@@ -223,8 +221,8 @@ class DiskMachine(RuleBasedStateMachine):
         world.send(ev.Evict(rows[keep:]))
 
     @precondition(lambda self: self.world.disk_index)
-    @rule(data=st.data(), salt=salts, more=st.lists(st.sampled_from(FULL), max_size=2))
-    def several_want(self, data: st.DataObject, salt: bytes, more: list[bytes]) -> None:
+    @rule(data=st.data(), ends=mostly, more=st.lists(st.sampled_from(FULL), max_size=2))
+    def several_want(self, data: st.DataObject, ends: bool, more: list[bytes]) -> None:
         """What is only on disk, by two sessions."""
         world = self.world
         spans = [
@@ -243,6 +241,9 @@ class DiskMachine(RuleBasedStateMachine):
             world.acquire_waiting(
                 session, [span.key, *self.salted(more, span.salt)], True, span.salt
             )
+        for job, fetch in list(world.fetches.items()) if ends else ():
+            if fetch.span == span:
+                world.fetch_ends(job)
 
     @precondition(lambda self: self.world.arrivals)
     @rule(data=st.data())
@@ -319,10 +320,12 @@ class DiskMachine(RuleBasedStateMachine):
             world.damage(data.draw(st.sampled_from(whole)), how)
 
     @precondition(lambda self: self.world.files and self.world.disk_index)
-    @rule(data=st.data())
-    def wants_what_is_damaged(self, data: st.DataObject) -> None:
+    @rule(data=st.data(), now=seldom)
+    def wants_what_is_damaged(self, data: st.DataObject, now: bool) -> None:
         """Of another namespace under that name, found out when it is read."""
         world = self.world
+        if not now:
+            return
         name = data.draw(st.sampled_from(sorted(world.files)))
         span, _ = world.files[name]
         mine = [s for s in sorted(world.open) if world.who(s)[0] == span.group]
