@@ -95,6 +95,10 @@ lint: env ## ruff, mypy, import rules, generated code up to date
 test: env native ## the whole suite (PYTEST_ARGS=...)
 	@$(PY) -m pytest $(PYTEST_ARGS)
 
+.PHONY: test-again
+test-again: env native ## the tests that failed in the last run, once more alone (three at most)
+	@$(PY) tools/test_again.py -- $(PYTEST_ARGS)
+
 .PHONY: test-fast
 test-fast: env native ## the suite without engines and slow tests
 	@$(PY) -m pytest -m 'not vllm and not slow' $(PYTEST_ARGS)
@@ -176,6 +180,14 @@ bench-gpu-engines: env native ## measure vLLM engines on a GPU, write .bench/gpu
 .PHONY: bench-gpu-engines-check
 bench-gpu-engines-check: env ## compare the last run with benchmarks/gpu/engine-targets.toml
 	@$(PY) -m benchmarks.gpu.engines check $(BENCH_RESULT)
+
+.PHONY: bench-gpu-pair
+bench-gpu-pair: env native ## measure two GPUs of one host, write .bench/gpu-pair.json (needs vLLM and CuPy)
+	@$(PY) -m benchmarks.gpu.pair run $(BENCH_ARGS)
+
+.PHONY: bench-gpu-pair-check
+bench-gpu-pair-check: env ## compare the last run with benchmarks/gpu/pair-targets.toml
+	@$(PY) -m benchmarks.gpu.pair check $(BENCH_RESULT)
 
 .PHONY: verify-evidence
 verify-evidence: env ## recompute the figures of evidence/ and compare them with the documents

@@ -24,6 +24,7 @@ BENCHMARKS = {
     "store": "from staging to slab through the store worker",
     "core": "Acquire and Release in the core alone",
     "daemon": "memory at rest, time to serving, pages of the pool",
+    "restart": "time to serve again when control or the daemon ended, or is upgraded",
     "spans": "bytes a span of catalog, index and core",
     "eviction": "hit rates on a public trace, against LRU and the offline optimum",
     "engines": "vLLM: time to first token, hooks' share, zero-hit workload",

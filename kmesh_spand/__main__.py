@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
 from typing import TYPE_CHECKING
@@ -29,8 +30,9 @@ def _read_settings(argv: list[str], out: int) -> int:
     elif options.print_config:
         sys.stdout.write(flags.to_toml(loaded))
     else:
-        with open(out, "wb", closefd=False) as pipe:
-            pipe.write(msgspec.msgpack.encode(loaded.settings))
+        # Whoever was to read them may be gone.
+        with contextlib.suppress(BrokenPipeError), open(out, "wb", closefd=False) as pipe:
+            pipe.write(msgspec.msgpack.encode((loaded.settings, options.upgrade)))
     return 0
 
 
@@ -55,8 +57,8 @@ def _fork_reader(argv: list[str]) -> tuple[int, int]:
     return pid, receive
 
 
-def _settings(pid: int, receive: int) -> Settings | int:
-    """The settings, or the status to exit with when there is nothing to run."""
+def _settings(pid: int, receive: int) -> tuple[Settings, bool] | int:
+    """The settings and whether to upgrade, or the status to exit with: nothing is to run."""
     import msgspec
 
     from kmesh_spand.settings import Settings
@@ -66,7 +68,7 @@ def _settings(pid: int, receive: int) -> Settings | int:
     status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
     if status or not data:
         return status if status >= 0 else 1
-    return msgspec.msgpack.decode(data, type=Settings)
+    return msgspec.msgpack.decode(data, type=tuple[Settings, bool])
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -80,11 +82,12 @@ def main(argv: list[str] | None = None) -> int:
     from kmesh import __version__
     from kmesh_spand.supervisor import Supervisor
 
-    settings = _settings(*reader)
-    if isinstance(settings, int):
+    read = _settings(*reader)
+    if isinstance(read, int):
         prepared.end()
-        return settings
-    return Supervisor(settings, __version__, prepared).run()
+        return read
+    settings, upgrade = read
+    return Supervisor(settings, __version__, prepared, upgrade=upgrade).run()
 
 
 if __name__ == "__main__":

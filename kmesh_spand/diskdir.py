@@ -7,6 +7,7 @@ import errno
 import fcntl
 import os
 import stat
+import time
 from collections.abc import Iterator
 from typing import NamedTuple
 
@@ -18,6 +19,10 @@ MARK = "kmesh-disk.json"
 VERSION = 1
 #: What a new file system has in its first directory.
 _OTHERS = frozenset({MARK, "lost+found"})
+
+
+_PATIENCE_SECONDS = 5.0
+_POLL_SECONDS = 0.02
 
 
 class Mark(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -38,6 +43,26 @@ class Directory(NamedTuple):
     fd: int
     lock: int
     id: bytes
+
+    def take(self) -> bool:
+        """Be the only one who uses it; False if another daemon does for a while.
+
+        Processes of a daemon that was killed a moment ago may not be gone yet.
+        """
+        until = time.monotonic() + _PATIENCE_SECONDS
+        while True:
+            try:
+                fcntl.flock(self.lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                if time.monotonic() >= until:
+                    return False
+                time.sleep(_POLL_SECONDS)
+            else:
+                return True
+
+    def release(self) -> None:
+        """Let another daemon use it, which this one is handed over to."""
+        fcntl.flock(self.lock, fcntl.LOCK_UN)
 
     def close(self) -> None:
         """Others may use it."""
@@ -67,10 +92,8 @@ def open_directory(path: str) -> Directory:
         with _refusals(path):
             lock = _lock(fd, path)
             undo.callback(os.close, lock)
-            try:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                raise ConfigError(f"disk: {path}: another daemon uses it") from None
+            if not Directory(path, fd, lock, b"").take():
+                raise ConfigError(f"disk: {path}: another daemon uses it")
             made = Directory(path, fd, lock, _identity(lock, path))
             _try_to_write(fd)
         undo.pop_all()

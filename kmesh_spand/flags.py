@@ -44,6 +44,12 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument(
         "--print-config", action="store_true", help="print the effective settings and exit"
     )
+    made.add_argument(
+        "--upgrade",
+        action="store_true",
+        help="take over from the daemon that runs on socket_dir, with all spans; it ends when this "
+        "one serves, and goes on if this one can't",
+    )
     made.add_argument("--version", action="store_true", help="print the version and exit")
     group = made.add_argument_group("settings")
     for name, field in Config.model_fields.items():
@@ -68,7 +74,8 @@ def parse(argv: Sequence[str], environ: Mapping[str, str]) -> tuple[argparse.Nam
         ConfigError: a setting is wrong.
     """
     known = vars(parser().parse_args(argv))
-    options = argparse.Namespace(**{k: known.pop(k) for k in ("config", "print_config", "version")})
+    own = ("config", "print_config", "upgrade", "version")
+    options = argparse.Namespace(**{name: known.pop(name) for name in own})
     return options, load(known, environ, Path(options.config) if options.config else None)
 
 

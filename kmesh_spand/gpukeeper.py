@@ -16,6 +16,8 @@ import msgspec
 
 from kmesh_spand import child, ipc, logs
 from kmesh_spand.backoff import Backoff
+from kmesh_spand.fdstore import FdStore
+from kmesh_spand.inherit import Named, gpu_name
 from kmesh_spand.settings import Settings
 from kmesh_spand.storage import Memory
 
@@ -65,17 +67,51 @@ class GpuKeeper:
 
     Args:
         tell: where control is told what happens; a file descriptor stays ours.
+        store: where slabs are put, too.
     """
 
     def __init__(
-        self, settings: Settings, tell: Callable[[ipc.AnyMessage, int | None], None]
+        self,
+        settings: Settings,
+        tell: Callable[[ipc.AnyMessage, int | None], None],
+        store: FdStore,
     ) -> None:
         self._settings = settings
+        self._store = store
         self._tell = tell
         self._plan = settings.gpu_slabs()
         self._workers = [_Worker(gpu) for gpu in range(len(settings.gpu))]
+        self._life: tuple[int, ...] = ()
+        self._unproved: dict[int, str] = {}
         self.slabs: dict[int, Memory] = {}
         self.failure: ipc.GpuFailed | None = None
+
+    def begin(self, life: int, inherited: dict[int, tuple[Memory, str]]) -> None:
+        """Once, before anything is started.
+
+        Args:
+            life: file descriptor of the lock that workers hold as long as they live.
+            inherited: slabs of an earlier daemon, and the UUIDs of their GPUs. They become this
+                object's. Nobody is told of them before a worker has mapped them.
+        """
+        self._life = (life,)
+        for number, (memory, device) in inherited.items():
+            self.slabs[number] = memory
+            self._unproved[number] = device
+
+    def named(self) -> Iterator[Named]:
+        """The slabs that are there, with the names under which another daemon takes them."""
+        for worker in self._workers:
+            for number in self._numbers(worker):
+                if number in self.slabs:
+                    yield Named(self._name(worker, number), self.slabs[number].fd)
+
+    def _numbers(self, worker: _Worker) -> list[int]:
+        return [plan.slab for plan in self._plan if plan.gpu == worker.gpu]
+
+    def _name(self, worker: _Worker, slab: int) -> str:
+        found = worker.state.device if worker.state is not None else ""
+        return gpu_name(slab, self._unproved.get(slab, found))
 
     @property
     def ready(self) -> bool:
@@ -109,7 +145,8 @@ class GpuKeeper:
     def known(self) -> Iterator[tuple[ipc.AnyMessage, int | None]]:
         """What a new control must be told."""
         for number, memory in self.slabs.items():
-            yield ipc.GpuSlab(number, memory.size), memory.fd
+            if number not in self._unproved:
+                yield ipc.GpuSlab(number, memory.size), memory.fd
         for worker in self._workers:
             yield ipc.GpuWorker(worker.gpu, max(worker.lives - 1, 0), 0), None
             if worker.state is not None:
@@ -180,7 +217,7 @@ class GpuKeeper:
             return gpuworker.run(settings, gpu, theirs, from_control, made)
 
         held = (fd for _, _, fd in pieces if fd >= 0)
-        keep = [theirs.fileno(), from_control.fileno(), *held]
+        keep = [theirs.fileno(), from_control.fileno(), *held, *self._life]
         worker.pid = child.fork_or_close(ours, f"gpu{gpu}", keep, main)
 
     def restart(self, gpu: int) -> None:
@@ -212,7 +249,7 @@ class GpuKeeper:
     def tell(self, slab: int) -> None:
         """Control asks for a slab that it has no file descriptor of."""
         memory = self.slabs.get(slab)
-        if memory is not None:
+        if memory is not None and slab not in self._unproved:
             self._tell(ipc.GpuSlab(slab, memory.size), memory.fd)
 
     def hear(self, fd: int) -> bool:
@@ -254,11 +291,22 @@ class GpuKeeper:
             self._kill(worker)
             return
         self.slabs[message.slab] = Memory(fd, message.size)
+        self._store.put(self._name(worker, message.slab), fd)
         self._tell(message, fd)
         if worker.kill_at is not None:
             worker.kill_at = time.monotonic() + _START_SECONDS
 
     def _state(self, worker: _Worker, state: ipc.GpuState) -> None:
+        mine = [number for number in self._numbers(worker) if number in self._unproved]
+        if any(self._unproved[number] != state.device for number in mine):
+            self._refuse(worker, f"it is on another GPU than {state.device}")
+            worker.at_once = True
+            self._kill(worker)
+            return
+        if state.ready:
+            for number in mine:
+                del self._unproved[number]
+                self._tell(ipc.GpuSlab(number, self.slabs[number].size), self.slabs[number].fd)
         others = [w.state.device for w in self._workers if w.state and w is not worker]
         if state.device in others:
             text = f"gpu: {state.device} is named twice"
@@ -270,6 +318,15 @@ class GpuKeeper:
             if state.ready:
                 worker.failed = None
             self._tell(state, None)
+
+    def _refuse(self, worker: _Worker, why: str) -> None:
+        """Gives up the inherited slabs of a GPU: the next worker makes new ones."""
+        logger.error("GPU memory of the earlier daemon is given up: %s", why)
+        for number in self._numbers(worker):
+            if number in self._unproved:
+                self._store.remove(self._name(worker, number))
+                del self._unproved[number]
+                os.close(self.slabs.pop(number).fd)
 
     def died(self, pid: int, how: str) -> None:
         """A worker was reaped."""
@@ -283,7 +340,11 @@ class GpuKeeper:
         if worker.failed is not None:
             logger.error("%s", worker.failed.error, extra={"gpu": worker.gpu})
         if not worker.was_ready:
-            if worker.failed is not None:
+            unproved = self._unproved.keys() & self._numbers(worker)
+            if unproved and (worker.failed is not None or worker.lives >= _TRIES):
+                self._refuse(worker, worker.failed.error if worker.failed else how)
+                worker.failed, worker.start_at = None, now
+            elif worker.failed is not None:
                 self.failure = worker.failed
             elif worker.lives >= _TRIES and not at_once:
                 text = f"gpu: the device worker of {self._settings.gpu[worker.gpu]} died: {how}"

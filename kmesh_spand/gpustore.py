@@ -30,6 +30,7 @@ class GpuStore:
     """
 
     def __init__(self, device: Device, slabs: Table[int, DeviceMemory]) -> None:
+        self._device = device
         self._slabs = slabs
         self._buffer = mmap.mmap(-1, _BUFFER_BYTES)
         self._address = _host.address(self._buffer)
@@ -73,8 +74,20 @@ class GpuStore:
     def export(self, slab: int, offset: int, length: int) -> int:
         try:
             return self._slab(slab).dma_buf(offset, length)
-        except (UnsupportedError, CudaError) as refused:
+        except UnsupportedError as refused:
             raise NotExported(HandleRefusal.NO_DEVICE, str(refused)) from None
+        except CudaError as refused:
+            if not self._context_lives():
+                raise
+            raise NotExported(HandleRefusal.NO_DEVICE, str(refused)) from None
+
+    def _context_lives(self) -> bool:
+        """Whether the driver still answers: without a context it refuses whatever it is asked."""
+        try:
+            self._device.memory_info()
+        except CudaError:
+            return False
+        return True
 
     def _slab(self, number: int) -> DeviceMemory:
         found = self._slabs.get(number)

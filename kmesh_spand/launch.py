@@ -72,8 +72,12 @@ class Prepared:
         shared: Shared,
         listener: socket.socket,
         supervisor: socket.socket,
+        life: int,
     ) -> None:
         """Lets it serve; all fds stay the caller's.
+
+        Args:
+            life: the lock that it holds as long as it lives.
 
         Raises:
             OSError: it is gone.
@@ -93,7 +97,7 @@ class Prepared:
         told = os.memfd_create("kmesh-launch", os.MFD_CLOEXEC)
         try:
             os.write(told, msgspec.msgpack.encode(launch))
-            fds = [told, listener.fileno(), supervisor.fileno(), *shared.fds]
+            fds = [told, listener.fileno(), supervisor.fileno(), life, *shared.fds]
             for at in range(0, len(fds), _FDS):
                 mark = _MORE if at + _FDS < len(fds) else _LAST
                 socket.send_fds(self._sock, [mark], fds[at : at + _FDS], socket.MSG_NOSIGNAL)
@@ -131,7 +135,7 @@ def _wait(sock: socket.socket, forget: Callable[[], None] | None) -> int:
                 return 1
     if not mark:
         return 0
-    told, listener, supervisor, *rest = fds
+    told, listener, supervisor, _life, *rest = fds
     with open(told, "rb") as file:
         file.seek(0)
         launch = msgspec.msgpack.decode(file.read(), type=Launch)

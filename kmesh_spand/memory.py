@@ -7,6 +7,7 @@ import errno
 import fcntl
 import mmap
 import os
+import stat
 import threading
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -50,6 +51,33 @@ def make_memfd(name: str, size: int, *, mode: int = 0o400, final: bool = True) -
         os.close(fd)
         raise
     return fd
+
+
+def memfd_flaw(fd: int, size: int, seals: int) -> str:
+    """Why this is not a memfd as the daemon makes them, or nothing.
+
+    Args:
+        size: bytes that it must have. seals: exactly those it must have.
+    """
+    state = os.fstat(fd)
+    if not stat.S_ISREG(state.st_mode):
+        return "is no memory"
+    if state.st_size != size:
+        return f"has {state.st_size} bytes instead of {size}"
+    try:
+        found = fcntl.fcntl(fd, fcntl.F_GET_SEALS)
+    except OSError:
+        return "is a file, and can't be sealed"
+    if found != seals:
+        return f"has the seals {found:#x} instead of {seals:#x}"
+    if fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_ACCMODE != os.O_RDWR:
+        return "can't be written"
+    return ""
+
+
+def resident(fd: int) -> int:
+    """Bytes that a memfd takes now."""
+    return os.fstat(fd).st_blocks * 512
 
 
 def seal_for_good(fd: int) -> None:
@@ -237,11 +265,12 @@ class MemoryLimit:
     source: str
 
 
-def memory_limits(root: Path = Path("/")) -> list[MemoryLimit]:
+def memory_limits(root: Path = Path("/"), held: int = 0) -> list[MemoryLimit]:
     """The limits that hold for this process: control groups (v2 and v1) and free memory.
 
     Args:
         root: where /proc and /sys are looked for.
+        held: bytes that this process has already, and that are not free because of that.
     """
     found = []
     for line in _lines(root / "proc/self/cgroup"):
@@ -252,7 +281,8 @@ def memory_limits(root: Path = Path("/")) -> list[MemoryLimit]:
             found += _group_limits(root / "sys/fs/cgroup/memory", path, "memory.limit_in_bytes")
     for line in _lines(root / "proc/meminfo"):
         if line.startswith("MemAvailable:"):
-            found.append(MemoryLimit(int(line.split()[1]) << 10, "/proc/meminfo, MemAvailable"))
+            free = (int(line.split()[1]) << 10) + held
+            found.append(MemoryLimit(free, "/proc/meminfo, MemAvailable"))
     return found
 
 

@@ -44,12 +44,26 @@ class Outbox:
     def send(self, message: ipc.AnyMessage, fd: int | None = None) -> None:
         """Sends now or keeps it, with a duplicate of ``fd``, which stays the caller's.
 
+        Of the states of one GPU that follow each other only the last is kept: they come for ever,
+        also when the peer reads nothing for ever.
+
         Raises:
             ConnectionError: the peer is gone.
             OSError: there is no file descriptor for the duplicate; nothing was kept.
         """
-        if self._queue or not self._sent(message, fd):
+        if (self._queue or not self._sent(message, fd)) and not self._replaces(message):
             self._queue.append((message, None if fd is None else os.dup(fd)))
+
+    def _replaces(self, message: ipc.AnyMessage) -> bool:
+        if isinstance(message, ipc.GpuState):
+            for number in range(len(self._queue) - 1, -1, -1):
+                kept, _ = self._queue[number]
+                if not isinstance(kept, ipc.GpuState):
+                    break
+                if kept.gpu == message.gpu:
+                    self._queue[number] = message, None
+                    return True
+        return False
 
     def flush(self) -> None:
         """Sends what the socket takes.

@@ -17,6 +17,7 @@ LOCK_NAME = "daemon.lock"
 SESSION_SOCKET = "session.sock"
 GRPC_SOCKET = "grpc.sock"
 METRICS_SOCKET = "metrics.sock"
+UPGRADE_SOCKET = "upgrade.sock"
 
 #: Below this a slab isn't worth its file descriptor.
 MIN_SLAB_BYTES = 1 << 20

@@ -123,6 +123,10 @@ def _entries(settings: Settings) -> int:
 class Storage:
     """Slabs and catalog for good, and the indexes of the running epoch.
 
+    Args:
+        inherited: slabs and catalog of an earlier daemon, which become this object's; None
+            makes new ones.
+
     Attributes:
         slabs, catalog: owned by this object.
         indexes: one for each group of uids, so that none shows what another stored.
@@ -135,7 +139,9 @@ class Storage:
         ConfigError: there is no memory for slabs that must have their pages at once.
     """
 
-    def __init__(self, settings: Settings) -> None:
+    def __init__(
+        self, settings: Settings, inherited: tuple[list[Memory], Memory] | None = None
+    ) -> None:
         self._entries = _entries(settings)
         self._groups = settings.tenancy().groups
         self.writable: list[Region] | None = None
@@ -144,6 +150,10 @@ class Storage:
         self.catalog: Memory
         self.indexes: dict[int, Memory]
         self.epoch: int
+        if inherited is not None:
+            self.slabs, self.catalog = inherited
+            self._begin()
+            return
         with contextlib.ExitStack() as undo:
             for number, size in enumerate(settings.slab_sizes()):
                 fd = make_memfd(f"slab{number}", size, final=not settings.hardened)

@@ -6,7 +6,6 @@ Single-threaded and small. Its fds are the storage: control and worker may die a
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import logging
 import os
 import select
@@ -15,26 +14,26 @@ import socket
 import time
 
 from kmesh.errors import ConfigError
-from kmesh_spand import child, ipc, logs, memory
+from kmesh_spand import child, ipc, logs
 from kmesh_spand.backoff import Backoff
 from kmesh_spand.diskdir import Directory, open_directory
+from kmesh_spand.fdstore import FdStore
 from kmesh_spand.gpukeeper import GpuKeeper
+from kmesh_spand.handover import Handover
+from kmesh_spand.holdings import Holdings
+from kmesh_spand.inherit import Named
 from kmesh_spand.launch import Prepared
 from kmesh_spand.notify import notify
 from kmesh_spand.outbox import Outbox
-from kmesh_spand.settings import (
-    GRPC_SOCKET,
-    LOCK_NAME,
-    METRICS_SOCKET,
-    SESSION_SOCKET,
-    Settings,
-)
-from kmesh_spand.storage import Storage, table_bytes
+from kmesh_spand.settings import Settings
 
 logger = logging.getLogger(__name__)
 
 #: What a process of the daemon needs beside one fd for each slab, with a few sessions.
 _SPARE_FDS = 40
+#: Processes that are killed are gone sooner, unless a driver holds them.
+_HALT_SECONDS = 10.0
+_HALT_POLL_SECONDS = 0.002
 
 
 class Supervisor:
@@ -42,9 +41,12 @@ class Supervisor:
 
     Args:
         prepared: the first control process, which this object launches or ends.
+        upgrade: take over from the daemon that runs there.
     """
 
-    def __init__(self, settings: Settings, version: str, prepared: Prepared) -> None:
+    def __init__(
+        self, settings: Settings, version: str, prepared: Prepared, *, upgrade: bool = False
+    ) -> None:
         self._settings = settings
         self._prepared: Prepared | None = prepared
         self._version = version
@@ -65,10 +67,12 @@ class Supervisor:
         self._to_control: socket.socket | None = None
         self._for_control: Outbox | None = None
         self._worker_killed_by = 0
-        self._gpus = GpuKeeper(settings, self._tell_control)
-        self._storage: Storage
-        self._listener: socket.socket
-        self._lock = -1
+        self._halting = False
+        self._upgrade = upgrade
+        self._store = FdStore(os.environ)
+        self._gpus = GpuKeeper(settings, self._tell_control, self._store)
+        self._holdings: Holdings
+        self._handover = Handover(self)
         self._disk: Directory | None = None
 
     def run(self) -> int:
@@ -108,53 +112,17 @@ class Supervisor:
                 f"slab_size: {slabs} slabs need {needed} file descriptors, "
                 f"the limit (ulimit -n) is {hard}; make slabs larger or raise it"
             )
-        memory.check_memory(
-            settings.host_memory,
-            settings.staging_memory,
-            table_bytes(settings),
-            memory.memory_limits(),
+        self._holdings = held = Holdings(
+            settings, self._version, self._store, upgrade=self._upgrade
         )
-        self._take_directory()
         if settings.disk:
-            self._disk = open_directory(settings.disk)
-        self._storage = Storage(settings)
-        self._listener = self._listen()
-
-    def _take_directory(self) -> None:
-        directory = self._settings.socket_dir
-        try:
-            os.makedirs(directory, mode=0o700, exist_ok=True)
-            lock = os.open(
-                os.path.join(directory, LOCK_NAME), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600
-            )
-        except OSError as failed:
-            raise ConfigError(f"socket_dir: {directory}: {failed.strerror}") from None
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            os.close(lock)
-            raise ConfigError(f"socket_dir: another daemon serves {directory}") from None
-        self._lock = lock
-        # We hold the lock, so whoever made these is gone.
-        self._remove_sockets()
-
-    def _remove_sockets(self) -> None:
-        for name in (SESSION_SOCKET, GRPC_SOCKET, METRICS_SOCKET):
-            with contextlib.suppress(FileNotFoundError):
-                os.unlink(os.path.join(self._settings.socket_dir, name))
-
-    def _listen(self) -> socket.socket:
-        listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC)
-        path = os.path.join(self._settings.socket_dir, SESSION_SOCKET)
-        before = os.umask(0o777 & ~0o600)
-        try:
-            listener.bind(path)
-        finally:
-            os.umask(before)
-        os.chmod(path, self._settings.socket_mode)
-        listener.setblocking(False)
-        listener.listen(128)
-        return listener
+            try:
+                self._disk = open_directory(settings.disk)
+            except BaseException:
+                held.close()
+                raise
+        self._gpus.begin(held.life.held, held.gpu)
+        self._handover.begin(held.place, held.manifest, held.life)
 
     def _end_prepared(self) -> None:
         if self._prepared is not None:
@@ -169,10 +137,8 @@ class Supervisor:
                 os.waitpid(pid, 0)
         self._gpus.close()
         self._forget_control()
-        self._listener.close()
-        self._storage.close()
-        self._remove_sockets()
-        os.close(self._lock)
+        self._handover.close()
+        self._holdings.close()
         if self._disk is not None:
             self._disk.close()
         logger.info("stopped")
@@ -201,7 +167,7 @@ class Supervisor:
         if self._to_control is not None and self._for_control is not None:
             wanted = select.POLLOUT if self._for_control.blocked else 0
             poll.register(self._to_control, select.POLLIN | wanted)
-        for channel in self._gpus.sockets:
+        for channel in (*self._gpus.sockets, *self._handover.sockets):
             poll.register(channel, select.POLLIN)
         for fd, what in poll.poll(self._timeout_ms()):
             if fd == wake.fileno():
@@ -209,11 +175,14 @@ class Supervisor:
                     wake.recv(4096)
             elif self._gpus.hear(fd):
                 self._announce()
+            elif self._handover.hear(fd):
+                continue
             elif self._to_control is not None and fd == self._to_control.fileno():
                 if what & select.POLLOUT:
                     self._flush()
                 if what & ~select.POLLOUT:
                     self._hear_control()
+        self._handover.turn()
         retry_at = self._retry_at
         if retry_at is not None and time.monotonic() >= retry_at:
             self._flush()
@@ -232,7 +201,7 @@ class Supervisor:
         if failure is not None and not self._stop_signal:
             logger.error("could not start: %s", failure.error)
             self._failed = 2 if failure.setting else 1
-        if self._failed:
+        if self._failed or self._handover.gone:
             return True
         if not self._stop_signal:
             return False
@@ -257,7 +226,13 @@ class Supervisor:
         self._tell_control(ipc.Drain())
 
     def _timeout_ms(self) -> int | None:
-        ours = (self._control_at, self._worker_at, self._stop_by, self._retry_at)
+        ours = (
+            self._control_at,
+            self._worker_at,
+            self._stop_by,
+            self._retry_at,
+            self._handover.moment,
+        )
         moments = [at for at in ours if at is not None]
         if self._control_pid:
             moments += self._gpus.moments
@@ -293,19 +268,21 @@ class Supervisor:
 
     def _start_control(self, now: float) -> None:
         if self._control_restarts >= 0:
-            self._storage.new_epoch()
+            self._holdings.new_epoch()
         self._control_restarts += 1
+        held = self._holdings
         ours, theirs = ipc.pair()
         try:
             if self._prepared is None:
-                self._prepared = Prepared(self._storage.drop_writable)
+                self._prepared = Prepared(held.storage.drop_writable)
             self._prepared.launch(
                 self._settings,
                 self._version,
                 self._control_restarts,
-                self._storage.shared,
-                self._listener,
+                held.storage.shared,
+                held.place.sessions,
                 theirs,
+                held.life.held,
             )
         except BaseException:
             ours.close()
@@ -325,8 +302,9 @@ class Supervisor:
         self._worker_restarts += 1
         ours, theirs = ipc.pair()
         settings = self._settings
-        slabs = [(slab.fd, slab.size) for slab in self._storage.slabs]
-        writable = self._storage.writable
+        storage = self._holdings.storage
+        slabs = [(slab.fd, slab.size) for slab in storage.slabs]
+        writable = storage.writable
         disk = self._disk
 
         def main() -> int:
@@ -335,7 +313,7 @@ class Supervisor:
 
             return worker.run(settings, theirs, slabs, writable, disk)
 
-        keep = [*(fd for fd, _ in slabs), theirs.fileno()]
+        keep = [*(fd for fd, _ in slabs), theirs.fileno(), self._holdings.life.held]
         if disk is not None:
             # The lock too: no other daemon may use it while this process still writes.
             keep += [disk.fd, disk.lock]
@@ -402,16 +380,17 @@ class Supervisor:
         if not self._control_ready or not self._gpus.ready:
             return
         self._control_ready = False
-        settings = self._settings
+        settings, storage = self._settings, self._holdings.storage
         logger.info(
             "ready: %s, %d MiB in %d slabs",
             settings.socket_dir,
             settings.host_memory + len(settings.gpu) * settings.gpu_memory >> 20,
-            len(self._storage.slabs) + len(self._gpus.slabs),
-            extra={"epoch": f"{self._storage.epoch:016x}", "version": self._version},
+            len(storage.slabs) + len(self._gpus.slabs),
+            extra={"epoch": f"{storage.epoch:016x}", "version": self._version},
         )
         if not self._ready:
             self._ready = True
+            self._holdings.serving()
             notify("READY=1")
 
     def _reap(self) -> None:
@@ -425,7 +404,7 @@ class Supervisor:
         if pid in self._gpus.pids:
             name = "device worker"
         how = f"killed by {signal.Signals(-status).name}" if status < 0 else f"exit {status}"
-        if not self._stop_signal and not self._gpus.ends(pid):
+        if not self._stop_signal and not self._halting and not self._gpus.ends(pid):
             logger.error("a process died: %s", how, extra={"name_of": name, "child": pid})
         if pid in self._gpus.pids:
             self._gpus.died(pid, how)
@@ -437,7 +416,9 @@ class Supervisor:
             return
         self._control_pid = 0
         self._control_ready = False
-        self._storage.poison()
+        # The indexes that were offered are over.
+        self._handover.break_off()
+        self._holdings.storage.poison()
         self._forget_control()
         if self._worker_pid:
             # Its jobs are for nobody, and it must not write once the catalog is read again.
@@ -451,3 +432,46 @@ class Supervisor:
             logger.error("control could not start")
             self._failed = 1
         self._control_at = self._control_backoff.died(now)
+
+    # The daemon that follows: ``handover.House``.
+
+    def why_not(self) -> str:
+        """Why this daemon can't be taken over."""
+        if self._settings.hardened:
+            return "hardened memory can't be written by another daemon"
+        if "NOTIFY_SOCKET" in os.environ:
+            return "its process is systemd's: restart the service, whose fd store keeps spans"
+        if self._stop_signal:
+            return "it is stopping"
+        return "" if self._ready and self._control_pid else "it is not ready"
+
+    def belongings(self) -> list[Named]:
+        """All that another daemon needs."""
+        return [*self._holdings.all_named(), *self._gpus.named()]
+
+    def halt(self) -> str:
+        """Ends all other processes, as when control died."""
+        self._halting = True
+        until = time.monotonic() + _HALT_SECONDS
+        while pids := [pid for pid in (self._control_pid, *self._gpus.pids) if pid]:
+            if time.monotonic() >= until:
+                self.resume()
+                return f"process {pids[0]} was killed, and has not ended"
+            if self._control_pid:
+                os.kill(self._control_pid, signal.SIGKILL)
+            self._reap()
+            time.sleep(_HALT_POLL_SECONDS)
+        self._control_at = None
+        self._holdings.place.lent = True
+        if self._disk is not None:
+            self._disk.release()
+        return ""
+
+    def resume(self) -> None:
+        """Serves again: the other daemon does not."""
+        self._halting = False
+        self._holdings.place.lent = False
+        self._holdings.place.sign()
+        if self._disk is not None and not self._disk.take():
+            logger.error("the other daemon still uses the disk tier's directory")
+        self._control_at = time.monotonic()

@@ -25,7 +25,11 @@ COMMAND = (sys.executable, "-m", "kmesh_spand")
 
 def environment(**more: str) -> dict[str, str]:
     """This one, without anything that would configure a daemon."""
-    ours = {k: v for k, v in os.environ.items() if not k.startswith(("KMESH_", "NOTIFY_"))}
+    ours = {
+        k: v
+        for k, v in os.environ.items()
+        if not k.startswith(("KMESH_", "NOTIFY_", "LISTEN_", "FDSTORE"))
+    }
     paths = [str(ROOT / "client"), str(ROOT), os.environ.get("PYTHONPATH", "")]
     return {**ours, "PYTHONPATH": os.pathsep.join(paths), "PYTHONWARNINGS": "error", **more}
 
@@ -48,6 +52,7 @@ class Daemon:
         bugs: it may have the traceback of a bug that the test put there.
         command: that starts it.
         group: control group that it runs in.
+        pass_fds: file descriptors that it starts with.
     """
 
     def __init__(
@@ -61,6 +66,7 @@ class Daemon:
         bugs: bool = False,
         command: Sequence[str] = COMMAND,
         group: Path | None = None,
+        pass_fds: Sequence[int] = (),
         **settings: object,
     ) -> None:
         self.socket_dir = socket_dir
@@ -84,6 +90,7 @@ class Daemon:
                 stdout=log,
                 stderr=log,
                 preexec_fn=limit,
+                pass_fds=pass_fds,
             )
         if ready:
             try:

@@ -38,6 +38,7 @@ _NAME = re.compile(r"/memfd:fake-vram:(GPU-[0-9a-f-]+) ")
 #: What may be called while another thread captures a graph.
 _SAFE = (
     *("version", "device_count", "device_uuid", "device_name", "attribute", "granularity"),
+    "can_access_peer",
     *("push_context", "pop_context", "relax_capture"),
 )
 
@@ -66,18 +67,21 @@ def _mmap(address: int, size: int, fd: int, protection: int = 0) -> int:
 
 @dataclass
 class Gpu:
-    """One GPU. ``attributes`` that are not named are supported."""
+    """One GPU. ``attributes`` that are not named are supported; ``peers`` are UUIDs of others
+    whose memory it can read."""
 
     uuid: str = UUIDS[0]
     name: str = "Fake GPU"
     total: int = 256 * MIB
     attributes: dict[Attribute, int] = field(default_factory=lambda: {Attribute.DMA_BUF: 0})
+    peers: frozenset[str] = frozenset()
 
 
 @dataclass
 class _Range:
     size: int
     handle_size: int = 0
+    owner: int = 0
     readable: bool = False
     writable: bool = False
 
@@ -173,6 +177,10 @@ class FakeDriver:
 
     def attribute(self, device: int, attribute: Attribute) -> int:
         return self._gpu(device, "cuDeviceGetAttribute").attributes.get(attribute, 1)
+
+    def can_access_peer(self, device: int, peer: int) -> bool:
+        found = self._gpu(device, "cuDeviceCanAccessPeer")
+        return device != peer and self._gpu(peer, "cuDeviceCanAccessPeer").uuid in found.peers
 
     def retain_context(self, device: int) -> int:
         self._gpu(device, "cuDevicePrimaryCtxRetain")
@@ -295,7 +303,7 @@ class FakeDriver:
         if os.fstat(fd).st_size < size:
             raise _error("cuMemMap", 1)
         _mmap(address, size, fd)
-        found.handle_size = size
+        found.handle_size, found.owner = size, self._handles[handle][1]
 
     def unmap(self, address: int, size: int) -> None:
         self._need("cuMemUnmap")
@@ -305,8 +313,10 @@ class FakeDriver:
 
     def set_access(self, address: int, size: int, device: int, *, writable: bool) -> None:
         self._need("cuMemSetAccess")
-        self._gpu(device, "cuMemSetAccess")
+        gpu = self._gpu(device, "cuMemSetAccess")
         found = self._range(address, size, "cuMemSetAccess", mapped=True)
+        if found.owner != device and self.gpus[found.owner].uuid not in gpu.peers:
+            raise _error("cuMemSetAccess", 101)
         found.readable, found.writable = True, writable
         _libc.mprotect(address, size, mmap.PROT_READ | (mmap.PROT_WRITE if writable else 0))
 

@@ -27,13 +27,6 @@ _WIDE = (*_ODD, 2**32, 2**63 - 1, 2**63, 2**64 - 1)
 _ANSWER = session_socket_pb2.Response.FromString
 
 
-def seed_of_run() -> int:
-    """Printed, so that a run that failed can be made again with ``KMESH_TEST_SEED``."""
-    seed = int(os.environ.get("KMESH_TEST_SEED") or random.SystemRandom().getrandbits(32))
-    print(f"KMESH_TEST_SEED={seed}")
-    return seed
-
-
 class Hostile:
     """Makes packets. ``learn`` tells it numbers that exist, so that it can misuse them.
 

@@ -90,34 +90,65 @@ class Driver:
             raise OSError(f"{name} gave {status}")
 
 
-class Slab:
-    """A memfd with spans as the daemon lays them out, mapped to be read, and registered."""
+@dataclass(frozen=True)
+class Filled:
+    """A file with spans as the daemon lays them out, for any process to open.
 
-    def __init__(self, driver: Driver, shape: Shape, seed: int) -> None:
-        self._driver = driver
-        step = tiles(shape.span_bytes) * TILE_BYTES
-        size = shape.spans * step
-        self.size = size + 2 * TILE_BYTES + size // TILE_BYTES * 8
-        self.size = -(-self.size // TILE_BYTES) * TILE_BYTES
-        self._fd = os.memfd_create("kmesh-bench")
-        os.ftruncate(self._fd, self.size)
-        with mmap.mmap(self._fd, self.size) as writable:
-            memory = np.frombuffer(writable, dtype=np.uint8)
-            memory[:size].view(np.uint64)[:] = np.random.default_rng(seed).integers(
-                0, 2**63, size // 8, dtype=np.uint64
+    Attributes:
+        size: bytes of all, sums included. step: bytes from one span to the next.
+        roots: of the spans.
+    """
+
+    path: str
+    size: int
+    step: int
+    roots: list[int]
+
+
+def fill(fd: int, shape: Shape, seed: int) -> Filled:
+    """Writes spans into a memfd of this process, which must stay open."""
+    step = tiles(shape.span_bytes) * TILE_BYTES
+    payload = shape.spans * step
+    size = payload + 2 * TILE_BYTES + payload // TILE_BYTES * 8
+    size = -(-size // TILE_BYTES) * TILE_BYTES
+    os.ftruncate(fd, size)
+    with mmap.mmap(fd, size) as writable:
+        memory = np.frombuffer(writable, dtype=np.uint8)
+        memory[:payload].view(np.uint64)[:] = np.random.default_rng(seed).integers(
+            0, 2**63, payload // 8, dtype=np.uint64
+        )
+        sums, base = sums_offset(size), memory.ctypes.data
+        roots = [
+            _host.tile_sums(
+                base + i * step, shape.span_bytes, base + sums + i * step // TILE_BYTES * 8
             )
-            sums, base = sums_offset(self.size), memory.ctypes.data
-            self.roots = [
-                _host.tile_sums(
-                    base + i * step, shape.span_bytes, base + sums + i * step // TILE_BYTES * 8
-                )
-                for i in range(shape.spans)
-            ]
-            del memory
+            for i in range(shape.spans)
+        ]
+        del memory
+    return Filled(f"/proc/{os.getpid()}/fd/{fd}", size, step, roots)
+
+
+class Slab:
+    """Spans as the daemon lays them out, mapped to be read, and registered.
+
+    Args:
+        filled: by another process; without it, the slab is made here, of random bytes.
+    """
+
+    def __init__(
+        self, driver: Driver, shape: Shape, seed: int, filled: Filled | None = None
+    ) -> None:
+        self._driver = driver
+        if filled is None:
+            self._fd = os.memfd_create("kmesh-bench")
+            filled = fill(self._fd, shape, seed)
+        else:
+            self._fd = os.open(filled.path, os.O_RDONLY)
+        self.size, self.roots, self._step = filled.size, filled.roots, filled.step
         self._region = _host.Region(self._fd, self.size, False)
         self.address = self._region.address
         self.device = driver.register(self.address, self.size)
-        self._shape, self._step, self._sums = shape, step, sums
+        self._shape, self._sums = shape, sums_offset(self.size)
 
     def payload(self) -> np.ndarray:
         """All spans: [span, layer, plane, head, token, dim] of u16."""
@@ -156,11 +187,15 @@ class Slab:
     def on_gpu(self) -> tuple[Any, list[SpanPart]]:
         """A copy of the whole slab on the GPU, and parts of it: sums there too."""
         copy = cupy.empty(self.size, dtype=cupy.uint8)
-        runtime.memcpy(copy.data.ptr, self.address, self.size, 1)
-        parts = self.parts(copy.data.ptr)
+        return copy, self.copied_to(copy.data.ptr)
+
+    def copied_to(self, address: int) -> list[SpanPart]:
+        """Parts of a copy of the whole slab, which is made at an address of a GPU."""
+        runtime.memcpy(address, self.address, self.size, 1)
+        parts = self.parts(address)
         for part in parts:
-            part.sums_address += copy.data.ptr - self.device
-        return copy, parts
+            part.sums_address += address - self.device
+        return parts
 
     def close(self) -> None:
         self._driver.unregister(self.address)

@@ -16,6 +16,7 @@
 #include "_host_paged.h"
 #include "_host_region.h"
 #include "_host_sums.h"
+#include "_host_tokens.h"
 
 static PyObject *host_address(PyObject *module, PyObject *args) {
     (void)module;
@@ -369,6 +370,8 @@ static PyMethodDef host_methods[] = {
     {"turn_rows", host_turn_rows, METH_VARARGS, NULL},
     {"rows_equal", host_rows_equal, METH_VARARGS, NULL},
     {"token_hashes", host_token_hashes, METH_VARARGS, NULL},
+    {"token_words", host_token_words, METH_VARARGS, NULL},
+    {"chain_keys", host_chain_keys, METH_VARARGS, NULL},
     {"load", host_load, METH_VARARGS, NULL},
     {"store", host_store, METH_VARARGS, NULL},
     {NULL, NULL, 0, NULL},

@@ -5,6 +5,8 @@ else is checked: a wrong size, range or block id is a ValueError or a status, ne
 outside the memory that was named.
 """
 
+from collections.abc import Sequence
+
 from typing_extensions import Buffer
 
 TILE_BYTES: int
@@ -191,6 +193,22 @@ def token_hashes(run: Buffer, heads: int, hashes: Buffer, /) -> None:
 
     Raises:
         ValueError: a buffer has the wrong length or alignment.
+    """
+
+def token_words(ids: Sequence[int], /) -> bytes:
+    """Token ids as little-endian u32, one behind the other.
+
+    Raises:
+        OverflowError: one does not fit in 32 bits.
+        TypeError: one is no integer.
+    """
+
+def chain_keys(parent: Buffer, words: Buffer, step: int, /) -> bytes:
+    """Keys of 32 bytes: of each run of ``step`` bytes the BLAKE3 of the key before it, for the
+    first one ``parent``, and of the run.
+
+    Raises:
+        ValueError: ``parent`` is no key, or ``words`` are not whole runs.
     """
 
 def load(address: int, bits: int, /) -> int:

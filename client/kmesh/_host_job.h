@@ -207,7 +207,9 @@ static const char *km_job_try(const km_job_input *in, unsigned char *memory, siz
         memcpy(&s, in->parts + p * sizeof s, sizeof s);
         if (s.tokens > longest) longest = s.tokens;
     }
-    uint64_t unit_tokens = km_unit_tokens(l, longest, most), unit_entries = 0, unit_stages = 0;
+    // Turned keys go in items: units of them would double the time that compiling takes.
+    uint64_t unit_tokens = in->turns_bytes ? 0 : km_unit_tokens(l, longest, most);
+    uint64_t unit_entries = 0, unit_stages = 0;
     uint64_t unit_stage = KM_UNIT_BYTES + KM_UNIT;
     if (unit_tokens) {
         uint64_t blocks = (unit_tokens - 1) / l->block_tokens + 1;

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import collections
+import itertools
 import logging
 import math
 import os
@@ -243,6 +244,7 @@ class AsyncSession:
         self._channel = AsyncChannel(sock)
         self._slabs: dict[int, SlabMapping] = {}
         self._attaching = asyncio.Lock()
+        self._waits = itertools.count(1 << 32)
         self._channel.on_close(self._slabs.clear)
 
     async def open(self, hello: sessions_pb2.Hello, timeout: float) -> AsyncSession:
@@ -360,15 +362,18 @@ class AsyncSession:
     ) -> Claim:
         return await self._run(calls.claim(self.welcome, keys, shards, salt, device), timeout)
 
-    async def await_flight(self, claim: Claim, timeout: float | None = None) -> Arrived:
+    async def await_flight(
+        self, claim: Claim, timeout: float | None = None, *, wait: int = 0
+    ) -> Arrived:
+        wait = wait or next(self._waits)
         try:
-            return await self._run(calls.await_flight(claim), timeout)
+            return await self._run(calls.await_flight(claim, wait), timeout)
         except asyncio.CancelledError:
-            await self.leave(claim.flight)
+            await self.leave(claim.flight, wait)
             raise
 
-    async def leave(self, flight: int) -> None:
-        self._channel.forget(calls.leave(flight))
+    async def leave(self, flight: int, wait: int = 0) -> None:
+        self._channel.forget(calls.leave(flight, wait))
 
     async def land(self, flight: int, cause: FlightCause = FlightCause.DONE) -> None:
         self._channel.forget(calls.land(flight, cause))

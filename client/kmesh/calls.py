@@ -323,7 +323,7 @@ def claim(
     )
 
 
-def await_flight(found: Claim) -> Procedure[Arrived]:
+def await_flight(found: Claim, wait: int = 0) -> Procedure[Arrived]:
     """Returns when there is something to say; raises ConfigError for a claim without a flight."""
     if found.standing is not Standing.COMPUTING:
         raise errors.ConfigError(f"claim: {found.standing.name} is nothing to wait for")
@@ -332,6 +332,7 @@ def await_flight(found: Claim) -> Procedure[Arrived]:
         first=found.first,
         covered=found.covered,
         shards=[_shard(shard) for shard in found.shards],
+        wait=wait,
     )
     answer = _body(flights_pb2.AwaitResponse, (yield request))
     try:
@@ -340,9 +341,9 @@ def await_flight(found: Claim) -> Procedure[Arrived]:
         raise errors.ProtocolError(f"a flight's arrival {answer.arrival}") from None
 
 
-def leave(flight: int) -> Message:
-    """Ends the session's waits for a flight; each of them ends with LEFT."""
-    return flights_pb2.LeaveRequest(flight=flight)
+def leave(flight: int, wait: int = 0) -> Message:
+    """Ends the session's waits for a flight, or one of them; what ends so ends with LEFT."""
+    return flights_pb2.LeaveRequest(flight=flight, wait=wait)
 
 
 def land(flight: int, cause: FlightCause) -> Message:

@@ -1,4 +1,4 @@
-"""Flights of the fake daemon: as the daemon's, without drains and without what deaths hold."""
+"""Flights of the fake daemon: as the daemon's, in host memory alone and without drains."""
 
 from __future__ import annotations
 
@@ -10,6 +10,11 @@ from google.protobuf.message import Message
 
 from kmesh import errors
 from kmesh.v1 import flights_pb2 as pb
+
+#: Deaths of a flight's leaders after which nobody is promoted; seconds in which a key is remembered
+#: whose leader died, and for which it is left alone after the second death, as the daemon has them.
+_MAX_DEATHS = 2
+_MEMORY, _HOLD, _LONGEST_HOLD = 60.0, 10.0, 600.0
 
 #: Answers an Await, or refuses it.
 Reply = Callable[[Message | errors.RequestError], None]
@@ -25,6 +30,7 @@ class _Wait:
     shards: list[int]
     reply: Reply
     until: float
+    number: int
 
 
 @dataclass(eq=False, slots=True)
@@ -40,6 +46,7 @@ class _Flight:
     begin: int = 0
     end: int = 0
     frontier: int = 0
+    deaths: int = 0
     waits: list[_Wait] = field(default_factory=list)
 
 
@@ -52,6 +59,8 @@ class FakeFlights:
         self._clock = clock
         self._last = 0
         self.flights: dict[int, _Flight] = {}
+        #: By salt and key: when its last leader died, and for how long it is left alone then.
+        self._died: dict[tuple[bytes, bytes], tuple[float, float]] = {}
 
     def claim(
         self, session: int, keys: list[bytes], shards: list[int], salt: bytes
@@ -59,6 +68,8 @@ class FakeFlights:
         """Answers Claim."""
         if not keys or len(set(keys)) < len(keys):
             raise errors.InvalidArgument("none, or one that occurs twice", field="claim.keys")
+        if self._left_alone(salt, keys[0]):
+            return pb.ClaimResponse(standing=pb.STANDING_NONE)
         if self._stored(keys[0], shards, salt):
             return pb.ClaimResponse(standing=pb.STANDING_STORED)
         held = {
@@ -112,7 +123,7 @@ class FakeFlights:
         if flight.leader == session or not max(body.first, flight.frontier) < min(end, flight.end):
             return pb.AwaitResponse(arrival=pb.ARRIVAL_LANDED)
         until = self._clock() + seconds
-        flight.waits.append(_Wait(session, body.first, end, shards, reply, until))
+        flight.waits.append(_Wait(session, body.first, end, shards, reply, until, body.wait))
         return None
 
     @property
@@ -129,10 +140,14 @@ class FakeFlights:
                 flight.waits.remove(wait)
                 wait.reply(errors.DeadlineExceeded("not done in time"))
 
-    def leave(self, session: int, number: int) -> pb.LeaveResponse:
+    def leave(self, session: int, body: pb.LeaveRequest) -> pb.LeaveResponse:
         """Answers Leave."""
-        flight = self.flights.get(number)
-        left = [wait for wait in flight.waits if wait.session == session] if flight else []
+        flight = self.flights.get(body.flight)
+        left = [
+            wait
+            for wait in (flight.waits if flight else ())
+            if wait.session == session and body.wait in (0, wait.number)
+        ]
         for wait in left:
             assert flight is not None
             flight.waits.remove(wait)
@@ -194,7 +209,24 @@ class FakeFlights:
         if flight.frontier >= at:
             self._end(flight, pb.FLIGHT_CAUSE_NOT_STORED)
 
+    def _left_alone(self, salt: bytes, key: bytes) -> bool:
+        at, seconds = self._died.get((salt, key), (0.0, 0.0))
+        return self._clock() < at + seconds
+
+    def _leader_died(self, salt: bytes, key: bytes) -> None:
+        now = self._clock()
+        at, seconds = self._died.get((salt, key), (-math.inf, 0.0))
+        known = now < at + seconds + _MEMORY
+        self._died[salt, key] = now, min(2 * seconds or _HOLD, _LONGEST_HOLD) if known else 0.0
+
     def _fail(self, flight: _Flight, cause: pb.FlightCause.ValueType) -> None:
+        if cause == pb.FLIGHT_CAUSE_CLOSED:
+            key = flight.keys[flight.frontier]
+            flight.deaths += 1
+            self._leader_died(flight.salt, key)
+            if flight.deaths >= _MAX_DEATHS or self._left_alone(flight.salt, key):
+                self._end(flight, pb.FLIGHT_CAUSE_BACK_OFF)
+                return
         if not flight.waits:
             self._end(flight, cause)
             return

@@ -170,7 +170,7 @@ class Model:
             shards = _shards(body.shards)
             return self.flights.wait(peer.id, body, shards, reply, seconds), -1
         if isinstance(body, flights_pb2.LeaveRequest):
-            return self.flights.leave(peer.id, body.flight), -1
+            return self.flights.leave(peer.id, body), -1
         if isinstance(body, flights_pb2.LandRequest):
             return self.flights.land(peer.id, body), -1
         raise errors.InvalidArgument("no such request", field="body")

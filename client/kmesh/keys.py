@@ -14,13 +14,12 @@ from __future__ import annotations
 
 import dataclasses
 import struct
-import sys
-from array import array
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from blake3 import blake3
 
+from kmesh import _host
 from kmesh.layout import SPAN_TOKENS, SUB_TOKENS
 
 KEY_BYTES = 32
@@ -29,6 +28,16 @@ _NAMESPACE_CONTEXT = "kmesh 2026-11 namespace digest v1"
 _ROOT_CONTEXT = "kmesh 2026-11 prefix chain root v1"
 _SALT_CONTEXT = "kmesh 2026-11 cache salt v1"
 _EXTRAS_MARK = struct.pack("<I", 0xFFFFFFFF)
+_KEY = struct.Struct(f"{KEY_BYTES}s")
+
+
+def split(keys: bytes) -> tuple[bytes, ...]:
+    """Packed keys, one by one.
+
+    Raises:
+        struct.error: they are not 32 bytes each.
+    """
+    return tuple([key for (key,) in _KEY.iter_unpack(keys)])
 
 
 def salt_digest(salt: str) -> str:
@@ -168,23 +177,21 @@ class KeyChain:
         Raises:
             OverflowError: a token id does not fit in 32 bits.
         """
-        words = array("I", token_ids)
-        if sys.byteorder != "little":
-            words.byteswap()
-        self._tokens += words.tobytes()
+        self._tokens += _host.token_words(token_ids)
         step = self._span * 4
-        known = self.spans * step
-        with memoryview(self._tokens) as tokens:
-            new = tokens[known : len(tokens) // step * step].tobytes()
-        parent, keys = self.parent(self.spans), []
-        for begin in range(0, len(new), step):
-            data = parent + new[begin : begin + step]
-            if self._extras:
-                first = (known + begin) // 4
-                data += self._extras_between(first, first + self._span)
-            parent = blake3(data).digest()
-            keys.append(parent)
-        self._keys += b"".join(keys)
+        known, end = self.spans, self.tokens // self._span
+        while known < end:
+            # What holds more than tokens is hashed here, all between in one call.
+            first = self._first_with_extras(known, end)
+            with memoryview(self._tokens) as tokens:
+                self._keys += _host.chain_keys(
+                    self.parent(known), tokens[known * step : first * step], step
+                )
+                if first < end:
+                    more = self._extras_between(first * self._span, (first + 1) * self._span)
+                    plain = tokens[first * step : (first + 1) * step].tobytes()
+                    self._keys += blake3(self.parent(first) + plain + more).digest()
+            known = min(first + 1, end)
 
     def parent(self, span: int) -> bytes:
         """The key before span number ``span``."""
@@ -211,6 +218,14 @@ class KeyChain:
     def sub_keys(self, span: int, tokens: int) -> list[bytes]:
         """Keys of the first sub_tokens, 2·sub_tokens, … of a span, up to ``tokens``."""
         return [self.key(span, n) for n in range(self._sub, tokens + 1, self._sub)]
+
+    def _first_with_extras(self, begin: int, end: int) -> int:
+        """The first span of [begin, end) that holds content beyond tokens, or ``end``."""
+        for extra in self._extras:
+            first = max(extra.start // self._span, begin)
+            if first < end and extra.start + extra.length > first * self._span:
+                end = first
+        return end
 
     def _extras_between(self, begin: int, end: int) -> bytes:
         parts = []

@@ -308,17 +308,25 @@ class Session:
         """As ``claim``, without waiting. A flight that comes too late is given back by itself."""
         return self._start(calls.claim(self.welcome, keys, shards, salt, device), timeout)
 
-    def await_flight_async(self, claim: Claim, timeout: float | None = None) -> Future[Arrived]:
+    def await_flight_async(
+        self, claim: Claim, timeout: float | None = None, *, wait: int = 0
+    ) -> Future[Arrived]:
         """Waits, in the background, for a flight that another session leads; ``leave`` ends that.
 
         Args:
             claim: whose standing is COMPUTING.
+            wait: the caller's own number for this wait, by which ``leave`` can name it; or 0.
         """
-        return self._start(calls.await_flight(claim), timeout)
+        return self._start(calls.await_flight(claim, wait), timeout)
 
-    def leave(self, flight: int) -> None:
-        """Ends this session's waits for a flight, without waiting for the answer."""
-        self._channel.forget(calls.leave(flight))
+    def leave(self, flight: int, wait: int = 0) -> None:
+        """Ends this session's waits for a flight, without waiting for the answer.
+
+        Args:
+            wait: only the one of this number; 0: all of them. A daemon that is too old to know
+                numbers ends all of them.
+        """
+        self._channel.forget(calls.leave(flight, wait))
 
     def land(self, flight: int, cause: FlightCause = FlightCause.DONE) -> None:
         """Ends a flight that this session leads, without waiting for the answer.

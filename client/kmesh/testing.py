@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import heapq
+import itertools
 import math
 import os
 import select
@@ -17,7 +18,7 @@ import selectors
 import socket
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import TypeVar
 
@@ -82,6 +83,7 @@ class FakeDaemon:
         self._count = 0
         self._refusals: dict[str, list[errors.RequestError]] = {}
         self._delays: dict[str, list[float]] = {}
+        self._held: dict[str, list[_Late]] = {}
         self._stopping = False
         self._selector.register(self._wake, selectors.EVENT_READ)
         self._listener: socket.socket | None = None
@@ -142,6 +144,27 @@ class FakeDaemon:
         """The next requests of that kind are done at once and answered later."""
         with self._lock:
             self._delays.setdefault(kind, []).extend([seconds] * times)
+
+    @contextlib.contextmanager
+    def hold(self, kind: str) -> Iterator[None]:
+        """Requests of that kind are done at once, and answered when the block ends.
+
+        Raises:
+            ValueError: they are held already.
+        """
+        with self._lock:
+            if kind in self._held:
+                raise ValueError(f"{kind} is held already")
+            self._held[kind] = []
+        try:
+            yield
+        finally:
+            with self._lock:
+                for answer in self._held.pop(kind, ()):
+                    answer.due = time.monotonic()
+                    heapq.heappush(self._late, answer)
+                if not self._stopping:
+                    os.eventfd_write(self._wake, 1)
 
     def corrupt(self, key: bytes, shard: Shard) -> None:
         """Flips a bit of a stored span. KeyError if it is not stored."""
@@ -297,7 +320,9 @@ class FakeDaemon:
         due = time.monotonic() + delays.pop(0) if delays else 0.0
         self._count += 1
         late = _Late(due, self._count, connection, response.SerializeToString(), fd)
-        if due:
+        if kind in self._held:
+            self._held[kind].append(late)
+        elif due:
             heapq.heappush(self._late, late)
         else:
             self._send(late)
@@ -339,9 +364,10 @@ class FakeDaemon:
     def _finish(self) -> None:
         with self._lock:
             self.disconnect()
-            for late in self._late:
+            for late in itertools.chain(self._late, *self._held.values()):
                 self._send(late)
             self._late.clear()
+            self._held.clear()
             self._model.close()
             if self._listener is not None:
                 self._listener.close()

@@ -116,9 +116,11 @@ def to_event(
             return events.Claim(session, request, body.keys, shards, body.salt, tier)
         case flights_pb2.AwaitRequest():
             shards = _codes(body.shards, "await_flight.shards")
-            return events.Await(session, request, body.flight, body.first, body.covered, shards)
+            return events.Await(
+                session, request, body.flight, body.first, body.covered, shards, body.wait
+            )
         case flights_pb2.LeaveRequest():
-            return events.Leave(session, request, body.flight)
+            return events.Leave(session, request, body.flight, wait=body.wait)
         case flights_pb2.LandRequest():
             return events.Land(session, request, body.flight, body.cause)
         case _:

@@ -120,7 +120,10 @@ class Claim:
 
 @dataclass(frozen=True, slots=True)
 class Await:
-    """For keys [first, first + covered) of a flight; answered when that has come to an end."""
+    """For keys [first, first + covered) of a flight; answered when that has come to an end.
+
+    ``wait`` is the session's own number for it.
+    """
 
     session: int
     request: int
@@ -128,16 +131,23 @@ class Await:
     first: int
     covered: int
     shards: Sequence[int]
+    wait: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class Leave:
-    """The session's Awaits of a flight end, or only the one with the number ``only``."""
+    """The session's Awaits of a flight end.
+
+    Attributes:
+        only: the request that ends; 0: all of them.
+        wait: the Await's own number; 0: all of them.
+    """
 
     session: int
     request: int
     flight: int
     only: int = 0
+    wait: int = 0
 
 
 @dataclass(frozen=True, slots=True)

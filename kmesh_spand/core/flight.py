@@ -49,7 +49,8 @@ FLIGHT_TRANSITIONS: dict[tuple[int, Turn], FlightState] = {
 class Waiter:
     """An Await that is not answered: for keys [first, end) of its flight.
 
-    ``shards`` are the codes in which its session would store, if it came to lead.
+    ``shards`` are the codes in which its session would store, if it came to lead; ``number`` is
+    the session's own for it.
     """
 
     session: Session
@@ -58,6 +59,7 @@ class Waiter:
     first: int
     end: int
     shards: tuple[int, ...]
+    number: int = 0
 
 
 @dataclass(slots=True, eq=False)

@@ -145,7 +145,8 @@ class Flights:
         if len(session.waits) >= self._config.max_waits:
             limit = self._config.max_waits
             return Refused(Code.EXHAUSTED, f"a session waits for at most {limit}", "flight")
-        waiter = Waiter(session, event.request, flight, event.first, end, tuple(event.shards))
+        shards = tuple(event.shards)
+        waiter = Waiter(session, event.request, flight, event.first, end, shards, event.wait)
         session.waits[event.request] = waiter
         flight.join(waiter)
         self._count("flight_joins")
@@ -156,7 +157,9 @@ class Flights:
         left = [
             waiter
             for waiter in session.waits.values()
-            if waiter.flight.id == event.flight and event.only in (0, waiter.request)
+            if waiter.flight.id == event.flight
+            and event.only in (0, waiter.request)
+            and event.wait in (0, waiter.number)
         ]
         for waiter in left:
             waiter.flight.leave(waiter)

@@ -34,6 +34,7 @@ TENANT_COUNTERS = (
 )
 
 OWNER_BYTES = 64
+OWNER_VERSION = 1
 _MAGIC = b"KMSO"
 _OWNER = struct.Struct("<4sHBBI32s16x")
 _CRC = struct.Struct("<I")
@@ -105,7 +106,7 @@ class SlabOwner:
     def encode(self) -> bytes:
         """``OWNER_BYTES`` bytes; LOST can't be written."""
         salt = self.salt or bytes(SALT_BYTES)
-        body = _OWNER.pack(_MAGIC, 1, self.state, bool(self.salt), self.group, salt)
+        body = _OWNER.pack(_MAGIC, OWNER_VERSION, self.state, bool(self.salt), self.group, salt)
         return body + _CRC.pack(zlib.crc32(body))
 
 
@@ -120,7 +121,7 @@ def decode_owner(data: bytes | bytearray | memoryview) -> SlabOwner | None:
     ):
         return lost
     magic, version, state, salted, group, salt = _OWNER.unpack_from(data)
-    if magic != _MAGIC or version != 1 or state not in (1, 2, 3):
+    if magic != _MAGIC or version != OWNER_VERSION or state not in (1, 2, 3):
         return lost
     return SlabOwner(OwnerState(state), group, salt if salted else b"")
 

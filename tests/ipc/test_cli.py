@@ -216,9 +216,10 @@ def test_doctor_finds_a_daemon_well(spand: Daemon) -> None:
     assert 'not DMA_BUF: the daemon\'s setting dma_buf is "off"' in by_name["handles"]
     for name in levels:
         assert f"`{name}`" in DOCS, f"docs/cli.md does not explain {name}"
-    # What it stored went into a namespace of its own, which says so.
-    (space,) = as_json("ls", "--namespaces", socket_dir=spand.socket_dir)["namespaces"]
-    assert space["fields"]["model"] == "kmesh doctor"
+    assert "`pattern left`" in DOCS
+    # What it stored is gone: no other command has to choose among namespaces because of it.
+    assert as_json("ls", "--namespaces", socket_dir=spand.socket_dir)["namespaces"] == []
+    assert as_json("status", socket_dir=spand.socket_dir)["counters"]["spans_committed"] == 1
     human = kmesh("doctor", socket_dir=spand.socket_dir)
     assert human.returncode == 0
     assert "pattern" in human.stdout

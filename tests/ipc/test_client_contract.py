@@ -45,7 +45,7 @@ def connect(request: pytest.FixtureRequest) -> Iterator[Connect]:
         yield connect
 
 
-def until(condition: Callable[[], bool], seconds: float = 5.0) -> None:
+def until(condition: Callable[[], bool], seconds: float = 30.0) -> None:
     end = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < end, "it did not come true"

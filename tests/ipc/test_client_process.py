@@ -90,9 +90,7 @@ time.sleep(60)
             spand.wait_status(lambda s: s.leases == 1 and s.reservations == 10)
             client.send_signal(signal.SIGKILL)
             client.wait()
-            status = spand.wait_status(
-                lambda s: s.leases == s.reservations == s.staging_bytes == 0, seconds=5
-            )
+            status = spand.wait_status(lambda s: s.leases == s.reservations == s.staging_bytes == 0)
             assert status.spans == 1
             os.kill(orphan, 0)
         finally:

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 from daemon_process import Daemon, environment, wait_for
-from probe import Faults
+from probe import Faults, samples
 from rawclient import RawClient
 
 from kmesh import _host, index, layout
@@ -112,7 +112,7 @@ def test_a_dead_worker_fails_its_copies_alone(start_spand: Start) -> None:
         os.kill(worker, signal.SIGSTOP)
         reserved = list(client.reserve([b"b" * 32, b"c" * 32], 100_000).reservation)
         client.send(commit={"reservation": reserved, "staging_offset": [0, 0]})
-        time.sleep(0.1)
+        wait_for(lambda: samples(daemon)["kmesh_worker_copies"] == 2)
         os.kill(worker, signal.SIGKILL)
         response, _ = client.receive()
         assert list(response.commit.reason) == [common_pb2.REASON_COPY_FAILED] * 2

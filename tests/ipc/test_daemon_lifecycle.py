@@ -17,6 +17,7 @@ import pytest
 from daemon_process import COMMAND, Daemon, environment, wait_for
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from leaks import open_fds, process_tree
+from probe import readiness
 from rawclient import RawClient, Refused
 
 from kmesh.v1 import common_pb2
@@ -32,7 +33,8 @@ def run(*flags: str, **env: str) -> subprocess.CompletedProcess[str]:
 
 def test_start_and_stop(spand: Daemon) -> None:
     sockets = {"session.sock", "grpc.sock", "metrics.sock"}
-    assert sockets | {"daemon.lock"} == set(os.listdir(spand.socket_dir))
+    assert sockets | {"daemon.lock", "upgrade.sock"} == set(os.listdir(spand.socket_dir))
+    assert (spand.socket_dir / "upgrade.sock").stat().st_mode & 0o777 == 0o600
     assert spand.socket_dir.stat().st_mode & 0o777 == 0o700
     for name in sockets:
         assert (spand.socket_dir / name).stat().st_mode & 0o777 == 0o660
@@ -75,7 +77,7 @@ def test_more_slabs_than_one_packet_carries(start_spand: Start) -> None:
 def test_second_daemon_is_refused(spand: Daemon) -> None:
     second = run(f"--socket-dir={spand.socket_dir}", "--host-memory=16MiB")
     assert second.returncode == 2
-    assert "socket_dir: another daemon serves" in second.stderr
+    assert f"another daemon serves {spand.socket_dir} (process {spand.pid})" in second.stderr
     with RawClient(spand.socket_dir):
         pass
 
@@ -110,7 +112,7 @@ def test_sigterm_lets_copies_finish(spand: Daemon) -> None:
         client.send(commit={"reservation": [first], "staging_offset": [0]})
         spand.process.send_signal(signal.SIGTERM)
         wait_for(lambda: "stopping" in spand.log())
-        time.sleep(0.1)
+        wait_for(lambda: "draining" in readiness(spand))
         with pytest.raises(Refused) as refused:
             other.reserve([b"c" * 32], 100_000)
         assert refused.value.code == common_pb2.CODE_DRAINING
@@ -125,7 +127,7 @@ def test_sigterm_lets_copies_finish(spand: Daemon) -> None:
         assert second
         with pytest.raises(EOFError):
             client.receive()
-    assert spand.process.wait(10) == 0
+    assert spand.process.wait(60) == 0
 
 
 def test_sigterm_does_not_wait_for_ever(start_spand: Start) -> None:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from daemon_process import Daemon, wait_for
-from probe import Faults, get
+from probe import Faults, get, samples
 from rawclient import RawClient, Refused, engine
 
 from kmesh.v1 import sessions_pb2
@@ -96,6 +96,7 @@ def test_slow_calls_are_told_at_any_level(start_spand: Start) -> None:
         worker = daemon.child("worker")
         os.kill(worker, signal.SIGSTOP)
         client.send(commit={"reservation": reserved, "staging_offset": [0]})
+        wait_for(lambda: samples(daemon)["kmesh_worker_copies"] == 1)
         time.sleep(0.4)
         os.kill(worker, signal.SIGCONT)
         client.receive()
@@ -103,7 +104,8 @@ def test_slow_calls_are_told_at_any_level(start_spand: Start) -> None:
     (slow,) = wait_for(lambda: [s for s in told(daemon, "slow call") if s["kind"] == "commit"])
     assert (slow["session"], slow["level"], slow["code"]) == (session, "warning", "OK")
     assert slow["ms"] >= 300
-    assert daemon.status().counters["slow_calls"] == 1
+    # Other calls may be slow on a machine that is.
+    assert daemon.status().counters["slow_calls"] >= 1
 
 
 def test_secrets_are_never_logged(start_spand: Start, tmp_path: Path) -> None:

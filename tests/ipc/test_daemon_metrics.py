@@ -7,7 +7,6 @@ import os
 import re
 import signal
 import tempfile
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -246,7 +245,7 @@ def restarts(seen: Seen) -> None:
             worker = daemon.child("worker")
             os.kill(worker, signal.SIGSTOP)
             client.send(commit={"reservation": [reserved], "staging_offset": [0]})
-            time.sleep(0.1)
+            wait_for(lambda: samples(daemon)["kmesh_worker_copies"])
             os.kill(worker, signal.SIGKILL)
             response, _ = client.receive()
             assert list(response.commit.reason) == [9]

@@ -180,3 +180,24 @@ def test_flights_are_of_the_tier_that_is_stored_in(engine: Callable[..., MiniEng
     # The one that waited is promoted.
     assert other.match("r", 0, 256, WAIT) == 0
     assert other.scheduler.counts.take()["flight_leads"] == 1
+
+
+def test_what_lies_on_another_gpu_is_read_where_gpus_reach_each_other(
+    engine: Callable[..., MiniEngine], daemon: Daemon
+) -> None:
+    stored_by(engine("a", tier="gpu"), daemon, prompt(256), 7, "first")
+    apart = FakeGpu(FakeDriver(FakeCard(UUIDS[1]), FakeCard(UUIDS[0])))
+    beside = FakeGpu(
+        FakeDriver(FakeCard(UUIDS[1], peers=frozenset({UUIDS[0]})), FakeCard(UUIDS[0]))
+    )
+    one, other = engine("b", tier="gpu", gpu=apart), engine("c", tier="gpu", gpu=beside)
+    for each in (one, other):
+        tell(each)
+        each.scheduler.add("r", prompt(256), DIGEST)
+    assert one.scheduler.match("r", 0, 256) == (0, False)
+    assert other.match("r", 0, 256, WAIT) == 224
+    assert not other.load("r", BLOCKS[:7], 224, WAIT).bad_blocks
+    assert other.wrong(7, BLOCKS, 0, 224) == []
+    assert launches(other) == [Memory.GPU]
+    assert other.workers[0].counts.take()["restored_bytes_gpu"] > 0
+    wait_for(lambda: not daemon.status().leases, WAIT)

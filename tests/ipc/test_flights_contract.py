@@ -15,7 +15,7 @@ import pytest
 from daemon_process import Daemon, wait_for
 
 from kmesh import errors
-from kmesh.flight import Arrival, FlightCause, Standing
+from kmesh.flight import Arrival, Claim, FlightCause, Standing
 from kmesh.layout import Shard
 from kmesh.session import ReserveBatch, Role, Session
 from kmesh.store import put_spans
@@ -123,6 +123,68 @@ def test_a_wait_ends_when_it_is_left_or_late(connect: Connect) -> None:
     leader.land(mine.flight, FlightCause.ABORTED)
     leader.ping()
     assert other.claim(keys, [SHARD]).standing is Standing.LEAD
+
+
+def test_one_of_several_waits_is_left(connect: Connect) -> None:
+    leader, other = connect(), connect()
+    keys = os.urandom(64)
+    mine = leader.claim(keys, [SHARD])
+    found = other.claim(keys, [SHARD])
+    waits = [other.await_flight_async(found, 30, wait=number) for number in (7, 8, 0)]
+    other.leave(found.flight, 8)
+    other.leave(found.flight, 9)
+    assert waits[1].result(30).cause is FlightCause.LEFT
+    other.ping()
+    assert not waits[0].done()
+    assert not waits[2].done()
+    other.leave(found.flight)
+    assert [wait.result(30).cause for wait in waits] == [FlightCause.LEFT] * 3
+    leader.land(mine.flight, FlightCause.ABORTED)
+
+
+def test_a_flight_of_which_two_leaders_died_is_nobodys(connect: Connect) -> None:
+    first, second, third = connect(), connect(), connect()
+    keys = os.urandom(64)
+    first.claim(keys, [SHARD])
+    waits = []
+    for session in (second, third):
+        waits.append(session.await_flight_async(session.claim(keys, [SHARD]), 30))
+        session.ping()
+    first.close()
+    assert waits[0].result(30).arrival is Arrival.LEAD
+    second.close()
+    arrived = waits[1].result(30)
+    assert (arrived.arrival, arrived.cause) == (Arrival.ENDED, FlightCause.BACK_OFF)
+    # Its next key is left alone for a while; those behind it, and other tenants', are not.
+    assert third.claim(keys, [SHARD]).standing is Standing.NONE
+    assert third.claim(keys[32:], [SHARD]).standing is Standing.LEAD
+    assert third.claim(keys, [SHARD], salt=b"s" * 32).standing is Standing.LEAD
+
+
+def test_a_key_of_which_two_leaders_died_alone_is_left_alone(connect: Connect) -> None:
+    other = connect()
+    key = os.urandom(32)
+    for standing in (Standing.LEAD, Standing.NONE):
+        leader = connect()
+        assert leader.claim(key, [SHARD]).standing is Standing.LEAD
+        leader.close()
+        found: list[Claim] = []
+
+        def ended(found: list[Claim] = found) -> bool:
+            found.append(other.claim(key, [SHARD]))
+            return found[-1].standing is not Standing.COMPUTING
+
+        wait_for(ended, 30)
+        assert found[-1].standing is standing
+        other.land(found[-1].flight)
+        other.ping()
+
+
+def test_flights_of_a_gpu_that_is_not_there_are_refused(connect: Connect) -> None:
+    session = connect()
+    with pytest.raises(errors.InvalidArgument) as refused:
+        session.claim(os.urandom(32), [SHARD], device="GPU-00000000-0000-0000-0000-000000000000")
+    assert refused.value.field == "claim.device"
 
 
 def test_what_a_leader_has_on_its_way_is_waited_for(connect: Connect) -> None:

@@ -125,21 +125,63 @@ def test_a_host_slab_is_registered_once_a_process(
     assert fake.ledger()["registered"] == 0
 
 
-def test_slabs_of_another_gpu_are_refused(session: Session, fake: FakeDriver) -> None:
+def test_slabs_of_a_gpu_that_this_one_does_not_reach_are_refused(
+    session: Session, fake: FakeDriver
+) -> None:
     with Device(fake, UUIDS[1]) as other, DeviceSlabs(session, other) as slabs:
-        with pytest.raises(errors.UnsupportedError, match=f"slab 2 is on {UUIDS[0]}, not on"):
+        words = f"slab 2 is on {UUIDS[0]}, which {UUIDS[1]} can't read here"
+        with pytest.raises(errors.UnsupportedError, match=words):
             slabs.slab(2)
         with pytest.raises(errors.NotFound):
             slabs.slab(3)
+    assert fake.calls.count("import_fd") == 0
+
+
+def test_a_gpu_reads_the_slabs_of_another_one_that_it_reaches(session: Session) -> None:
+    """Whichever numbers they have here; there is no context on the other one, ever."""
+    proof._proved.clear()
+    # As with CUDA_VISIBLE_DEVICES reversed: the daemon's first GPU is the second one here.
+    fake = FakeDriver(Gpu(UUIDS[1], peers=frozenset({UUIDS[0]})), Gpu(UUIDS[0]))
+    with Device(fake, "0") as device, DeviceSlabs(session, device) as slabs:
+        assert device.peers() == {UUIDS[0]: 1}
+        slab = slabs.slab(1)
+        assert (slab.kind, slab.size) == (HandleKind.CUDA_VMM_FD, 4 * MIB)
+        assert proof.fetch(device, slab.address, 4 * MIB) == bytes(4 * MIB)
+        with device.current() as driver, pytest.raises(errors.CudaError):
+            driver.fill(slab.address, 1, 1)
+        assert fake.ledger()["contexts"] == 1
+        assert proof._proved == {(UUIDS[1], HandleKind.CUDA_VMM_FD, 1)}
+    proof._proved.clear()
+    assert not any(fake.ledger().values())
+
+
+def test_a_peer_that_gives_other_bytes_is_not_used(
+    session: Session, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    proof._proved.clear()
+    fake = FakeDriver(Gpu(UUIDS[1], peers=frozenset({UUIDS[0]})), Gpu(UUIDS[0]))
+    with (
+        Device(fake, "0") as device,
+        DeviceSlabs(session, device) as slabs,
+        monkeypatch.context() as broken,
+    ):
+        broken.setattr(FakeDriver, "write", lambda self, address, source, size: None)
+        with pytest.raises(errors.UnsupportedError, match="read other bytes than were written"):
+            slabs.slab(1)
+        assert fake.ledger()["mapped"] == 0
+    assert not any(fake.ledger().values())
 
 
 def test_a_kind_is_proved_before_it_is_used(
     session: Session, device: Device, fake: FakeDriver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What is read must be what was written: else the kind is not used, each time anew."""
-    for kind, number in ((HandleKind.MEMFD, 0), (HandleKind.CUDA_VMM_FD, 1)):
+    for kind, number, way in (
+        (HandleKind.MEMFD, 0, "through_registration"),
+        (HandleKind.CUDA_VMM_FD, 1, "through_export"),
+    ):
         with monkeypatch.context() as broken, DeviceSlabs(session, device) as slabs:
-            broken.setitem(proof._MOVES, kind, lambda _, pattern: bytes(len(pattern)))
+            broken.setattr(proof, way, lambda _, pattern, *peer: bytes(len(pattern)))
             for _ in range(2):
                 with pytest.raises(errors.UnsupportedError, match=f"{kind.name}: Fake GPU read"):
                     slabs.slab(number)

@@ -415,11 +415,19 @@ def test_a_file_system_without_direct_io_is_used_all_the_same(
 # The directory
 
 
-def test_a_directory_is_made_and_known_again(tmp_path: Path) -> None:
+def test_a_directory_is_made_and_known_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(diskdir, "_PATIENCE_SECONDS", 0.0)
     first = diskdir.open_directory(str(tmp_path / "disk"))
     assert stat.S_IMODE((tmp_path / "disk").stat().st_mode) == 0o700
     with pytest.raises(ConfigError, match="another daemon uses it"):
         diskdir.open_directory(str(tmp_path / "disk"))
+    first.release()
+    lent = diskdir.open_directory(str(tmp_path / "disk"))
+    assert not first.take()
+    lent.close()
+    assert first.take()
     first.close()
     second = diskdir.open_directory(str(tmp_path / "disk"))
     second.close()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import fcntl
 import logging
 import os
 import socket
@@ -17,8 +18,12 @@ from rawclient import DIGEST, SHARD
 from room import Room, room, settings
 from scarce import each_allocation, scarce
 
+from kmesh.errors import ConfigError
 from kmesh.v1 import common_pb2, session_socket_pb2
 from kmesh_spand import ipc, memory
+from kmesh_spand.fdstore import FdStore
+from kmesh_spand.holdings import Holdings
+from kmesh_spand.inherit import Named
 from kmesh_spand.launch import Prepared
 from kmesh_spand.storage import Storage
 from kmesh_spand.supervisor import Supervisor
@@ -51,6 +56,54 @@ def test_memory_that_outlives_processes(tmp_path: Path, code: int, hardened: str
     assert refused.count("memfd_create") == 7
     assert refused.count("posix_fallocate") == 3
     assert refused.count("Region") == (4 if hardened == "true" else 0)
+
+
+@pytest.mark.parametrize("code", [errno.EMFILE, errno.ENOMEM], ids=errno.errorcode.get)
+def test_what_a_supervisor_holds(socket_dir: Path, code: int) -> None:
+    chosen = settings(socket_dir, slab_size="1MiB")
+
+    def check(failed: BaseException | None) -> None:
+        assert isinstance(failed, OSError | ConfigError)
+        assert not [name for name in os.listdir(socket_dir) if name.endswith(".sock")]
+
+    socket_dir.mkdir()
+    refused = each_allocation(
+        code, lambda: Holdings(chosen, "test", FdStore({})).close(), after=check
+    )
+    # Four slabs, catalog, index, manifest and life; two sockets.
+    assert refused.count("memfd_create") == 8
+    assert refused.count("socket") == 2
+
+
+def test_what_a_supervisor_inherits(socket_dir: Path) -> None:
+    """Without a descriptor for something it is given up, or the next try uses it."""
+    chosen = settings(socket_dir, slab_size="1MiB")
+    first = Holdings(chosen, "test", FdStore({}))
+    first.life.release()
+    used: list[bool] = []
+
+    def begin() -> None:
+        store = FdStore({})
+        # ``os.dup`` would be counted.
+        store.received = [
+            Named(name, fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, 0)) for name, fd in first.named()
+        ]
+        held = Holdings(chosen, "test", store)
+        used.append(os.path.sameopenfile(held.storage.catalog.fd, first.storage.catalog.fd))
+        held.close()
+
+    def check(failed: BaseException | None) -> None:
+        assert failed is None or isinstance(failed, OSError | ConfigError)
+
+    first.place.close()
+    try:
+        refused = each_allocation(errno.EMFILE, begin, after=check)
+        # For the lock, and for the life, without which it is given up.
+        assert refused.count("open") == 2
+        assert used == [False, True]
+    finally:
+        first.storage.close()
+        first._estate.close()
 
 
 @pytest.mark.parametrize("threads", [0, 1, 2])
@@ -110,11 +163,9 @@ def test_starting_the_other_processes(
     socket_dir: Path, code: int, caplog: pytest.LogCaptureFixture
 ) -> None:
     """No process can be started here: a child would be a copy of this test."""
-    socket_dir.mkdir()
     chosen = settings(socket_dir, gpu="0", gpu_memory="2MiB")
     supervisor = Supervisor(chosen, "test", None)  # type: ignore[arg-type]
-    supervisor._storage = Storage(chosen)
-    supervisor._listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    held = supervisor._holdings = Holdings(chosen, "test", FdStore({}))
     try:
         gpus = supervisor._gpus
         for start in (
@@ -138,8 +189,7 @@ def test_starting_the_other_processes(
         assert supervisor._control_at > 0
         assert f"control could not be started: [Errno {code}]" in caplog.text
     finally:
-        supervisor._listener.close()
-        end(supervisor._storage)
+        held.close()
 
 
 class _Started(Exception):

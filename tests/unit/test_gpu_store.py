@@ -7,13 +7,16 @@ import os
 from collections.abc import Iterator
 
 import pytest
-from fake_cuda import GRANULARITY, FakeDriver
+from fake_cuda import GRANULARITY, FakeDriver, Gpu
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kmesh import _host, layout
 from kmesh.cuda.device import Device
 from kmesh.cuda.memory import DeviceMemory
+from kmesh.dmabuf import NotExported
+from kmesh.errors import CudaError
+from kmesh.handles import HandleRefusal
 from kmesh.layout import TILE_BYTES
 from kmesh.mapping import Mapping
 from kmesh_spand import gpustore
@@ -144,3 +147,26 @@ def test_a_wipe_leaves_nothing(place: Place) -> None:
     place.put(os.urandom(mmap.PAGESIZE), TILE_BYTES)
     place.store.wipe(7)
     assert place.memory.read(0, SIZE) == bytes(SIZE)
+
+
+@pytest.mark.parametrize("lives", [True, False])
+def test_an_export_that_is_refused_is_told_from_a_context_that_is_gone(lives: bool) -> None:
+    fake = FakeDriver(Gpu(attributes={}))
+    with Device(fake, "0") as device:
+        made = Place(device)
+        fd = made.store.export(7, 0, 4096)
+        os.close(fd)
+
+        def refuse(name: str) -> None:
+            if name == "dma_buf" or (name == "memory_info" and not lives):
+                raise CudaError("cuMemGetHandleForAddressRange", 719, "CUDA_ERROR_LAUNCH_FAILED")
+
+        fake.refuse = refuse
+        # The worker looks at the one and goes on; by the other it ends.
+        with pytest.raises(NotExported if lives else CudaError, match="LAUNCH_FAILED") as failed:
+            made.store.export(7, 0, 4096)
+        if isinstance(failed.value, NotExported):
+            assert failed.value.refusal is HandleRefusal.NO_DEVICE
+        fake.refuse = lambda name: None
+        made.close()
+    fake.end()

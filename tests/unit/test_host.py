@@ -143,22 +143,27 @@ def test_bulk_calls_leave_the_gil_to_others() -> None:
     memory = mmap.mmap(-1, size, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     sums = np.zeros(tiles(size), dtype=np.uint64)
     address = _host.address(memory)
-    call: list[float] = []
 
-    def work() -> None:
-        call.append(time.monotonic())
-        _host.tile_sums(address, size, sums.ctypes.data)
-        call.append(time.monotonic())
+    def runs() -> bool:
+        call: list[float] = []
 
-    thread = threading.Thread(target=work)
-    thread.start()
-    seen = []
-    while thread.is_alive():
-        seen.append(time.monotonic())
-    thread.join()
-    begin, end = call
-    middle = [t for t in seen if begin + 0.2 * (end - begin) < t < end - 0.2 * (end - begin)]
-    assert len(middle) > 10
+        def work() -> None:
+            call.append(time.monotonic())
+            _host.tile_sums(address, size, sums.ctypes.data)
+            call.append(time.monotonic())
+
+        thread = threading.Thread(target=work)
+        thread.start()
+        seen = []
+        while thread.is_alive():
+            seen.append(time.monotonic())
+        thread.join()
+        begin, end = call
+        middle = [t for t in seen if begin + 0.2 * (end - begin) < t < end - 0.2 * (end - begin)]
+        return len(middle) > 10
+
+    # The kernel may let this thread wait all the while, but not each time.
+    assert any(runs() for _ in range(10))
     memory.close()
 
 

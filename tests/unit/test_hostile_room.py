@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from hostile import Hostile, attack, receive, seed_of_run
+from hostile import Hostile, attack, receive
 from leaks import open_fds
 from room import Room, room
 
@@ -62,8 +62,8 @@ def errors() -> Iterator[list[str]]:
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-def test_ninety_thousand_hostile_packets(parts: Room, errors: list[str]) -> None:
-    hostile = Hostile(seed_of_run())
+def test_ninety_thousand_hostile_packets(parts: Room, errors: list[str], run_seed: int) -> None:
+    hostile = Hostile(run_seed)
     before = open_fds()
     sessions: list[tuple[socket.socket, Connection]] = []
     sent = rounds = 0

@@ -42,6 +42,16 @@ def test_thread():
     keep.append(event)
     threading.Thread(target=event.wait, args=(30,), name="left", daemon=True).start()
 
+def test_failed():
+    fd = os.memfd_create("kmesh-failed")
+    os.ftruncate(fd, 4096)
+    mine = Region(fd, 4096, False)
+    os.close(fd)
+    try:
+        assert mine is None
+    except AssertionError as wrong:
+        raise ValueError("another") from wrong
+
 def test_clean():
     os.close(os.dup(1))
     thread = threading.Thread(target=int)
@@ -73,8 +83,9 @@ def test_each_kind_of_leak_fails_its_test(tmp_path: Path) -> None:
         timeout=60,
     )
     said = done.stdout
-    assert "7 passed, 6 errors" in said, said + done.stderr
+    assert "1 failed, 7 passed, 6 errors" in said, said + done.stderr
     assert "ERROR at teardown of test_clean" not in said
+    assert "ERROR at teardown of test_failed" not in said, said
     for what in (
         "left behind: fd ",
         "left behind: fd socket x1",

@@ -19,6 +19,7 @@ from room import settings
 from kmesh.errors import ConfigError
 from kmesh_spand import child, ipc, outbox
 from kmesh_spand.control.link import Link
+from kmesh_spand.fdstore import FdStore
 from kmesh_spand.gpukeeper import GpuKeeper
 from kmesh_spand.outbox import Outbox
 from kmesh_spand.supervisor import Supervisor
@@ -120,6 +121,37 @@ def test_control_sends_on_as_soon_as_a_full_socket_has_room(
         loop.close()
 
 
+def test_states_of_gpus_do_not_pile_up_before_a_control_that_is_stopped(
+    ends: tuple[Scarce, socket.socket],
+) -> None:
+    def state(gpu: int, free: int) -> ipc.GpuState:
+        return ipc.GpuState(gpu, f"GPU-{gpu}", "card", True, free, 1 << 30, False)
+
+    ours, theirs = ends
+    kept = Outbox(ours)
+    ours.code = errno.ENOBUFS
+    kept.send(state(0, 1))
+    kept.send(ipc.GpuWorker(1, 0, 77))
+    for free in range(1000):
+        for gpu in (0, 1):
+            kept.send(state(gpu, free))
+    assert kept.waiting == 4
+    kept.send(ipc.GpuFailed(0, "dead", False))
+    kept.send(state(0, 5))
+    ours.code = 0
+    kept.flush()
+    # In their order: none is told before what it follows.
+    assert received(theirs) == [
+        state(0, 1),
+        ipc.GpuWorker(1, 0, 77),
+        state(0, 999),
+        state(1, 999),
+        ipc.GpuFailed(0, "dead", False),
+        state(0, 5),
+    ]
+    kept.close()
+
+
 @pytest.mark.parametrize("code", SCARCE, ids=errno.errorcode.get)
 def test_the_supervisor_tries_again_later_too(
     socket_dir: Path,
@@ -180,7 +212,7 @@ def keeper_of(socket_dir: Path, pid: int) -> tuple[GpuKeeper, socket.socket, lis
     """One whose worker is a process of the test's, and the worker's end of the way to it."""
     told: list[ipc.AnyMessage] = []
     chosen = settings(socket_dir, gpu="0", gpu_memory="4MiB", gpu_slab_size="2MiB")
-    keeper = GpuKeeper(chosen, lambda message, fd: told.append(message))
+    keeper = GpuKeeper(chosen, lambda message, fd: told.append(message), FdStore({}))
     (worker,) = keeper._workers
     ours, theirs = ipc.pair()
     ours.setblocking(False)

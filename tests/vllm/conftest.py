@@ -1,4 +1,4 @@
-"""Engines are dear (15 to 25 seconds each): they are started once and shared.
+"""Engines are dear: they are started once and shared, and most are forked off one that has vLLM.
 
 A fixture that starts an engine returns before it is up, so that several start side by side.
 """
@@ -13,7 +13,8 @@ from typing import Any
 
 import pytest
 from daemon_process import Daemon
-from driver import Engine, transfer
+from driver import ENVIRONMENT, Engine, environment, transfer
+from nursery import Nursery
 
 HERE = Path(__file__).parent
 
@@ -64,15 +65,26 @@ def shared_spand() -> Iterator[Daemon]:
 
 
 @pytest.fixture(scope="session")
-def start(model: Path, cache: Path) -> Iterator[Callable[..., Engine]]:
+def nursery() -> Iterator[Nursery]:
+    made = Nursery(environment(**ENVIRONMENT, PYTHONHASHSEED="0"))
+    yield made
+    made.close()
+
+
+@pytest.fixture(scope="session")
+def start(model: Path, cache: Path, nursery: Nursery) -> Iterator[Callable[..., Engine]]:
     """Starts engines that end with the tests, unless they are closed before."""
     engines: list[Engine] = []
 
     def start(**arguments: Any) -> Engine:
-        engines.append(Engine(arguments.pop("model", model), cache=cache, **arguments))
-        return engines[-1]
+        path = arguments.pop("model", model)
+        engine = Engine(path, cache=cache, env=ENVIRONMENT, nursery=nursery, **arguments)
+        engines.append(engine)
+        return engine
 
     yield start
+    for engine in engines:
+        engine.leave()
     for engine in engines:
         engine.close()
 
@@ -93,7 +105,6 @@ def storing(start: Callable[..., Engine], shared_spand: Daemon) -> Engine:
     """An engine with the connector; its scheduler and worker are in one process."""
     return start(
         transfer=transfer(shared_spand.socket_dir),
-        hash_seed=1,
         async_scheduling=True,
         max_model_len=6144,
         max_num_batched_tokens=6144,
@@ -103,7 +114,7 @@ def storing(start: Callable[..., Engine], shared_spand: Daemon) -> Engine:
 
 @pytest.fixture(scope="session")
 def restoring(start: Callable[..., Engine], shared_spand: Daemon) -> Engine:
-    """Another one, with another hash seed; its worker is a process of its own."""
+    """Another one, whose interpreter has another hash seed; its worker is a process of its own."""
     return start(
         transfer=transfer(shared_spand.socket_dir),
         hash_seed=2,

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from daemon_process import Daemon
+from nursery import Nursery
 
 from kmesh.layout import Shard
 from kmesh.session import Role, Session
@@ -20,6 +21,8 @@ from kmesh.session import Role, Session
 HERE = Path(__file__).parent
 ROOT = HERE.parent.parent
 
+#: The tiny model is so small that threads would only wait for each other, and for a processor.
+ENVIRONMENT = {"OMP_NUM_THREADS": "1"}
 #: Tokens of the tiny model's vocabulary that prompts are made of.
 VOCABULARY = 2000
 
@@ -57,18 +60,101 @@ class Result:
         )
 
 
+class Executed:
+    """An engine in a new interpreter."""
+
+    def __init__(self, env: dict[str, str], nursery: Nursery | None) -> None:
+        self._process = subprocess.Popen(
+            [sys.executable, str(HERE / "engine_process.py")],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            env=env,
+            text=True,
+            start_new_session=True,
+        )
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        self.commands, self.answers = self._process.stdin, self._process.stdout
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    def ends(self, seconds: float | None) -> bool:
+        """Whether it ends in that time."""
+        try:
+            self._process.wait(seconds)
+        except subprocess.TimeoutExpired:
+            return False
+        return True
+
+
+class Forked:
+    """An engine out of the nursery."""
+
+    def __init__(self, env: dict[str, str], nursery: Nursery | None) -> None:
+        assert nursery is not None
+        reads, commands = os.pipe()
+        answers, writes = os.pipe()
+        self.commands, self.answers = os.fdopen(commands, "w"), os.fdopen(answers)
+        self._nursery = nursery
+        self._number = nursery.fork(env, reads, writes)
+        os.close(reads)
+        os.close(writes)
+
+    @property
+    def pid(self) -> int:
+        return self._nursery.pid(self._number)
+
+    def ends(self, seconds: float | None) -> bool:
+        """Whether it ends in that time."""
+        try:
+            handle = os.pidfd_open(self.pid)
+        except ProcessLookupError:
+            return True
+        try:
+            return bool(select.select([handle], [], [], seconds)[0])
+        finally:
+            os.close(handle)
+
+
+def environment(**more: str) -> dict[str, str]:
+    """What engines have in common."""
+    paths = [str(ROOT / "client"), str(ROOT / "vllm_connector"), str(ROOT), str(HERE)]
+    return {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join(filter(None, [*paths, os.environ.get("PYTHONPATH")])),
+        "VLLM_CPU_KVCACHE_SPACE": "1",
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+        "TORCHDYNAMO_DISABLE": "1",
+        "HF_HUB_OFFLINE": "1",
+        "VLLM_NO_USAGE_STATS": "1",
+        "VLLM_LOGGING_LEVEL": "WARNING",
+        **more,
+    }
+
+
 class Engine:
-    """One engine process. Starting it returns at once; the first call waits until it is up."""
+    """One engine process. Starting it returns at once; the first call waits until it is up.
+
+    Args:
+        hash_seed: of its interpreter, which is a new one then, also where there is a nursery.
+        separate: its scheduler and its worker are in a process of their own.
+        cache: where digests of weights are kept.
+        env: more of its environment.
+        nursery: forks it off, without the time that loading vLLM takes.
+    """
 
     def __init__(
         self,
         model: Path,
         *,
         transfer: dict[str, Any] | None = None,
-        hash_seed: int = 0,
+        hash_seed: int | None = None,
         separate: bool = False,
         cache: Path | None = None,
         env: dict[str, str] | None = None,
+        nursery: Nursery | None = None,
         **arguments: Any,
     ) -> None:
         defaults: dict[str, Any] = {
@@ -79,29 +165,15 @@ class Engine:
             "block_size": 32,
             "num_gpu_blocks_override": 400,
         }
-        paths = [str(ROOT / "client"), str(ROOT / "vllm_connector"), str(ROOT), str(HERE)]
-        variables = os.environ | {
-            "PYTHONPATH": os.pathsep.join(filter(None, [*paths, os.environ.get("PYTHONPATH")])),
-            "PYTHONHASHSEED": str(hash_seed),
-            "VLLM_ENABLE_V1_MULTIPROCESSING": "1" if separate else "0",
-            "VLLM_CPU_KVCACHE_SPACE": "1",
-            "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-            "TORCHDYNAMO_DISABLE": "1",
-            "HF_HUB_OFFLINE": "1",
-            "VLLM_NO_USAGE_STATS": "1",
-            "VLLM_LOGGING_LEVEL": "WARNING",
+        variables = environment(
+            PYTHONHASHSEED=str(hash_seed or 0),
+            VLLM_ENABLE_V1_MULTIPROCESSING="1" if separate else "0",
             **(env or {}),
-        }
+        )
         if cache is not None:
             variables["XDG_CACHE_HOME"] = str(cache)
-        self._process = subprocess.Popen(
-            [sys.executable, str(HERE / "engine_process.py")],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            env=variables,
-            text=True,
-            start_new_session=True,
-        )
+        process = Forked if nursery is not None and hash_seed is None else Executed
+        self._process = process(variables, nursery)
         self._waiting = 1
         self._send("start", defaults | {"transfer": transfer} | arguments)
 
@@ -149,28 +221,25 @@ class Engine:
 
     def close(self) -> None:
         """Ends the process and what it started."""
-        if self._process.stdin is not None:
-            self._process.stdin.close()
-        try:
-            self._process.wait(20)
-        except subprocess.TimeoutExpired:
+        self.leave()
+        if not self._process.ends(60):
             os.killpg(self._process.pid, signal.SIGKILL)
-            self._process.wait()
-        if self._process.stdout is not None:
-            self._process.stdout.close()
+            self._process.ends(None)
+        self._process.answers.close()
+
+    def leave(self) -> None:
+        """Tells it that no more commands come, and it ends by itself."""
+        self._process.commands.close()
 
     def _send(self, command: str, arguments: dict[str, Any]) -> None:
-        assert self._process.stdin is not None
-        self._process.stdin.write(json.dumps([command, arguments]) + "\n")
-        self._process.stdin.flush()
+        self._process.commands.write(json.dumps([command, arguments]) + "\n")
+        self._process.commands.flush()
 
     def _receive(self, wait: float) -> Any:
-        assert self._process.stdout is not None
-        ready, _, _ = select.select([self._process.stdout], [], [], wait)
-        line = self._process.stdout.readline() if ready else ""
+        ready, _, _ = select.select([self._process.answers], [], [], wait)
+        line = self._process.answers.readline() if ready else ""
         if not line:
-            code = self._process.poll()
-            raise EngineError(f"no answer within {wait} s" if not ready else f"ended: {code}")
+            raise EngineError(f"no answer within {wait} s" if not ready else "it has ended")
         kind, answer = json.loads(line)
         if kind != "ok":
             raise EngineError(answer)

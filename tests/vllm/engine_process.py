@@ -48,6 +48,10 @@ class EngineProcess:
         )
         return [self._result(output) for output in outputs]
 
+    def close(self) -> None:
+        """Ends the engine, and with it the connector."""
+        self.llm.llm_engine.engine_core.shutdown()
+
     def reset(self, connector: bool = False) -> bool:
         """Empties vLLM's own prefix cache; ``connector`` resets the connector too."""
         return bool(self.llm.reset_prefix_cache(reset_connector=connector))
@@ -169,7 +173,7 @@ class EngineProcess:
         """vLLM's states of all requests."""
         return [request.status.name for request in self._scheduler().requests.values()]
 
-    def run(self, seconds: float = 30.0) -> dict[str, Any]:
+    def run(self, seconds: float = 60.0) -> dict[str, Any]:
         """Steps until nothing is left; returns the results of requests that were added."""
         until = time.monotonic() + seconds
         engine = self.llm.llm_engine
@@ -180,7 +184,7 @@ class EngineProcess:
         outputs, self.outputs = self.outputs, {}
         return outputs
 
-    def settle(self, seconds: float = 10.0) -> dict[str, int]:
+    def settle(self, seconds: float = 60.0) -> dict[str, int]:
         """Steps the core until it holds no request, as its own loop would."""
         until = time.monotonic() + seconds
         while self._scheduler().requests and time.monotonic() < until:
@@ -239,6 +243,8 @@ def main() -> None:
 
             traceback.print_exc()
             answers.write(json.dumps(["error", f"{type(wrong).__name__}: {wrong}"]) + "\n")
+    if engine is not None:
+        engine.close()
 
 
 if __name__ == "__main__":

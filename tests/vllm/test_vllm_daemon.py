@@ -25,9 +25,7 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 @pytest.fixture(scope="module")
 def alone(start: Callable[..., Engine], directory: Path, control: Engine) -> Engine:
     """An engine whose daemon is not there yet."""
-    engine = start(
-        transfer=transfer(directory, load_timeout_ms=3000, retry_after_ms=100), separate=True
-    )
+    engine = start(transfer=transfer(directory, load_timeout_ms=20_000, retry_after_ms=100))
     control.up()
     return engine.up()
 

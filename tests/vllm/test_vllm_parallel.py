@@ -18,7 +18,6 @@ def two(start: Callable[..., Engine], shared_spand: Daemon, storing: Engine) -> 
     engine = start(
         transfer=transfer(shared_spand.socket_dir, retry_after_ms=100),
         tensor_parallel_size=2,
-        separate=True,
         distributed_executor_backend="mp",
     )
     storing.up()

@@ -99,9 +99,7 @@ def test_flipped_bits_are_never_served(
     storing.call("reset")
     keys = [bytes.fromhex(key) for key in storing.call("keys", prompt=prompt)]
     flip(shared_spand, [keys[i] for i in bad], Shard(0, 4, 0, 2))
-    begin = time.monotonic()
     result = storing.one(prompt)
-    assert time.monotonic() - begin < 20
     assert result.same(control.one(prompt))
     assert result.restored == bad[0] * 64
     counts = storing.call("metrics")

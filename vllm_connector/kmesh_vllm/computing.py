@@ -6,20 +6,20 @@ has no answer yet is asked for again, which costs a look at its state.
 
 from __future__ import annotations
 
+import itertools
 import logging
 import threading
 import time
 from collections.abc import Callable
-from concurrent.futures import Future
 
 from kmesh.errors import DeadlineExceeded, InvalidArgument, KMeshError
 from kmesh.flight import Arrival, Arrived, Claim, FlightCause, Standing
-from kmesh.keys import KEY_BYTES
+from kmesh.keys import KEY_BYTES, split
 from kmesh.layout import Shard
 from kmesh.session import Session
 from kmesh_vllm.config import Settings
 from kmesh_vllm.counts import Counts
-from kmesh_vllm.part import Part, Role
+from kmesh_vllm.part import Part, Role, give_back
 from kmesh_vllm.rates import Rates
 from kmesh_vllm.requests import RequestState
 from kmesh_vllm.storing import key_at
@@ -67,6 +67,7 @@ class Computing:
         self._news = threading.Event()
         self._paused_until = 0.0
         self._too_old: Session | None = None
+        self._waits = itertools.count(1)
 
     def __len__(self) -> int:
         """Requests that wait for an answer."""
@@ -87,7 +88,7 @@ class Computing:
             self._drop(state)
             part = None
         if part is None:
-            return self._sibling_computes(state, session, local)
+            return self._stands_by(state, session, local)
         if part.role is Role.CLAIMING:
             return self._claimed(state, part)
         if part.role is Role.WAITING:
@@ -135,7 +136,7 @@ class Computing:
             )
         except KMeshError:
             return False
-        keys = tuple(packed[i : i + KEY_BYTES] for i in range(0, len(packed), KEY_BYTES))
+        keys = split(packed)
         now = self._clock()
         state.part = Part(
             Role.CLAIMING, session, keys, found, limit, version, now, now + wait, future
@@ -146,6 +147,21 @@ class Computing:
             for key in keys:
                 self._by_key.setdefault(key, state)
         return True
+
+    def _stands_by(self, state: RequestState, session: Session, local: int) -> bool:
+        """Whether to wait for a sibling; over all waits of a request, no longer than for others."""
+        if not self._by_key and state.stands_by is None:
+            return False
+        now = self._clock()
+        if state.stands_by is None:
+            state.stands_by = now
+        waited = now - state.stands_by
+        left = self._settings.flight_wait_ms / 1000 - state.waited - waited
+        if left > 0 and self._sibling_computes(state, session, local):
+            return True
+        state.waited += waited
+        state.stands_by = None
+        return False
 
     def _sibling_computes(self, state: RequestState, session: Session, local: int) -> bool:
         """Whether another request of this engine sees to the span that this one needs next."""
@@ -179,7 +195,8 @@ class Computing:
         elif claim.standing is Standing.COMPUTING and self._worth(state, part, part.found):
             left = self._settings.flight_wait_ms / 1000 - state.waited
             try:
-                part.future = part.session.await_flight_async(claim, left)
+                part.wait = next(self._waits)
+                part.future = part.session.await_flight_async(claim, left, wait=part.wait)
             except KMeshError as failed:
                 self._failed(state, part, failed)
                 return False
@@ -218,7 +235,8 @@ class Computing:
             self._counts.add("flight_promoted")
             self._become(state, part, Role.LEADING)
         elif arrived.cause is FlightCause.LEFT:
-            # Another request of this engine left the flight, which ends all of its waits.
+            # Another request of this engine left the flight. A daemon that is too old to know waits
+            # by their numbers then ends all of them.
             self._drop(state)
         else:
             self._counts.add("flight_ended")
@@ -270,7 +288,7 @@ class Computing:
         if part.role is Role.WAITING:
             self._leave(state, part)
         else:
-            part.future.add_done_callback(_give_back(part.session))
+            part.future.add_done_callback(give_back(part.session))
             self._become(state, part, Role.ALONE)
 
     # Told what becomes of requests
@@ -284,7 +302,7 @@ class Computing:
         if part is not None and state.reached >= prompt:
             # Siblings find its blocks from now on.
             self._unregister(state, part)
-            if computed >= prompt:
+            if computed >= prompt and not state.again.spans:
                 part.settled += 1
                 if part.settled == _SETTLED:
                     self._end(state, part, FlightCause.DONE)
@@ -344,13 +362,13 @@ class Computing:
         state.waited += self._clock() - part.since
         assert part.claim is not None
         if not part.future.done():
-            part.session.leave(part.claim.flight)
-        part.future.add_done_callback(_give_back(part.session, part.claim.flight))
+            part.session.leave(part.claim.flight, part.wait)
+        part.future.add_done_callback(give_back(part.session, part.claim.flight))
         self._become(state, part, Role.ALONE)
 
     def _end(self, state: RequestState, part: Part, cause: FlightCause) -> None:
         if part.role is Role.CLAIMING:
-            part.future.add_done_callback(_give_back(part.session))
+            part.future.add_done_callback(give_back(part.session))
         elif part.role is Role.WAITING:
             self._counts.add("flight_left")
             self._leave(state, part)
@@ -373,21 +391,3 @@ class Computing:
 
     def _tell(self, _: object) -> None:
         self._news.set()
-
-
-def _give_back(
-    session: Session, flight: int = 0
-) -> Callable[[Future[Claim] | Future[Arrived]], None]:
-    """Ends a flight that comes to a request that is gone."""
-
-    def done(future: Future[Claim] | Future[Arrived]) -> None:
-        if future.exception() is not None:
-            return
-        answer = future.result()
-        if isinstance(answer, Claim):
-            if answer.standing is Standing.LEAD:
-                session.land(answer.flight, FlightCause.ABORTED)
-        elif answer.arrival is Arrival.LEAD:
-            session.land(flight, FlightCause.ABORTED)
-
-    return done

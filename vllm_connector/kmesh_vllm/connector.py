@@ -124,6 +124,7 @@ class KMeshConnector(KVConnectorBase_V1):  # type: ignore[misc]
                 self._client,
                 rank=compat.tensor_parallel_rank(),
                 step_tokens=vllm_config.scheduler_config.max_num_batched_tokens,
+                lockstep=vllm_config.parallel_config.data_parallel_size > 1,
             )
 
     @property

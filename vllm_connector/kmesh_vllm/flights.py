@@ -14,18 +14,26 @@ class Flights:
     def __len__(self) -> int:
         return len(self._by_key)
 
+    def clear(self) -> None:
+        """Nobody brings anything any more."""
+        self._by_key.clear()
+
     def take_off(self, state: RequestState, keys: tuple[bytes, ...]) -> None:
         """A request begins to bring the spans of these keys, in place of earlier ones."""
         self.land(state)
         state.flight_keys = keys
-        for key in keys:
-            self._by_key.setdefault(key, state)
+        if self._by_key:
+            for key in keys:
+                self._by_key.setdefault(key, state)
+        else:
+            self._by_key = dict.fromkeys(keys, state)
 
     def land(self, state: RequestState) -> None:
         """A request brings nothing any more."""
+        by_key = self._by_key
         for key in state.flight_keys:
-            if self._by_key.get(key) is state:
-                del self._by_key[key]
+            if by_key.get(key) is state:
+                del by_key[key]
         state.flight_keys = ()
 
     def other(self, state: RequestState, key: bytes) -> bool:

@@ -7,7 +7,6 @@ import logging
 import threading
 import time
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 
@@ -29,6 +28,8 @@ logger = logging.getLogger("kmesh_vllm")
 
 #: Seconds after which kernels that could not be compiled are tried again.
 _COMPILE_PAUSES = (1.0, 2.0, 4.0, 8.0)
+#: Seconds that an engine's end waits for kernels that are being compiled.
+_CLOSE_WAIT = 30.0
 
 
 class _Launched:
@@ -71,9 +72,9 @@ class _Launched:
 
     def _take(self, number: int, memory: Memory, status: bytes, route: str) -> None:
         piece, result = self._pieces[number], self._results[number]
-        here = piece.on_gpu == (memory is Memory.GPU)
-        np.frombuffer(result, np.uint8)[here] = np.frombuffer(status, np.uint8)
-        amount = moved_bytes(piece.records[here], status, self._row_bytes)
+        on_gpu = memory is Memory.GPU
+        np.frombuffer(result, np.uint8)[piece.on_gpu == on_gpu] = np.frombuffer(status, np.uint8)
+        amount = moved_bytes(piece.part(on_gpu), status, self._row_bytes)
         self._counts.add(f"restored_bytes_{route}", amount)
 
 
@@ -112,7 +113,7 @@ class GpuMover:
         self._under_way: list[_Launched] = []
         self._compiled, self._closing = threading.Event(), threading.Event()
         self._failed = ""
-        self.devices: tuple[str, ...] = (gpu.device.uuid,)
+        self.devices: tuple[str, ...] = (gpu.device.uuid, *gpu.device.peers())
         if self._memory.reads_host:
             self.devices += ("",)
         else:
@@ -122,8 +123,9 @@ class GpuMover:
                 " read-only",
                 gpu.device.name,
             )
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="kmesh-kernels")
-        self._thread.submit(self._compile)
+        # It may wait for a compiler for ever, which must not keep a process from its end.
+        self._thread = threading.Thread(target=self._compile, name="kmesh-kernels", daemon=True)
+        self._thread.start()
 
     def warm(self, session: Session | None) -> None:
         """A session is new, or lost: its slabs come, or go, in the background. Never waits."""
@@ -155,11 +157,11 @@ class GpuMover:
         for memory in Memory:
             loads, owner = [], {}
             for number, piece in enumerate(pieces):
-                here = piece.on_gpu == (memory is Memory.GPU)
-                if here.any():
+                records = piece.part(memory is Memory.GPU)
+                if len(records):
                     request = Request(piece.pages)
                     owner[request] = number
-                    loads.append(Load(np.ascontiguousarray(piece.records[here]), [request]))
+                    loads.append(Load(records, [request]))
             if not loads:
                 continue
             loads = merged(loads)
@@ -193,7 +195,7 @@ class GpuMover:
 
     def close(self) -> None:
         self._closing.set()
-        self._thread.shutdown(wait=True, cancel_futures=True)
+        self._thread.join(_CLOSE_WAIT)
         stuck = self._store is not None and self._store.stuck
         if stuck or any(not one.done() for one in self._under_way):
             # The kernel may read and write for as long as it likes: all of it stays.
@@ -202,7 +204,10 @@ class GpuMover:
         self._restorer.close()
         if self._store is not None:
             self._store.close()
-        if self._memory.close():
+        ended = self._memory.close()
+        if self._thread.is_alive():
+            logger.error("kernels are still being compiled: what they are compiled on is kept")
+        elif ended:
             self._gpu.close()
 
     def _compile(self) -> None:

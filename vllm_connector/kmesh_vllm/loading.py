@@ -23,6 +23,8 @@ logger = logging.getLogger("kmesh_vllm")
 
 _THREADS = 2
 _CATCH_UP = 1.0
+#: Seconds between two questions whether a GPU has ended something.
+_POLL = 50e-6
 #: Seconds that closing waits for a GPU to end what was started.
 _DRAIN = 30.0
 
@@ -66,6 +68,8 @@ class Loader:
         self._jobs: dict[str, LoadJob] = {}
         self._moving: list[tuple[Moving, list[LoadJob]]] = []
         self._epoch = 0
+        #: A thread of ours has made a load ready, or has ended one.
+        self._news = threading.Event()
         self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="kmesh-load")
 
     def start(self, plans: Sequence[LoadPlan]) -> None:
@@ -78,19 +82,23 @@ class Loader:
                 self._threads.submit(self._prepare, job)
         self._start_ready()
 
-    def finished(self) -> tuple[set[str], set[int], LoadReport]:
-        """Loads that ended since the last call: requests, ids of bad blocks, what went wrong."""
+    def finished(self, patience: float = 0.0) -> tuple[set[str], set[int], LoadReport]:
+        """Loads that ended since the last call: requests, ids of bad blocks, what went wrong.
+
+        Args:
+            patience: seconds to wait for an end, where there is none yet.
+        """
         requests: set[str] = set()
         bad_blocks: set[int] = set()
         report = LoadReport()
         if not self._jobs:
             return requests, bad_blocks, report
-        now = self._clock()
-        for job in self._jobs.values():
-            if now >= job.deadline:
-                self._fail(job, (State.WAITING, State.READY), "load_failed_late")
-        self._start_ready()
-        self._settle()
+        until = time.monotonic() + patience
+        while not self._any_ended():
+            left = until - time.monotonic()
+            if left <= 0:
+                break
+            self._news.wait(min(left, _POLL) if self._moving else left)
         for request, job in list(self._jobs.items()):
             if job.state is not State.DONE:
                 continue
@@ -118,6 +126,17 @@ class Loader:
         if self._moving:
             logger.error("%d loads are still being written", len(self._moving))
         self._jobs.clear()
+
+    def _any_ended(self) -> bool:
+        """Moves all loads on as far as they go now; whether one has ended."""
+        self._news.clear()
+        now = self._clock()
+        for job in self._jobs.values():
+            if now >= job.deadline:
+                self._fail(job, (State.WAITING, State.READY), "load_failed_late")
+        self._start_ready()
+        self._settle()
+        return any(job.state is State.DONE for job in self._jobs.values())
 
     def _at_once(self, job: LoadJob) -> bool:
         """Makes a job ready if nothing has to be waited for."""
@@ -149,6 +168,7 @@ class Loader:
         if job.state is State.MOVING:
             assert job.piece is not None
             self._end(_start(self._mover, [job]), [job])
+        self._news.set()
 
     def _start_ready(self) -> None:
         """Starts all that is ready, together. In the engine's thread."""
@@ -205,9 +225,10 @@ class Loader:
         """A job could not be made ready."""
         if isinstance(wrong, ConnectionClosed):
             self._fail(job, (State.WAITING,), "load_failed_lost")
-            return
-        _log(wrong)
-        self._fail(job, (State.WAITING,), "load_failed_error")
+        else:
+            _log(wrong)
+            self._fail(job, (State.WAITING,), "load_failed_error")
+        self._news.set()
 
     def _fail(self, job: LoadJob, expected: tuple[State, ...], count: str) -> None:
         """Fails a whole load, if it is still in a state that the caller expects."""

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import numpy as np
+import numpy.typing as npt
 
 from kmesh.errors import ProtocolError
 from kmesh.kernels.host import Status
@@ -44,6 +45,7 @@ class LoadJob:
     Attributes:
         deadline: by which it must have begun to move.
         piece: what to move, from READY on.
+        base: position from which the piece counts.
         entries: of the lease, behind each record.
         reach: position up to which the records go.
         bad: ranges of positions whose pages are not what they should be.
@@ -55,7 +57,8 @@ class LoadJob:
     deadline: float
     state: State = State.WAITING
     piece: Piece | None = None
-    entries: list[int] = field(default_factory=list)
+    base: int = 0
+    entries: npt.NDArray[np.uint32] = field(default_factory=lambda: np.zeros(0, np.uint32))
     reach: int = 0
     bad: list[tuple[int, int]] = field(default_factory=list)
     corrupt: list[int] = field(default_factory=list)
@@ -94,46 +97,46 @@ class Clerk:
         """
         plan, names = job.plan, self._identity.namespace
         spans = plan.records()
+        base = job.base = self._base(plan, spans)
         stored, table = self._overlaps(plan.tp)
-        wanted = table[spans["part"], 2] > 0
-        spans, heads = spans[wanted], table[spans["part"][wanted]]
-        base = self._base(plan)
+        heads = table[spans["part"]]
+        wanted = heads[:, 2] > 0
+        if not wanted.all():
+            spans, heads = spans[wanted], heads[wanted]
         records = empty_records(len(spans))
         on_gpu = np.zeros(len(spans), np.bool_)
+        numbers, offsets, lengths = spans["slab"], spans["offset"], spans["length"]
+        if (offsets % TILE_BYTES).any():
+            raise ProtocolError("a lease names bytes that begin no tile")
+        sums = offsets // TILE_BYTES * 8
         slabs = []
-        for number in np.unique(spans["slab"]).tolist():
+        for number in set(numbers.tolist()):
             slab = slab_of(number)
             if slab is None:
                 return False
             slabs.append(slab)
-            here = spans["slab"] == number
-            offset, length = spans["offset"][here], spans["length"][here]
+            here = numbers == number
+            offset, length = offsets[here], lengths[here]
             # Apart, then together, so that no sum can overflow.
             largest = int(offset.max()), int(length.max())
-            if (
-                not all(slab.contains(0, n) for n in largest)
-                or not slab.contains(0, int((offset + length).max()))
-                or (offset % TILE_BYTES).any()
+            if not all(slab.contains(0, n) for n in largest) or not slab.contains(
+                0, int((offset + length).max())
             ):
                 raise ProtocolError(f"a lease names bytes outside slab {slab.slab}")
             records["address"][here] = offset + np.uint64(slab.address)
-            records["sums_address"][here] = offset // TILE_BYTES * 8 + np.uint64(
-                slab.sums_address(0)
-            )
+            records["sums_address"][here] = sums[here] + np.uint64(slab.sums_address(0))
             on_gpu[here] = self._reads_gpu(slab)
         start, tokens = spans["start"].astype(np.int64), spans["tokens"].astype(np.int64)
-        for name in ("root", "length"):
-            records[name] = spans[name]
-        records["tokens"] = tokens
-        records["token_begin"] = np.maximum(plan.begin - start, 0)
-        records["token_end"] = np.minimum(plan.end - start, tokens)
+        end = np.minimum(plan.end - start, tokens)
+        records["root"], records["length"], records["tokens"] = spans["root"], lengths, tokens
+        records["token_begin"], records["token_end"] = np.maximum(plan.begin - start, 0), end
         records["position"] = start - base
         records["src_heads"] = stored.part_heads
         records["src_head_begin"], records["dst_head_begin"], records["heads"] = heads.T
         records["src_layers"] = records["layers"] = names.layers
         job.piece = Piece(records, on_gpu, self._pages(plan, base))
-        job.entries = spans["entry"].tolist()
-        job.reach = int((start + records["token_end"].astype(np.int64)).max(initial=0))
+        job.entries = spans["entry"]
+        job.reach = int((start + end).max(initial=0))
         job.slabs = slabs
         return True
 
@@ -142,11 +145,11 @@ class Clerk:
         plan, piece = job.plan, job.piece
         assert piece is not None
         if any(status):
-            base = self._base(plan)
-            for record, entry, code in zip(piece.records, job.entries, status, strict=True):
+            entries = job.entries.tolist()
+            for record, entry, code in zip(piece.records, entries, status, strict=True):
                 if code == Status.DONE:
                     continue
-                begin = base + int(record["position"])
+                begin = job.base + int(record["position"])
                 job.bad.append(
                     (begin + int(record["token_begin"]), begin + int(record["token_end"]))
                 )
@@ -192,10 +195,9 @@ class Clerk:
         ids = np.concatenate([np.full(before, -1, np.int64), plan.block_ids()])
         return self._cache.expand(ids)
 
-    def _base(self, plan: LoadPlan) -> int:
+    def _base(self, plan: LoadPlan, spans: Records) -> int:
         """Position from which blocks are counted: a block's first token, at or before all spans."""
-        records = plan.records()
-        first = min(int(records["start"].min()), plan.begin) if len(records) else plan.begin
+        first = min(int(spans["start"].min()), plan.begin) if len(spans) else plan.begin
         block = self._identity.block_tokens
         return first // block * block
 

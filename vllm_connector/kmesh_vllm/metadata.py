@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from array import array
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -20,6 +22,11 @@ SPAN_RECORD = np.dtype(
         ("start", np.uint64),  # position of its first token in the request
     ]
 )
+
+
+def packed_ids(blocks: Sequence[int]) -> bytes:
+    """Ids of blocks as int64, one behind the other."""
+    return array("q", blocks).tobytes()
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +71,7 @@ class StorePlan:
         first: position of the first token of ``blocks``.
         blocks: int64 ids of the blocks that hold the spans.
         salt: digest of the request's cache salt, or empty.
+        request: vLLM's id of the request, which hears of spans that others had reserved; or empty.
     """
 
     namespace: bytes
@@ -74,6 +82,7 @@ class StorePlan:
     first: int
     blocks: bytes
     salt: bytes = field(default=b"", repr=False)
+    request: str = ""
 
     def block_ids(self) -> npt.NDArray[np.int64]:
         """``blocks``, unpacked."""
@@ -105,14 +114,18 @@ class LoadReport:
             new.
         corrupt: lease entries whose bytes did not match their sums, by request.
         failed: positions (first token of the first bad block) of loads that failed, by request.
+        reserved: positions (first tokens) of spans that were not stored since somebody else had
+            them reserved, by request.
     """
 
     corrupt: dict[str, list[int]] = field(default_factory=dict)
     failed: dict[str, int] = field(default_factory=dict)
+    reserved: dict[str, set[int]] = field(default_factory=dict)
     devices: tuple[str, ...] | None = None
 
     def __bool__(self) -> bool:
-        return bool(self.corrupt or self.failed or self.devices is not None)
+        told = self.corrupt or self.failed or self.reserved
+        return bool(told or self.devices is not None)
 
     def merge(self, other: LoadReport) -> None:
         """Adds what another rank said."""
@@ -121,6 +134,8 @@ class LoadReport:
             mine.extend(entry for entry in entries if entry not in mine)
         for request, position in other.failed.items():
             self.failed[request] = min(position, self.failed.get(request, position))
+        for request, starts in other.reserved.items():
+            self.reserved.setdefault(request, set()).update(starts)
         if self.devices is None or other.devices is None:
             self.devices = other.devices if self.devices is None else self.devices
         else:

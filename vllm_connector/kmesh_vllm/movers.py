@@ -43,6 +43,11 @@ class Piece:
     on_gpu: npt.NDArray[np.bool_]
     pages: Ids
 
+    def part(self, on_gpu: bool) -> Records:
+        """The records whose payloads are in a GPU's memory, or those whose are not."""
+        here = self.on_gpu if on_gpu else ~self.on_gpu
+        return self.records if here.all() else self.records[here]
+
 
 class Moving(Protocol):
     """Pieces that are being restored. Until ``done`` their pages may be written at any time."""

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import enum
+from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass
 
-from kmesh.flight import Arrived, Claim
+from kmesh.flight import Arrival, Arrived, Claim, FlightCause, Standing
 from kmesh.session import Session
 
 
@@ -39,6 +40,7 @@ class Part:
         deadline: when it waits no longer for the answer to its claim.
         future: of that answer, or of the flight's end.
         claim: the answer.
+        wait: the number of its wait.
         think: when to think again about waiting on.
         settled: steps that were planned behind the end of its prompt.
     """
@@ -53,5 +55,24 @@ class Part:
     deadline: float
     future: Future[Claim] | Future[Arrived]
     claim: Claim | None = None
+    wait: int = 0
     think: float = 0.0
     settled: int = 0
+
+
+def give_back(
+    session: Session, flight: int = 0
+) -> Callable[[Future[Claim] | Future[Arrived]], None]:
+    """Ends a flight that comes to a request that is gone."""
+
+    def done(future: Future[Claim] | Future[Arrived]) -> None:
+        if future.exception() is not None:
+            return
+        answer = future.result()
+        if isinstance(answer, Claim):
+            if answer.standing is Standing.LEAD:
+                session.land(answer.flight, FlightCause.ABORTED)
+        elif answer.arrival is Arrival.LEAD:
+            session.land(flight, FlightCause.ABORTED)
+
+    return done

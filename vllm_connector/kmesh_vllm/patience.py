@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
-from concurrent.futures import Future, wait
+from concurrent.futures import Future
+from concurrent.futures import TimeoutError as FutureTimeout
 from typing import Any
 
 #: Seconds of a step.
@@ -29,5 +31,6 @@ class Patience:
         """Waits for an answer, as long as there is patience left."""
         if self._left > 0:
             begun = time.perf_counter()
-            wait([future], self._left)
+            with contextlib.suppress(FutureTimeout):
+                future.exception(self._left)
             self._left -= time.perf_counter() - begun

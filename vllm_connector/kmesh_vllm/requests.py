@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 
@@ -12,6 +12,9 @@ from kmesh.lease import Lease
 from kmesh.session import Session
 from kmesh_vllm.lookup import Hit
 from kmesh_vllm.part import Part
+
+#: Seconds until a span that somebody else has reserved is tried again, at first.
+_AGAIN_SECONDS = 0.05
 
 #: Circumstances of a look-up: epoch, index version, tokens of use, quarantine's generation.
 LookedAt = tuple[int, int, int, int]
@@ -82,6 +85,30 @@ def _release_late(future: Future[Lease]) -> None:
 
 
 @dataclass(eq=False, slots=True)
+class Again:
+    """Spans that are to be stored, but that somebody else had reserved when they were tried.
+
+    Mostly that one stores them. If it dies instead, nobody else would.
+
+    Attributes:
+        spans: their numbers; the one behind the last full span is the tail.
+        at: when they are tried again.
+        left: how often.
+    """
+
+    spans: set[int] = field(default_factory=set)
+    at: float = 0.0
+    left: int = 6
+
+    def hear(self, spans: Iterable[int], now: float) -> None:
+        """Another try found these reserved."""
+        if self.left:
+            self.left -= 1
+            self.at = now + _AGAIN_SECONDS * 2 ** (5 - self.left)
+            self.spans.update(spans)
+
+
+@dataclass(eq=False, slots=True)
 class RequestState:
     """One request of the engine, from its first sight to its end.
 
@@ -97,6 +124,7 @@ class RequestState:
         stored: spans from the prompt's start that are in KMesh or on their way.
         tail_stored: as ``stored``, for what follows the last full span.
         complete: nothing of the prompt is left to store.
+        again: what is to be tried again all the same.
         failed: position of the first bad block of the load under way, or None.
         corrupt: lease entries with wrong bytes, of the load under way.
         restored: tokens that were restored, over the request's life.
@@ -104,6 +132,7 @@ class RequestState:
         claims_left: how often it may still claim; it does so again for what a flight left open.
         whole: tokens that were missing when it first claimed.
         waited: seconds that it has waited for flights.
+        stands_by: since when it waits for a sibling of its own engine, or None.
         began: when its first step was planned, and how many tokens it had then; None before that.
         reached: tokens that are computed when the steps planned so far have run.
         measured: its prefill was counted in the engine's rate.
@@ -124,6 +153,7 @@ class RequestState:
     stored: int = 0
     tail_stored: bool = False
     complete: bool = False
+    again: Again = field(default_factory=Again)
     failed: int | None = None
     corrupt: list[int] = field(default_factory=list)
     restored: int = 0
@@ -131,6 +161,7 @@ class RequestState:
     claims_left: int = 4
     whole: int = 0
     waited: float = 0.0
+    stands_by: float | None = None
     began: tuple[float, int] | None = None
     reached: int = 0
     measured: bool = False

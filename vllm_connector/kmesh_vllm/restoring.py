@@ -11,7 +11,7 @@ from kmesh.errors import KMeshError
 from kmesh.keys import KEY_BYTES
 from kmesh.lease import Lease
 from kmesh.session import Session
-from kmesh_vllm.metadata import SPAN_RECORD, LoadPlan
+from kmesh_vllm.metadata import SPAN_RECORD, LoadPlan, packed_ids
 from kmesh_vllm.requests import RequestState, Restore
 
 logger = logging.getLogger("kmesh_vllm")
@@ -36,7 +36,7 @@ def load_plan(state: RequestState, restore: Restore, lease: Lease, blocks: list[
         spans=records.tobytes(),
         begin=restore.begin,
         end=restore.end,
-        blocks=np.asarray(blocks, np.int64).tobytes(),
+        blocks=packed_ids(blocks),
     )
 
 

@@ -5,63 +5,28 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import TimeoutError as FutureTimeout
-from dataclasses import dataclass
 
 import numpy as np
 
-from kmesh.errors import (
-    ConnectionClosed,
-    DeadlineExceeded,
-    Exhausted,
-    KMeshError,
-    RequestError,
-)
+from kmesh.errors import ConnectionClosed, DeadlineExceeded, KMeshError
 from kmesh.layout import Shard
-from kmesh.session import ReserveBatch, Session, Staging
+from kmesh.session import Session
 from kmesh_vllm.config import Settings
 from kmesh_vllm.counts import Counts
 from kmesh_vllm.identity import Identity
 from kmesh_vllm.metadata import StorePlan
 from kmesh_vllm.movers import Mover, Records, Taken, empty_records
 from kmesh_vllm.paged import PagedCache
-from kmesh_vllm.staging import StagingRing
+from kmesh_vllm.reserving import Held, Reserver, Step, abort, give_back
 
 logger = logging.getLogger("kmesh_vllm")
 
 _COMMIT_TIMEOUT = 60.0
 #: Seconds that a thread of ours waits for room in staging.
 _PUT_TIMEOUT = 10.0
-_STAGING = 64 << 20
-#: Seconds after which a daemon that had no staging left is asked again.
-_ASK_AGAIN = 5.0
-#: Names of kmesh.v1.Reason numbers that have a counter of their own.
-_EXISTS, _PENDING = 4, 2
-_FULL = (5, 6, 11, 12)
-
-
-@dataclass(frozen=True, slots=True)
-class _Held:
-    """A reserved span."""
-
-    reservation: int
-    tokens: int
-    length: int
-    position: int  # of its first token, in the step's list of blocks
-
-
-@dataclass(eq=False, slots=True)
-class _Step:
-    """What a step stores."""
-
-    session: Session
-    staging: Staging
-    ring: StagingRing
-    blocks: list[int]
-    held: list[_Held]
 
 
 class Saver:
@@ -90,23 +55,18 @@ class Saver:
         device: str = "",
     ) -> None:
         self._mover = mover
-        self._device = device
         self._cache = cache
         self._identity = identity
         self._mine = mine
-        self._geometry = identity.geometry(mine.heads)
-        self._current = current
         self._settings = settings
         self._counts = counts
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="kmesh-reserve")
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="kmesh-store")
         self._closing = False
-        self._pending: tuple[Future[_Step | None], int] | None = None
-        self._late: Future[_Step | None] | None = None
+        self._pending: tuple[Future[Step | None], int] | None = None
+        self._late: Future[Step | None] | None = None
         self._freed = threading.Event()
-        self._given: tuple[Session, Staging] | None = None
-        self._staging: tuple[Session, Staging | None, StagingRing] | None = None
-        self._ask_at = 0.0
+        self._reserver = Reserver(mover, identity, mine, current, settings, counts, device)
 
     def begin(self, plans: Sequence[StorePlan]) -> None:
         """Reserves the spans of a step, in the background."""
@@ -120,14 +80,14 @@ class Saver:
             # kernels, and what can't be taken is not reserved.
             self._counts.add("store_skipped_late", spans)
         else:
-            self._pending = self._thread.submit(self._reserve, list(plans)), spans
+            self._pending = self._thread.submit(self._reserver.reserve, list(plans)), spans
 
     def abandon(self) -> None:
         """Stores nothing of this step: its pages do not hold what they should."""
         if self._pending is not None:
             future, spans = self._pending
             self._pending = None
-            self._thread.submit(_give_back, future)
+            self._thread.submit(give_back, future)
             self._counts.add("store_skipped_error", spans)
 
     def finish(self) -> None:
@@ -140,7 +100,7 @@ class Saver:
             step = future.result(self._settings.reserve_timeout_ms / 1000)
         except FutureTimeout:
             self._late = future
-            self._thread.submit(_give_back, future)
+            self._thread.submit(give_back, future)
             self._counts.add("store_skipped_late", spans)
             return
         except Exception as wrong:
@@ -148,6 +108,10 @@ class Saver:
             return
         if step is not None and step.held:
             self._take(step)
+
+    def reserved(self) -> dict[str, set[int]]:
+        """See ``Reserver.reserved``."""
+        return self._reserver.reserved()
 
     def close(self) -> None:
         """Forgets what is under way; the daemon forgets it with the session."""
@@ -159,102 +123,9 @@ class Saver:
         # What was taken waits for nothing but the GPU now.
         self._writer.shutdown(wait=True)
         self._thread.shutdown(wait=True, cancel_futures=True)
-        self._given = self._staging = None
+        self._reserver.close()
 
-    def _reserve(self, plans: list[StorePlan]) -> _Step | None:
-        session = self._current()
-        spans = sum(len(plan.tokens) for plan in plans)
-        if session is None:
-            self._counts.add("store_skipped_error", spans)
-            return None
-        staging, ring = self._attached(session)
-        if staging is None:
-            self._counts.add("store_skipped_staging", spans)
-            return None
-        step = _Step(session, staging, ring, [], [])
-        try:
-            for plan in plans:
-                self._reserve_plan(step, plan)
-        except BaseException:
-            _abort(session, step.held)
-            raise
-        return step
-
-    def _reserve_plan(self, step: _Step, plan: StorePlan) -> None:
-        lengths = [self._geometry.payload_bytes(tokens) for tokens in plan.tokens]
-        batch = ReserveBatch(
-            namespace=plan.namespace,
-            shard=self._mine,
-            keys=plan.keys,
-            tokens=plan.tokens,
-            start=plan.start,
-            length=lengths,
-            sub_keys=plan.sub_keys,
-            salt=plan.salt,
-            device=self._device,
-        )
-        answer = step.session.reserve(batch)
-        base = len(step.blocks) * self._identity.block_tokens - plan.first
-        step.blocks.extend(plan.block_ids().tolist())
-        for i, reason in enumerate(answer.reason):
-            if reason == 0:
-                step.held.append(
-                    _Held(answer.reservation[i], plan.tokens[i], lengths[i], base + plan.start[i])
-                )
-        for reason, count in Counter(r for r in answer.reason if r).items():
-            if reason in (_EXISTS, _PENDING):
-                self._counts.add("store_skipped_exists", count)
-            elif reason in _FULL:
-                self._counts.add("store_skipped_full", count)
-            else:
-                self._counts.add("store_skipped_error", count)
-
-    def _attached(self, session: Session) -> tuple[Staging | None, StagingRing]:
-        """The session's staging; None if it gave none, for a while."""
-        now = time.monotonic()
-        if (
-            self._staging is None
-            or self._staging[0] is not session
-            or (self._staging[1] is None and now >= self._ask_at)
-        ):
-            staging = self._attach(session)
-            self._ask_at = now + _ASK_AGAIN
-            ring = StagingRing(staging.size if staging is not None else 0)
-            self._staging = session, staging, ring
-        return self._staging[1], self._staging[2]
-
-    def _attach(self, session: Session) -> Staging | None:
-        # A session gives it once, so it is kept when the mover can't have it yet.
-        if self._given is None or self._given[0] is not session:
-            staging = self._ask(session)
-            if staging is None:
-                return None
-            self._given = session, staging
-        staging = self._given[1]
-        try:
-            self._mover.prepare_staging(staging)
-        except (KMeshError, OSError) as wrong:
-            logger.warning("nothing is stored yet: staging memory: %s", str(wrong))
-            return None
-        return staging
-
-    def _ask(self, session: Session) -> Staging | None:
-        largest = session.welcome.max_staging_bytes
-        size = min(self._settings.staging_bytes or min(largest // 4, _STAGING), largest)
-        while True:
-            try:
-                return session.staging(size)
-            except Exhausted as wrong:
-                # Others have most of it; a little is better than nothing.
-                size //= 2
-                if size < self._geometry.payload_bytes(session.welcome.span_tokens):
-                    logger.warning("nothing is stored: no staging memory: %s", str(wrong))
-                    return None
-            except (RequestError, OSError) as wrong:
-                logger.warning("nothing is stored: no staging memory: %s", str(wrong))
-                return None
-
-    def _records(self, step: _Step) -> Records:
+    def _records(self, step: Step) -> Records:
         names, heads = self._identity.namespace, self._mine.heads
         records = empty_records(len(step.held))
         for name in ("tokens", "length", "position"):
@@ -264,7 +135,7 @@ class Saver:
         records["src_layers"] = records["layers"] = names.layers
         return records
 
-    def _take(self, step: _Step) -> None:
+    def _take(self, step: Step) -> None:
         """Takes a step's spans out of the pages, and has them put into staging."""
         pages = self._cache.expand(np.asarray(step.blocks, np.int64))
         records, timeout = self._records(step), self._settings.reserve_timeout_ms / 1000
@@ -275,7 +146,7 @@ class Saver:
                 taken = self._mover.take(records, pages)
             except Exception as wrong:
                 self._failed(wrong, len(held))
-                self._thread.submit(_abort, step.session, held)
+                self._thread.submit(abort, step.session, held)
                 return
             mine, held, records = held[: taken.count], held[taken.count :], records[taken.count :]
             if taken.kept:
@@ -286,7 +157,7 @@ class Saver:
                 self._skip(step, held)
                 return
 
-    def _put(self, step: _Step, held: list[_Held], taken: Taken, timeout: float) -> None:
+    def _put(self, step: Step, held: list[Held], taken: Taken, timeout: float) -> None:
         """Puts and commits; waits, for a while, until the daemon has emptied the staging."""
         until = time.monotonic() + timeout
         done = 0
@@ -303,15 +174,15 @@ class Saver:
                     return
         except Exception as wrong:
             self._failed(wrong, len(held) - done)
-            self._thread.submit(_abort, step.session, held[done:])
+            self._thread.submit(abort, step.session, held[done:])
         finally:
             taken.drop()
 
-    def _skip(self, step: _Step, held: list[_Held]) -> None:
+    def _skip(self, step: Step, held: list[Held]) -> None:
         self._counts.add("store_skipped_staging", len(held))
-        self._thread.submit(_abort, step.session, held)
+        self._thread.submit(abort, step.session, held)
 
-    def _has_room(self, step: _Step, length: int, until: float) -> bool:
+    def _has_room(self, step: Step, length: int, until: float) -> bool:
         ring = step.ring
         while not ring.fits(length):
             self._freed.clear()
@@ -323,7 +194,7 @@ class Saver:
                 return False
         return True
 
-    def _put_some(self, step: _Step, held: list[_Held], taken: Taken, first: int) -> int:
+    def _put_some(self, step: Step, held: list[Held], taken: Taken, first: int) -> int:
         """Puts and commits as many spans as there is staging for; returns how many."""
         placed = []
         for one in held[first:]:
@@ -344,14 +215,14 @@ class Saver:
         if bad:
             logger.error("%d spans could not be copied out of their blocks", len(bad))
             self._counts.add("store_skipped_error", len(bad))
-            self._thread.submit(_abort, step.session, [one for one, _ in bad])
+            self._thread.submit(abort, step.session, [one for one, _ in bad])
             for _, offset in bad:
                 step.ring.free(offset)
         if good:
             self._commit(step, good)
         return len(placed)
 
-    def _commit(self, step: _Step, spans: list[tuple[_Held, int]]) -> None:
+    def _commit(self, step: Step, spans: list[tuple[Held, int]]) -> None:
         try:
             future = step.session.commit_async(
                 [held.reservation for held, _ in spans],
@@ -364,7 +235,7 @@ class Saver:
         future.add_done_callback(lambda done: self._committed(step, spans, done))
 
     def _committed(
-        self, step: _Step, spans: list[tuple[_Held, int]], done: Future[list[int]]
+        self, step: Step, spans: list[tuple[Held, int]], done: Future[list[int]]
     ) -> None:
         error = done.exception()
         if error is not None:
@@ -395,19 +266,3 @@ class Saver:
             logger.error("a store failed", exc_info=wrong)
         elif not isinstance(wrong, ConnectionClosed):
             logger.warning("a store failed: %s", str(wrong))
-
-
-def _give_back(future: Future[_Step | None]) -> None:
-    """Ends reservations that came too late. Waits for the daemon, so not in the engine's thread."""
-    if not future.cancelled() and future.exception() is None:
-        step = future.result()
-        if step is not None:
-            _abort(step.session, step.held)
-
-
-def _abort(session: Session, held: Sequence[_Held]) -> None:
-    if held:
-        try:
-            session.abort([h.reservation for h in held])
-        except KMeshError as wrong:
-            logger.debug("reservations end with their session: %s", str(wrong))

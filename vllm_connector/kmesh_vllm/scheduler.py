@@ -1,43 +1,28 @@
 """The scheduler half: what to restore, for whom, and what to store.
 
-Nothing here waits: look-ups read the shared index, leases come in the background, and a request
-whose lease is under way is answered "ask again".
+Nothing here waits; ``matching`` finds what there is.
 """
 
 from __future__ import annotations
 
-import logging
 import secrets
 import time
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Protocol
 
-from kmesh.errors import DeadlineExceeded, KMeshError
-from kmesh.keys import KEY_BYTES, Extra
+from kmesh.keys import Extra
 from kmesh.session import Session
 from kmesh_vllm.computing import Computing
 from kmesh_vllm.config import Settings
 from kmesh_vllm.counts import Counts
-from kmesh_vllm.flights import Flights
 from kmesh_vllm.identity import Identity
-from kmesh_vllm.lookup import Hit, longest_hit
+from kmesh_vllm.matching import Match, Matcher
 from kmesh_vllm.metadata import LoadPlan, LoadReport, StepPlan
 from kmesh_vllm.patience import PATIENCE, Patience
-from kmesh_vllm.quarantine import Quarantine
-from kmesh_vllm.requests import LookedAt, Phase, RequestState, Restore
+from kmesh_vllm.requests import Phase, RequestState
 from kmesh_vllm.restoring import failed_keys, load_plan, report_corrupt
-from kmesh_vllm.storing import key_at, keys_between, plan_store
-from kmesh_vllm.tiers import Tiers
-
-logger = logging.getLogger("kmesh_vllm")
-
-#: After a lease that did not come in time, none is asked for during so many waits: a daemon that
-#: hangs holds up one request now and then, not each.
-_PAUSE = 5
-#: Part of the time for a lease that the daemon may take to bring spans from disk: what has not come
-#: by then is computed, what has is used.
-_DISK_SHARE = 0.75
+from kmesh_vllm.storing import keys_between, plan_again, plan_store
 
 
 class Sessions(Protocol):
@@ -45,10 +30,6 @@ class Sessions(Protocol):
 
     @property
     def session(self) -> Session | None: ...
-
-
-#: (tokens, True): restore so many; (0, False): nothing; (None, False): ask again.
-Match = tuple[int | None, bool]
 
 
 class SchedulerHalf:
@@ -77,17 +58,22 @@ class SchedulerHalf:
         self._shardings = identity.sharding.alternatives()
         self._states: dict[str, RequestState] = {}
         self._loading: dict[str, RequestState] = {}
-        self._flights = Flights()
         self._loads: list[LoadPlan] = []
-        self._quarantine = Quarantine(settings.retry_after_ms / 1000, clock=clock)
         self._reports = ThreadPoolExecutor(1, thread_name_prefix="kmesh-report")
-        self._paused_until = 0.0
         self._computing = False
         self._patience = Patience(patience)
-        self._tiers = Tiers(settings.tier, settings.acquire_timeout_ms / 1000, clock)
         self.counts = Counts()
         self.computing = Computing(
             settings, identity.sharding.shards, self.counts, sharing=sharing, clock=clock
+        )
+        self._matcher = Matcher(
+            identity,
+            settings,
+            self.counts,
+            self.computing,
+            self._patience,
+            sharing=sharing,
+            clock=clock,
         )
         self.reset_word = ""
 
@@ -106,7 +92,7 @@ class SchedulerHalf:
         salt: bytes = b"",
     ) -> None:
         """A new request whose prompt may be restored and stored."""
-        self._states[request_id] = RequestState(
+        state = self._states[request_id] = RequestState(
             request_id,
             tokens,
             namespace,
@@ -115,6 +101,10 @@ class SchedulerHalf:
             may_load=may_load and self._settings.load,
             may_store=self._settings.store,
         )
+        session = self._client.session
+        if session is not None and (state.may_load or state.may_store):
+            # While it waits in vLLM's queue, and not when its first token is waited for.
+            state.chain(session.welcome.span_tokens, session.welcome.sub_tokens)
 
     def match(self, request_id: str, local: int, total: int) -> Match:
         """How many tokens behind the first ``local`` can be restored.
@@ -134,35 +124,7 @@ class SchedulerHalf:
         if request_id in self._loading:
             # An aborted request of the same id still loads, and its end would be taken for ours.
             return 0, False
-        session = self._client.session
-        block = self._identity.block_tokens
-        limit = min((total - 1) // block * block, len(state.tokens) // block * block)
-        if (
-            session is None
-            or not state.may_load
-            or limit - local < max(self._settings.min_restore_tokens, 1)
-        ):
-            self._idle(state)
-            self.computing.give_up(state)
-            return 0, False
-        if not self._tiers.look:
-            return (None, False) if self._tiers.wait() else (0, False)
-        if self._sharing and self._other_brings(state, session, local):
-            return None, False
-        if state.restore is not None and (
-            state.restore.session is not session
-            or state.restore.first > local // session.welcome.span_tokens
-        ):
-            self._idle(state)
-        if state.phase is Phase.IDLE:
-            if self.computing.holds(state, session, local, self._finder(state, session, limit)):
-                return None, False
-            return self._begin(state, session, local, limit)
-        if state.phase is Phase.ACQUIRING:
-            answer = self._await_lease(state)
-            if answer is not None:
-                return answer
-        return self._promise(state, session, local, limit)
+        return self._matcher.match(state, self._client.session, local, total)
 
     def allocated(self, request_id: str, block_ids: Sequence[int], tokens: int) -> None:
         """Blocks were found; ``tokens`` are to be restored into them, 0 if none."""
@@ -171,7 +133,7 @@ class SchedulerHalf:
             return
         if tokens == 0:
             if state.phase is not Phase.LOADING:
-                self._idle(state)
+                self._matcher.idle(state)
             return
         block = self._identity.block_tokens
         restore = state.restore
@@ -181,7 +143,7 @@ class SchedulerHalf:
         ids = list(block_ids[restore.begin // block : -(-restore.end // block)])
         if self._sharing:
             keys = keys_between(state, restore.session, restore.begin, restore.end)
-            self._flights.take_off(state, keys)
+            self._matcher.flights.take_off(state, keys)
         state.phase = Phase.LOADING
         restore.began = self._clock()
         state.failed, state.corrupt = None, []
@@ -217,7 +179,9 @@ class SchedulerHalf:
             state = self._states.get(request)
             if state is not None and (state.part is not None or not state.measured):
                 self.computing.scheduled(state, computed, scheduled)
-            if state is None or not state.may_store or (state.complete and not replace):
+            if state is None or not state.may_store:
+                continue
+            if state.complete and not replace and not state.again.spans:
                 continue
             if replace:
                 state.blocks = blocks
@@ -231,10 +195,12 @@ class SchedulerHalf:
         """What the workers said: what went wrong, and which loads have ended."""
         if report is not None:
             if report.devices is not None:
-                self._tiers.hear(report.devices)
+                self._matcher.tiers.hear(report.devices)
             for request, entries in report.corrupt.items():
                 if state := self._loading.get(request):
                     state.corrupt.extend(e for e in entries if e not in state.corrupt)
+            for request, starts in report.reserved.items():
+                self._reserved(request, starts)
             for request, position in report.failed.items():
                 if state := self._loading.get(request):
                     state.failed = min(position, position if state.failed is None else state.failed)
@@ -247,7 +213,7 @@ class SchedulerHalf:
         state = self._states.pop(request_id, None)
         if state is None:
             return None
-        self._flights.land(state)
+        self._matcher.flights.land(state)
         self.computing.finished(state)
         # A load under way keeps its lease: the workers still read.
         state.forget_restore()
@@ -258,7 +224,7 @@ class SchedulerHalf:
         self.reset_word = secrets.token_hex(16)
         for state in self._states.values():
             state.may_load = state.may_store = False
-            self._idle(state)
+            self._matcher.idle(state)
             self.computing.reset(state)
 
     def told(self) -> dict[str, int]:
@@ -275,138 +241,7 @@ class SchedulerHalf:
                 state.restore.drop()
         self._states.clear()
         self._loading.clear()
-        self._flights = Flights()
-
-    def _begin(self, state: RequestState, session: Session, local: int, limit: int) -> Match:
-        if self._clock() < self._paused_until:
-            return 0, False
-        hit = self._look_up(state, session, limit)
-        span = session.welcome.span_tokens
-        found = self._finder(state, session, limit)()
-        if self.computing.claims(state, session, found, limit, self._tiers.store):
-            return None, False
-        if hit is None or min(hit.tokens(span), limit) - local < max(
-            self._settings.min_restore_tokens, 1
-        ):
-            return 0, False
-        first = local // span
-        chain = state.chain(span, session.welcome.sub_tokens)
-        keys = chain.keys[first * KEY_BYTES : hit.spans * KEY_BYTES]
-        if hit.tail:
-            keys += chain.key(hit.spans, hit.tail)
-        timeout = self._settings.acquire_timeout_ms / 1000
-        try:
-            future = session.acquire_async(
-                keys,
-                hit.sharding.shards,
-                prefix=True,
-                timeout=timeout,
-                salt=state.salt,
-                device=hit.device,
-                # What is on disk is waited for as a lease is, in the background.
-                wait=timeout * _DISK_SHARE,
-            )
-        except KMeshError:
-            return 0, False
-        state.restore = Restore(session, hit, first, limit, future, self._clock() + timeout)
-        state.phase = Phase.ACQUIRING
-        if self._sharing:
-            key = key_at(state, session, local)
-            self._flights.take_off(state, (key,) if key else ())
-        self._patience.wait(future)
-        answer = self._await_lease(state)
-        return self._promise(state, session, local, limit) if answer is None else answer
-
-    def _finder(self, state: RequestState, session: Session, limit: int) -> Callable[[], int]:
-        """Says how many tokens are here or in KMesh, at the time when it is asked."""
-
-        def found() -> int:
-            hit = self._look_up(state, session, limit)
-            stored = min(hit.tokens(session.welcome.span_tokens), limit) if hit else 0
-            return max(stored, state.local)
-
-        return found
-
-    def _look_up(self, state: RequestState, session: Session, limit: int) -> Hit | None:
-        at = self._circumstances(session, limit)
-        remembered, hit = state.remembered(at)
-        if not remembered:
-            welcome = session.welcome
-            hit = longest_hit(
-                state.chain(welcome.span_tokens, welcome.sub_tokens),
-                session.index,
-                self._shardings,
-                span_tokens=welcome.span_tokens,
-                sub_tokens=welcome.sub_tokens,
-                block_tokens=self._identity.block_tokens,
-                limit=limit,
-                avoid=self._quarantine,
-                devices=self._tiers.look,
-            )
-            state.remember(at, hit)
-        return hit
-
-    def _await_lease(self, state: RequestState) -> Match | None:
-        """None when the lease has come; else what to answer."""
-        restore = state.restore
-        assert restore is not None
-        done = restore.future.done()
-        if not done and self._clock() < restore.deadline:
-            return None, False
-        error = restore.future.exception() if done else DeadlineExceeded("no lease in time")
-        if isinstance(error, DeadlineExceeded):
-            self.counts.add("acquire_late")
-            self._paused_until = self._clock() + _PAUSE * self._settings.acquire_timeout_ms / 1000
-        elif error is not None:
-            if not isinstance(error, KMeshError):
-                logger.error("acquire failed", exc_info=error)
-            self.counts.add("acquire_refused")
-        if error is not None:
-            self._give_up(state)
-            return 0, False
-        self._flights.land(state)
-        restore.lease = restore.future.result()
-        state.phase = Phase.LEASED
-        return None
-
-    def _promise(self, state: RequestState, session: Session, local: int, limit: int) -> Match:
-        restore = state.restore
-        assert restore is not None
-        block, span = self._identity.block_tokens, session.welcome.span_tokens
-        leased = restore.leased_tokens(span)
-        end = min(leased, limit) // block * block
-        if end - local >= max(self._settings.min_restore_tokens, 1):
-            return end - local, True
-        if leased < restore.hit.tokens(span):
-            self.counts.add("acquire_refused")
-            self._give_up(state)
-        else:
-            self._idle(state)
-        return 0, False
-
-    def _give_up(self, state: RequestState) -> None:
-        """The index promised what Acquire refused: not asked again until the index changes."""
-        restore = state.restore
-        assert restore is not None
-        self._idle(state)
-        state.remember(self._circumstances(restore.session, restore.limit), None)
-
-    def _circumstances(self, session: Session, limit: int) -> LookedAt:
-        return session.epoch, session.index.version, limit, self._quarantine.generation
-
-    def _other_brings(self, state: RequestState, session: Session, local: int) -> bool:
-        """Whether the span that this request needs next is on its way for another one."""
-        if not self._flights:
-            return False
-        key = key_at(state, session, local)
-        if key is None or not self._flights.other(state, key):
-            return False
-        self._idle(state)
-        return True
-
-    def _idle(self, state: RequestState) -> None:
-        self._flights.land(state)
-        state.forget_restore()
+        self._matcher.flights.clear()
 
     def _admitted(self, state: RequestState, computed: int) -> None:
         """Tokens of a request that begins to run and that neither vLLM's cache nor we brought
@@ -421,17 +256,38 @@ class SchedulerHalf:
         session = self._client.session
         if session is None or not state.may_store:
             return
-        plan = plan_store(
-            state,
-            session,
-            self._shardings,
-            block_tokens=self._identity.block_tokens,
-            computed=computed,
-            bad=self._quarantine.__contains__,
-            device=self._tiers.store,
-        )
-        if plan is not None:
-            step.stores.append(plan)
+        block, device = self._identity.block_tokens, self._matcher.tiers.store
+        if not state.complete:
+            bad = self._matcher.quarantine.__contains__
+            plan = plan_store(
+                state,
+                session,
+                self._shardings,
+                block_tokens=block,
+                computed=computed,
+                bad=bad,
+                device=device,
+            )
+            if plan is not None:
+                step.stores.append(plan)
+        if state.again.spans and self._clock() >= state.again.at:
+            plan = plan_again(
+                state,
+                session,
+                self._shardings,
+                block_tokens=block,
+                computed=computed,
+                device=device,
+            )
+            if plan is not None:
+                step.stores.append(plan)
+
+    def _reserved(self, request: str, starts: Iterable[int]) -> None:
+        """Spans were not stored, since somebody else had them reserved."""
+        state, session = self._states.get(request), self._client.session
+        if state is not None and session is not None and state.may_store:
+            span = session.welcome.span_tokens
+            state.again.hear((start // span for start in starts), self._clock())
 
     def _loaded(self, state: RequestState) -> None:
         """A load has ended: count it, keep away from what failed, give the lease back."""
@@ -440,7 +296,7 @@ class SchedulerHalf:
         assert restore.lease is not None
         lease, session = restore.lease, restore.session
         span = session.welcome.span_tokens
-        self._flights.land(state)
+        self._matcher.flights.land(state)
         good = restore.end if state.failed is None else state.failed
         state.restored += good - restore.begin
         state.local = good
@@ -457,7 +313,7 @@ class SchedulerHalf:
             # With the daemon gone it is not the span's fault.
             failed = state.failed if self._client.session is session else None
             for key in failed_keys(restore, lease, state.corrupt, failed):
-                self._quarantine.add(key)
+                self._matcher.quarantine.add(key)
         state.phase = Phase.IDLE
         state.restore = None
         if state.corrupt:

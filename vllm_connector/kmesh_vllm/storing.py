@@ -4,12 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-import numpy as np
-
-from kmesh.keys import KEY_BYTES
+from kmesh.keys import KEY_BYTES, split
 from kmesh.session import Session
 from kmesh_vllm.lookup import covered
-from kmesh_vllm.metadata import StorePlan
+from kmesh_vllm.metadata import StorePlan, packed_ids
 from kmesh_vllm.requests import RequestState
 from kmesh_vllm.sharding import Sharding
 
@@ -43,38 +41,98 @@ def plan_store(
     if not wanted:
         state.complete = state.stored == full and (state.tail_stored or not tail)
         return None
-    chain = state.chain(span, sub)
-    first = wanted[0][0] * span // block_tokens
-    last = -(-(wanted[-1][0] * span + wanted[-1][1]) // block_tokens)
-    if last > len(state.blocks):
+    plan = _Wanted(state, session, block_tokens, wanted)
+    if not plan.in_blocks:
         return None
-    keys = [chain.key(number, tokens) for number, tokens in wanted]
-    there = [False] * len(keys)
-    if device is not None:
-        there = covered(b"".join(keys), session.index, shardings, device)
-    waits = next((i for i, key in enumerate(keys) if there[i] and bad(key)), len(keys))
+    there = plan.there(shardings, device)
+    waits = next((i for i, key in enumerate(plan.keys) if there[i] and bad(key)), len(wanted))
     del wanted[waits:]
     if not wanted:
         return None
     with_tail = wanted[-1][1] < span
     state.stored += len(wanted) - with_tail
     state.tail_stored = state.tail_stored or with_tail
-    missing = [i for i in range(len(wanted)) if not there[i]]
-    if not missing:
+    return plan.of([i for i in range(len(wanted)) if not there[i]])
+
+
+def plan_again(
+    state: RequestState,
+    session: Session,
+    shardings: tuple[Sharding, ...],
+    *,
+    block_tokens: int,
+    computed: int,
+    device: str | None = "",
+) -> StorePlan | None:
+    """Spans that somebody else had reserved, and that are still not there; None: there are none.
+
+    Args: as for ``plan_store``.
+    """
+    span, sub = session.welcome.span_tokens, session.welcome.sub_tokens
+    prompt = len(state.tokens)
+    full, tail = prompt // span, prompt % span // sub * sub
+    wanted = [(number, span if number < full else tail) for number in sorted(state.again.spans)]
+    wanted = [one for one in wanted if one[1] and one[0] * span + one[1] <= computed]
+    if not wanted:
         return None
-    sub_keys = b""
-    if with_tail and missing[-1] == len(wanted) - 1:
-        sub_keys = b"".join(chain.sub_keys(full, tail)[:-1])
-    return StorePlan(
-        namespace=state.namespace,
-        keys=b"".join(keys[i] for i in missing),
-        tokens=tuple(wanted[i][1] for i in missing),
-        start=tuple(wanted[i][0] * span for i in missing),
-        sub_keys=sub_keys,
-        first=first * block_tokens,
-        blocks=np.asarray(state.blocks[first:last], np.int64).tobytes(),
-        salt=state.salt,
-    )
+    plan = _Wanted(state, session, block_tokens, wanted)
+    if not plan.in_blocks:
+        return None
+    state.again.spans.difference_update(number for number, _ in wanted)
+    there = plan.there(shardings, device)
+    return plan.of([i for i in range(len(wanted)) if not there[i]])
+
+
+class _Wanted:
+    """Spans of a request, by number and tokens, in order."""
+
+    def __init__(
+        self,
+        state: RequestState,
+        session: Session,
+        block_tokens: int,
+        wanted: list[tuple[int, int]],
+    ) -> None:
+        self._state = state
+        self._session = session
+        self._wanted = wanted
+        self._block = block_tokens
+        self._span = span = session.welcome.span_tokens
+        self._chain = state.chain(span, session.welcome.sub_tokens)
+        self.keys = [self._chain.key(number, tokens) for number, tokens in wanted]
+        self._first = wanted[0][0] * span // block_tokens
+        self._last = -(-(wanted[-1][0] * span + wanted[-1][1]) // block_tokens)
+
+    @property
+    def in_blocks(self) -> bool:
+        """Whether the request has blocks for all of them."""
+        return self._last <= len(self._state.blocks)
+
+    def there(self, shardings: tuple[Sharding, ...], device: str | None) -> list[bool]:
+        """Which of them are stored already, as far as that is known."""
+        if device is None:
+            return [False] * len(self.keys)
+        return covered(b"".join(self.keys), self._session.index, shardings, device)
+
+    def of(self, missing: list[int]) -> StorePlan | None:
+        """Stores these of them."""
+        if not missing:
+            return None
+        wanted, sub_keys = self._wanted, b""
+        number, tokens = wanted[missing[-1]]
+        if tokens < self._span:
+            sub_keys = b"".join(self._chain.sub_keys(number, tokens)[:-1])
+        return StorePlan(
+            namespace=self._state.namespace,
+            keys=b"".join(self.keys[i] for i in missing),
+            tokens=tuple(wanted[i][1] for i in missing),
+            start=tuple(wanted[i][0] * self._span for i in missing),
+            sub_keys=sub_keys,
+            first=self._first * self._block,
+            blocks=packed_ids(self._state.blocks[self._first : self._last]),
+            salt=self._state.salt,
+            request=self._state.request_id,
+        )
 
 
 def key_at(state: RequestState, session: Session, position: int) -> bytes | None:
@@ -90,5 +148,4 @@ def keys_between(state: RequestState, session: Session, begin: int, end: int) ->
     span, sub = session.welcome.span_tokens, session.welcome.sub_tokens
     chain = state.chain(span, sub)
     first, last = begin // span, min(-(-end // span), chain.spans)
-    keys = chain.keys
-    return tuple(keys[i * KEY_BYTES : (i + 1) * KEY_BYTES] for i in range(first, last))
+    return split(chain.keys[first * KEY_BYTES : last * KEY_BYTES])

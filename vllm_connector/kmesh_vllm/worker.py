@@ -24,6 +24,8 @@ if TYPE_CHECKING:
     import torch
 
 
+#: Seconds that a step in which nothing is computed waits for a load to end.
+_REST = 0.001
 #: Bytes of a GPU's memory through which is stored, at most, where nothing is set.
 _BUFFER = 1 << 30
 
@@ -43,6 +45,7 @@ class WorkerHalf:
     Args:
         rank: within the tensor-parallel group.
         step_tokens: that a step computes at most, over all requests.
+        lockstep: other engines wait for each step of this one.
     """
 
     def __init__(
@@ -53,6 +56,7 @@ class WorkerHalf:
         *,
         rank: int,
         step_tokens: int = 0,
+        lockstep: bool = False,
     ) -> None:
         self.make_gpu: Callable[[int], Gpu] = CudaGpu
         self._identity = identity
@@ -65,6 +69,8 @@ class WorkerHalf:
         self._loader: Loader | None = None
         self._saver: Saver | None = None
         self._computed = False
+        self._lockstep = lockstep
+        self._rest = 0.0
         self._bad_blocks: set[int] = set()
         self._report = LoadReport()
         self.counts = Counts()
@@ -123,6 +129,7 @@ class WorkerHalf:
     def begin(self, step: StepPlan) -> None:
         """Before the forward pass: asks for reservations in the background."""
         self._computed = step.computes
+        self._rest = 0.0 if step.computes or self._lockstep else _REST
         if self._saver is not None:
             self._saver.begin(step.stores)
 
@@ -143,10 +150,14 @@ class WorkerHalf:
             self._saver.finish()
 
     def finished(self) -> set[str]:
-        """Requests whose loads have ended, well or not, since the last call."""
+        """Requests whose loads have ended, well or not, since the last call.
+
+        In a step that computes nothing a load's end is waited for, a moment: otherwise it would be
+        told with a later step, and the steps until then would keep the interpreter busy.
+        """
         if self._loader is None:
             return set()
-        requests, bad_blocks, report = self._loader.finished()
+        requests, bad_blocks, report = self._loader.finished(self._rest)
         self._bad_blocks |= bad_blocks
         self._report.merge(report)
         return requests
@@ -157,7 +168,9 @@ class WorkerHalf:
         return blocks
 
     def report(self) -> LoadReport | None:
-        """What the scheduler half has to know of loads, since the last call."""
+        """What the scheduler half has to know, since the last call."""
+        if self._saver is not None and (reserved := self._saver.reserved()):
+            self._report.merge(LoadReport(reserved=reserved))
         if not self._report:
             return None
         report, self._report = self._report, LoadReport()

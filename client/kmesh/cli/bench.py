@@ -18,7 +18,6 @@ from kmesh.keys import KEY_BYTES, Namespace
 from kmesh.layout import TILE_BYTES, Shard
 from kmesh.session import ReserveBatch, Session, Staging
 from kmesh.store import put_spans, read_span
-from kmesh.v1 import admin_pb2
 
 BENCH = Namespace("kmesh bench", "", "float32", 1, 1, 1)
 SHARD = Shard(0, 1, 0, 1)
@@ -74,7 +73,7 @@ def _measure(tool: Tool, rounds: int, free: int, timeout: float) -> dict[str, ob
         pings = _times(lambda: session.ping(timeout), rounds)
         grpc = _times(tool.status, rounds)
         leases = _times(lambda: _lease(session, keys, timeout), rounds)
-        _remove(tool, keys)
+        tool.remove(keys)
         payloads = [os.urandom(_LARGE)] * large
         before = time.perf_counter()
         _store(session, staging, more, payloads)
@@ -87,7 +86,7 @@ def _measure(tool: Tool, rounds: int, free: int, timeout: float) -> dict[str, ob
             read = time.perf_counter() - before
             size = lease.hits * _LARGE
     finally:
-        left = _remove(tool, keys + more)
+        left = tool.remove(keys + more)
     return {
         "rounds": rounds,
         "ping_median_us": _us(statistics.median(pings)),
@@ -118,14 +117,6 @@ def _lease(session: Session, keys: bytes, timeout: float) -> None:
     """Acquire and Release, both answered."""
     session.acquire(keys, [SHARD], timeout=timeout).release()
     session.ping(timeout)
-
-
-def _remove(tool: Tool, keys: bytes) -> int:
-    """How many could not be removed."""
-    # What was released before is released when this has been answered.
-    tool.session.ping(tool.timeout)
-    answer = tool.evict(admin_pb2.EvictRequest(keys=keys))
-    return answer.leased + answer.busy
 
 
 def _times(call: Callable[[], object], rounds: int) -> list[float]:

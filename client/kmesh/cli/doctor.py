@@ -30,6 +30,7 @@ SHARD = Shard(0, 1, 0, 1)
 #: More than one tile, and no whole number of anything.
 _PATTERN_BYTES = TILE_BYTES + 4242
 
+_FORGET = f"kmesh evict --namespace {DOCTOR.digest().hex()}"
 _WITH_SESSION = ("slabs", "pattern", "handles", "dma_buf", "cgroup")
 _COLOURS = {"ok": "green", "warn": "yellow", "fail": "red", "skip": "dim"}
 
@@ -104,6 +105,7 @@ def examine(
         found.append(attempt("pattern", partial(_pattern, tool, socket_dir, key, payload)))
         found.append(attempt("handles", partial(_handles, tool)))
         found.append(attempt("dma_buf", partial(_dma_buf, tool, key, payload)))
+        found += _forgotten(tool, key)
         found.append(attempt("cgroup", partial(_cgroup, tool)))
         for name in gpus:
             found += gpu.examine(name, tool.session, timeout=timeout)
@@ -239,6 +241,15 @@ def _pattern(tool: Tool, socket_dir: str, key: bytes, payload: bytes) -> Check:
     return Check(
         "pattern", "ok", f"{len(payload):,} bytes stored, read and verified in two processes"
     )
+
+
+def _forgotten(tool: Tool, key: bytes) -> list[Check]:
+    """Nothing of the pattern stays, as spans of a namespace that no engine has; what went wrong."""
+    try:
+        left = tool.remove(key)
+    except errors.KMeshError as failed:
+        return [Check("pattern left", "warn", str(failed), _FORGET)]
+    return [Check("pattern left", "warn", "its span is in use", _FORGET)] if left else []
 
 
 def _cgroup(tool: Tool) -> Check:

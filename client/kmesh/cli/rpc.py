@@ -129,6 +129,13 @@ class Tool:
         answer: admin_pb2.ExplainResponse = self._ask(self._admin.Explain, request)
         return answer
 
+    def remove(self, keys: bytes) -> int:
+        """Evicts what this tool has stored; how many spans could not be removed."""
+        # What was released before is released when this has been answered.
+        self.session.ping(self.timeout)
+        answer = self.evict(admin_pb2.EvictRequest(keys=keys))
+        return answer.leased + answer.busy
+
     def evict(self, request: admin_pb2.EvictRequest) -> admin_pb2.EvictResponse:
         """Takes as long as it takes."""
         answer: admin_pb2.EvictResponse = self._ask(self._admin.Evict, request, _LONG)

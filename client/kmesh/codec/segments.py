@@ -18,7 +18,8 @@ SHARED_FIELDS = ("namespace", "dtype", "shard", "head_dim")
 
 
 class Segment:
-    """A dense payload and what it is. The payload must not change while this is used.
+    """A dense payload and what it is. The payload must not change while this is used: ``rows`` is
+    a view that can't be written, but whoever else can write the memory still can.
 
     Args:
         description: of the payload; ``position`` is where it was computed.
@@ -30,7 +31,8 @@ class Segment:
 
     def __init__(self, description: SpanDescription, payload: Bytes) -> None:
         self.description = description
-        self.rows = rows_of(description, payload)
+        self.rows = rows_of(description, payload).view()
+        self.rows.flags.writeable = False
 
     @cached_property
     def digest(self) -> bytes:

@@ -95,6 +95,15 @@ class Device:
         """Whether the GPU has it."""
         return bool(self.driver.attribute(self.ordinal, attribute))
 
+    def peers(self) -> dict[str, int]:
+        """Other GPUs that this process sees and whose memory this one can read: ordinal by UUID."""
+        others = (n for n in range(self.driver.device_count()) if n != self.ordinal)
+        return {
+            self.driver.device_uuid(peer): peer
+            for peer in others
+            if self.driver.can_access_peer(self.ordinal, peer)
+        }
+
     @contextmanager
     def current(self) -> Iterator[Driver]:
         """The driver, with this GPU's context current in this thread until the block ends.

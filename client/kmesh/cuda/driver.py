@@ -38,6 +38,9 @@ class Driver(Protocol):
     def attribute(self, device: int, attribute: Attribute) -> int:
         """What the GPU can do. Needs no context."""
 
+    def can_access_peer(self, device: int, peer: int) -> bool:
+        """Whether a GPU can be given access to another one's memory. Needs no context."""
+
     def retain_context(self, device: int) -> int:
         """The GPU's primary context, which ``release_context`` gives back."""
 

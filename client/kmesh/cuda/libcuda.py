@@ -62,6 +62,7 @@ _SIGNATURES: dict[str, tuple[Any, ...]] = {
     "cuDeviceGetUuid_v2": (c_char * 16, c_int),
     "cuDeviceGetName": (c_char_p, c_int, c_int),
     "cuDeviceGetAttribute": (POINTER(c_int), c_int, c_int),
+    "cuDeviceCanAccessPeer": (POINTER(c_int), c_int, c_int),
     "cuDevicePrimaryCtxRetain": (POINTER(c_void_p), c_int),
     "cuDevicePrimaryCtxRelease_v2": (c_int,),
     "cuCtxPushCurrent_v2": (c_void_p,),
@@ -153,6 +154,11 @@ class LibCuda:
         value = c_int()
         self._call("cuDeviceGetAttribute", byref(value), int(attribute), device)
         return value.value
+
+    def can_access_peer(self, device: int, peer: int) -> bool:
+        value = c_int()
+        self._call("cuDeviceCanAccessPeer", byref(value), device, peer)
+        return bool(value.value)
 
     def retain_context(self, device: int) -> int:
         context = c_void_p()

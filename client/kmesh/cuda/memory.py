@@ -33,7 +33,7 @@ def _steps() -> Iterator[ExitStack]:
 
 
 class DeviceMemory:
-    """Memory of one GPU, mapped there.
+    """Memory of a GPU, mapped on it, or on another one that can read it (``Device.peers``).
 
     Attributes:
         device: that it is mapped on.
@@ -58,8 +58,11 @@ class DeviceMemory:
                 driver.set_access(self.address, size, device.ordinal, writable=writable)
 
     @classmethod
-    def create(cls, device: Device, size: int) -> DeviceMemory:
+    def create(cls, device: Device, size: int, peer: int | None = None) -> DeviceMemory:
         """New memory, mapped writable.
+
+        Args:
+            peer: ordinal of the GPU whose memory it is, if not of ``device``.
 
         Raises:
             ConfigError: the size is no multiple of ``device.granularity``.
@@ -68,7 +71,8 @@ class DeviceMemory:
         step = device.granularity
         if size <= 0 or size % step:
             raise ConfigError(f"{size} bytes are no multiple of {step}, as {device.uuid} wants")
-        handle = device.driver.create(device.ordinal, size, rdma=device.rdma)
+        owner = device.ordinal if peer is None else peer
+        handle = device.driver.create(owner, size, rdma=device.rdma)
         return cls(device, size, handle, writable=True)
 
     @classmethod

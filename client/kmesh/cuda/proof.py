@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable
 
 from kmesh import _host
 from kmesh.cuda.device import Device
@@ -16,31 +15,37 @@ from kmesh.mapping import Mapping, importable
 _PATTERN_BYTES = 1 << 16
 
 _lock = threading.Lock()
-_proved: set[tuple[str, HandleKind]] = set()
+_proved: set[tuple[str, HandleKind, int | None]] = set()
 
 
-def prove(device: Device, kind: HandleKind) -> None:
+def prove(device: Device, kind: HandleKind, peer: int | None = None) -> None:
     """Proves a kind on a GPU, once in a process.
+
+    Args:
+        peer: ordinal of the GPU whose memory is read, if not of ``device``.
 
     Raises:
         UnsupportedError: it does not work here; says why.
         CudaError: the driver refuses.
     """
     with _lock:
-        if (device.uuid, kind) in _proved:
+        if (device.uuid, kind, peer) in _proved:
             return
-        moves = _MOVES.get(kind)
-        if moves is None:
-            raise UnsupportedError(f"{device.name} reads no {kind.name}")
         pattern = os.urandom(_PATTERN_BYTES)
-        if moves(device, pattern) != pattern:
+        if kind == HandleKind.CUDA_VMM_FD:
+            seen = through_export(device, pattern, peer)
+        elif kind == HandleKind.MEMFD:
+            seen = through_registration(device, pattern)
+        else:
+            raise UnsupportedError(f"{device.name} reads no {kind.name}")
+        if seen != pattern:
             raise UnsupportedError(f"{kind.name}: {device.name} read other bytes than were written")
-        _proved.add((device.uuid, kind))
+        _proved.add((device.uuid, kind, peer))
 
 
-def through_export(device: Device, pattern: bytes) -> bytes:
+def through_export(device: Device, pattern: bytes, peer: int | None = None) -> bytes:
     """The pattern as it comes through an export and a read-only import."""
-    with DeviceMemory.create(device, device.granularity) as made:
+    with DeviceMemory.create(device, device.granularity, peer) as made:
         made.write(pattern)
         fd = made.export()
         try:
@@ -71,9 +76,3 @@ def fetch(device: Device, address: int, length: int) -> bytes:
         finally:
             driver.free(scratch)
     return bytes(data)
-
-
-_MOVES: dict[HandleKind, Callable[[Device, bytes], bytes]] = {
-    HandleKind.CUDA_VMM_FD: through_export,
-    HandleKind.MEMFD: through_registration,
-}

@@ -90,7 +90,7 @@ class DeviceSlabs:
 
         Raises:
             NotFound: there is no such slab, or it is not made yet.
-            UnsupportedError: it is on another GPU, or this one can't read its kind; says why.
+            UnsupportedError: it is on a GPU that this one can't read, or of a kind; says why.
             CudaError: the driver refuses.
         """
         found = self._slabs.get(number)
@@ -110,11 +110,8 @@ class DeviceSlabs:
             same = HandleKind.CUDA_VMM_FD if handle.device else HandleKind.MEMFD
             handle = self._session.export_slab(number, timeout, same)
         try:
-            if handle.device not in ("", self._device.uuid):
-                raise UnsupportedError(
-                    f"slab {number} is on {handle.device}, not on {self._device.uuid}"
-                )
-            prove(self._device, handle.kind)
+            peer = self._peer(handle.device, number)
+            prove(self._device, handle.kind, peer)
             if handle.kind == HandleKind.MEMFD:
                 return DeviceSlab(number, handle, self._share(handle))
             memory = DeviceMemory.open(self._device, handle.fd, handle.size)
@@ -122,6 +119,17 @@ class DeviceSlabs:
             return DeviceSlab(number, handle, memory.address)
         finally:
             os.close(handle.fd)
+
+    def _peer(self, uuid: str, number: int) -> int | None:
+        """Ordinal of the GPU that a slab is on, if that is another one."""
+        if uuid in ("", self._device.uuid):
+            return None
+        peer = self._device.peers().get(uuid)
+        if peer is None:
+            raise UnsupportedError(
+                f"slab {number} is on {uuid}, which {self._device.uuid} can't read here"
+            )
+        return peer
 
     def _share(self, handle: Handle) -> int:
         file = os.fstat(handle.fd)

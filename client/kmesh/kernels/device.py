@@ -78,7 +78,7 @@ class Slot:
         self.told = 0
 
     def reserve(self, size: int) -> npt.NDArray[np.uint8]:
-        """Pinned memory for a job of that size; room for it on the device.
+        """Pinned memory for a job of that size or more; as much room on the device.
 
         Raises:
             RuntimeError: there is no memory for it; what was there before still is.
@@ -91,7 +91,7 @@ class Slot:
                 self._runtime.free(self.job)
             self.job, self._pinned = job, pinned
             self._host = np.frombuffer(pinned, dtype=np.uint8, count=room)
-        return self._host[:size]
+        return self._host
 
     def upload(self, size: int, stream: int) -> None:
         """Starts to copy the job's first ``size`` bytes."""

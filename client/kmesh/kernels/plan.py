@@ -85,6 +85,8 @@ def pack(parts: Sequence[SpanPart]) -> npt.NDArray[np.void]:
 
 def merged(loads: Sequence[Load]) -> list[Load]:
     """The same loads, those with equal parts as one: what one step restores for siblings."""
+    if len(loads) == 1:
+        return list(loads)
     found: dict[bytes, list[Load]] = {}
     for load in loads:
         found.setdefault(load.records.tobytes(), []).append(load)
@@ -225,8 +227,7 @@ def write(
             wanted.append(
                 _WANTED.pack(_host.address(pages.data), len(pages), one.shift, one.by_slot, at)
             )
-    # Turned keys go in items: units of them would double the time that compiling takes.
-    limits = (shared, stages, unit_shared, 0 if angles else unit_stages, burst)
+    limits = (shared, stages, unit_shared, unit_stages, burst)
     table, options = b"", _OPTIONS.pack(*limits, 0, 0, 0)
     if rotary and angles:
         if rotary.dim * (4 if rotary.dtype == "float32" else 2) > layout.row_bytes:

@@ -225,9 +225,12 @@ class AwaitRequest(_message.Message):
     FIRST_FIELD_NUMBER: _builtins.int
     COVERED_FIELD_NUMBER: _builtins.int
     SHARDS_FIELD_NUMBER: _builtins.int
+    WAIT_FIELD_NUMBER: _builtins.int
     flight: _builtins.int
     first: _builtins.int
     covered: _builtins.int
+    wait: _builtins.int
+    """the caller's own number for it, so that Leave can name it; or 0"""
     @_builtins.property
     def shards(self) -> _containers.RepeatedCompositeFieldContainer[_common_pb2.Shard]:
         """in which the caller would store, if it came to lead"""
@@ -239,10 +242,11 @@ class AwaitRequest(_message.Message):
         first: _builtins.int = ...,
         covered: _builtins.int = ...,
         shards: _abc.Iterable[_common_pb2.Shard] | None = ...,
+        wait: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["covered", b"covered", "first", b"first", "flight", b"flight", "shards", b"shards"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["covered", b"covered", "first", b"first", "flight", b"flight", "shards", b"shards", "wait", b"wait"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -278,15 +282,19 @@ class LeaveRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     FLIGHT_FIELD_NUMBER: _builtins.int
+    WAIT_FIELD_NUMBER: _builtins.int
     flight: _builtins.int
+    wait: _builtins.int
+    """only the one that has this number; 0: all of the session's"""
     def __init__(
         self,
         *,
         flight: _builtins.int = ...,
+        wait: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["flight", b"flight"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["flight", b"flight", "wait", b"wait"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -19,7 +19,7 @@ def test_answers_wait_for_a_place_in_the_socket() -> None:
         sock.send(session_socket_pb2.Request(id=1, hello=greeting).SerializeToString())
         answers: list[int] = []
         sent = 0
-        until = time.monotonic() + 20
+        until = time.monotonic() + 60
         stalled = 0.0
         while len(answers) < PINGS + 1:
             assert time.monotonic() < until

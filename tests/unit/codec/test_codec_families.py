@@ -382,6 +382,10 @@ def test_a_base_that_changed_behind_its_back_is_noticed() -> None:
     (segment,) = family.base
     payload = segment.rows.copy()
     changing = Base([Segment(segment.description, payload)])
+    (one,) = changing
+    with pytest.raises(ValueError, match="read-only"):
+        one.rows[0, 0, 0, 0] ^= 1
+    assert payload.flags.writeable
     decode(data.data, changing)
     payload[0, 0, 0, 0] ^= 1
     with pytest.raises(RecipeChecksumError) as refused:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from concurrent.futures import wait
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -21,6 +22,8 @@ from kmesh_vllm.sharding import Sharding
 from kmesh_vllm.worker import WorkerHalf
 
 LAYERS, HEADS, DIM = 3, 4, 8
+#: Seconds in which other threads get round to what they have to do, whatever else runs here.
+WAIT = 30.0
 NAMESPACE = Namespace(
     model="tiny", weights="w", dtype="float32", layers=LAYERS, kv_heads=HEADS, head_dim=DIM
 )
@@ -86,6 +89,9 @@ class MiniEngine:
                     "min_restore_tokens": 1,
                     "min_flight_tokens": 0,
                     "staging_bytes": 4 << 20,
+                    "acquire_timeout_ms": 60_000,
+                    "load_timeout_ms": 60_000,
+                    "reserve_timeout_ms": 60_000,
                 }
                 | settings
             )
@@ -169,12 +175,29 @@ class MiniEngine:
         return (begin + bad.nonzero().flatten()).tolist()
 
     def prefill(
-        self, request: str, seed: int, blocks: list[int], computed: int, scheduled: int
+        self,
+        request: str,
+        seed: int,
+        blocks: list[int],
+        computed: int,
+        scheduled: int,
+        during: Callable[[], None] = lambda: None,
     ) -> StepPlan:
-        """A step that takes up a request, computes and stores."""
+        """A step that takes up a request, computes and stores; ``during`` while it computes."""
         step = self.scheduler.plan([(request, blocks, computed, scheduled)], [])
-        self.run(step, lambda: self.compute(seed, blocks, computed, computed + scheduled))
+
+        def forward() -> None:
+            self.compute(seed, blocks, computed, computed + scheduled)
+            during()
+
+        self.run(step, forward)
         return step
+
+    def reserved(self) -> None:
+        """Waits until the reservations of the step that runs are answered."""
+        for worker in self.workers:
+            if worker._saver is not None and worker._saver._pending is not None:
+                wait([worker._saver._pending[0]], WAIT)
 
     def run(self, step: StepPlan, forward: Callable[[], None] = lambda: None) -> None:
         """What vLLM's model runner does with a step."""
@@ -185,9 +208,9 @@ class MiniEngine:
         for worker in self.workers:
             worker.save(failed=False)
 
-    def match(self, request: str, local: int, total: int, wait: float = 5.0) -> int:
+    def match(self, request: str, local: int, total: int, seconds: float = WAIT) -> int:
         """Asks until there is an answer."""
-        until = time.monotonic() + wait
+        until = time.monotonic() + seconds
         while True:
             tokens, is_async = self.scheduler.match(request, local, total)
             if tokens is not None:
@@ -196,17 +219,17 @@ class MiniEngine:
             assert time.monotonic() < until, "never answered"
             time.sleep(0.001)
 
-    def load(self, request: str, blocks: list[int], tokens: int, wait: float = 5.0) -> Outcome:
+    def load(self, request: str, blocks: list[int], tokens: int, seconds: float = WAIT) -> Outcome:
         """Runs a load that was promised, until every rank has said that it has ended."""
         self.scheduler.allocated(request, blocks, tokens)
         self.run(self.scheduler.plan([], []))
-        return self.settle(request, wait)
+        return self.settle(request, seconds)
 
-    def settle(self, request: str, wait: float = 5.0) -> Outcome:
+    def settle(self, request: str, seconds: float = WAIT) -> Outcome:
         """Polls the workers until a load has ended, and tells the scheduler half."""
         outcome = Outcome()
         waiting = set(range(len(self.workers)))
-        until = time.monotonic() + wait
+        until = time.monotonic() + seconds
         while waiting:
             assert time.monotonic() < until, "the load never ended"
             for rank in list(waiting):
@@ -229,9 +252,9 @@ class MiniEngine:
                 client.session.close()
 
 
-def until(condition: Callable[[], bool], wait: float = 5.0) -> None:
+def until(condition: Callable[[], bool], seconds: float = WAIT) -> None:
     """Waits for something that happens in another thread."""
-    end = time.monotonic() + wait
+    end = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < end, "never happened"
         time.sleep(0.002)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -51,11 +52,11 @@ def waits(engine: MiniEngine, daemon: FakeDaemon, request: str, tokens: list[int
     """A request that waits for another engine."""
     before = daemon.waits
     engine.scheduler.add(request, tokens, DIGEST)
-    until(lambda: ask(engine, request, len(tokens)) == ASK and daemon.waits > before, 30)
+    until(lambda: ask(engine, request, len(tokens)) == ASK and daemon.waits > before)
 
 
 def answered(engine: MiniEngine, request: str, total: int = 192) -> int:
-    return engine.match(request, 0, total, 30)
+    return engine.match(request, 0, total)
 
 
 def test_one_engine_computes_and_the_other_restores(engine: Make, daemon: FakeDaemon) -> None:
@@ -73,7 +74,7 @@ def test_one_engine_computes_and_the_other_restores(engine: Make, daemon: FakeDa
     assert answered(second, "r") == 160
     assert not second.load("r", [1, 2, 3, 4, 5], 160).bad_blocks
     assert second.wrong(0, [1, 2, 3, 4, 5], 0, 160) == []
-    until(lambda: daemon.flights == 0, 30)
+    until(lambda: daemon.flights == 0)
     counts = second.scheduler.counts.take()
     assert (counts["flight_joins"], counts["flight_landed"], counts["restores"]) == (1, 1, 1)
     assert second.scheduler.computing.rates.restore > 0
@@ -156,9 +157,9 @@ def test_a_request_that_ends_at_once_lands_what_it_has_stored(
     first, second, _ = two(engine)
     leads(first, "r", prompt(192))
     waits(second, daemon, "r", prompt(192))
-    daemon.delay("commit", 0.2)
-    first.prefill("r", 0, list(range(6)), 0, 192)
-    assert first.scheduler.finished("r")
+    with daemon.hold("commit"):
+        first.prefill("r", 0, list(range(6)), 0, 192)
+        assert first.scheduler.finished("r")
     assert answered(second, "r") == 160
     assert first.scheduler.computing.rates.prefill > 0
 
@@ -185,12 +186,12 @@ def test_the_rule_is_asked_again_and_the_wait_given_up(engine: Make, daemon: Fak
     clock.now += 1.0
     assert ask(second, "r") == ALONE
     assert second.scheduler.counts.take() == {"flight_joins": 1, "flight_left": 1}
-    until(lambda: daemon.waits == 0, 30)
+    until(lambda: daemon.waits == 0)
     for _ in range(10):
         assert ask(second, "r") == ALONE
     # A leader that fails now finds nobody.
     first.scheduler.finished("r")
-    until(lambda: daemon.flights == 0, 30)
+    until(lambda: daemon.flights == 0)
 
 
 def test_waiting_that_is_not_worth_it_is_not_begun(engine: Make, daemon: FakeDaemon) -> None:
@@ -218,24 +219,25 @@ def test_a_request_that_ends_leaves_nothing_behind(
     engine: Make, daemon: FakeDaemon, state: str, how: str
 ) -> None:
     first, second = (engine(name, **PATIENT) for name in "ab")
-    if state == "waiting":
-        leads(first, "r", prompt(192))
-        waits(second, daemon, "r", prompt(192))
-    elif state == "leading":
-        leads(second, "r", prompt(192))
-    else:
-        daemon.delay("claim", 0.1)
-        second.scheduler.add("r", prompt(192), DIGEST)
-        assert ask(second, "r") == ASK
-        until(lambda: daemon.flights == 1, 30)
-    if how == "aborted":
-        second.scheduler.finished("r")
-    elif how == "reset":
-        second.scheduler.reset()
-    else:
-        second.scheduler.shutdown()
-    until(lambda: daemon.waits == 0, 30)
-    until(lambda: daemon.flights == (state == "waiting"), 30)
+    with contextlib.ExitStack() as held:
+        if state == "waiting":
+            leads(first, "r", prompt(192))
+            waits(second, daemon, "r", prompt(192))
+        elif state == "leading":
+            leads(second, "r", prompt(192))
+        else:
+            held.enter_context(daemon.hold("claim"))
+            second.scheduler.add("r", prompt(192), DIGEST)
+            assert ask(second, "r") == ASK
+            until(lambda: daemon.flights == 1)
+        if how == "aborted":
+            second.scheduler.finished("r")
+        elif how == "reset":
+            second.scheduler.reset()
+        else:
+            second.scheduler.shutdown()
+    until(lambda: daemon.waits == 0)
+    until(lambda: daemon.flights == (state == "waiting"))
     assert not second.scheduler.computing
 
 
@@ -261,17 +263,41 @@ def test_siblings_wait_inside_the_engine(engine: Make, daemon: FakeDaemon) -> No
 
 
 def test_one_that_leaves_does_not_end_the_wait_of_another(engine: Make, daemon: FakeDaemon) -> None:
-    """Without a cache of its own an engine waits once for each request, and leaves for all."""
+    """Without a cache of its own an engine waits once for each request."""
     first, second = engine("a", **PATIENT), engine("b", **PATIENT, sharing=False)
     document = prompt(192)
     leads(first, "r", document)
     waits(second, daemon, "r0", document)
     waits(second, daemon, "r1", document)
+    left = second.scheduler._states["r1"].claims_left
     second.scheduler.finished("r0")
-    until(lambda: daemon.waits == 0, 30)
-    until(lambda: ask(second, "r1") == ASK and daemon.waits == 1, 30)
+    until(lambda: daemon.waits == 1)
+    assert ask(second, "r1") == ASK
+    assert second.scheduler._states["r1"].claims_left == left
     first.prefill("r", 0, list(range(6)), 0, 192)
     assert answered(second, "r1") == 160
+
+
+def test_siblings_wait_no_longer_than_the_setting_says(engine: Make) -> None:
+    clock = Clock()
+    one = engine("a", **PATIENT, flight_wait_ms=5_000, clock=clock)
+    document = prompt(256)
+    leads(one, "r0", document)
+    one.scheduler.plan([("r0", [0, 1], 0, 64)], [])
+    one.scheduler.add("r1", document, DIGEST)
+    for _ in range(3):
+        assert ask(one, "r1", 256, 64) == ASK
+        clock.now += 1
+    # What it waits for becomes another one, and another: it is one wait for all that.
+    one.scheduler.plan([], [], ["r0"])
+    assert answered(one, "r0", 256) == 0
+    one.scheduler.plan([("r0", [0, 1], 0, 64)], [])
+    assert ask(one, "r1", 256, 64) == ASK
+    clock.now += 1
+    assert ask(one, "r1", 256, 64) == ASK
+    clock.now += 1
+    assert one.match("r1", 64, 256) == 0
+    assert ask(one, "r1", 256, 64) == ALONE
 
 
 @pytest.mark.parametrize("sharing", [True, False])
@@ -298,20 +324,20 @@ def test_a_claim_without_an_answer_holds_up_one_request_and_not_each(
     engine: Make, daemon: FakeDaemon
 ) -> None:
     clock = Clock()
-    one = engine("a", min_flight_tokens=128, acquire_timeout_ms=200, clock=clock)
-    daemon.delay("claim", 1.0)
-    one.scheduler.add("r", prompt(192), DIGEST)
-    assert ask(one, "r") == ASK
-    clock.now += 0.2
-    assert ask(one, "r") == ALONE
-    assert one.scheduler.counts.take() == {"flight_late": 1}
-    one.scheduler.add("s", prompt(192, seed=5), DIGEST)
-    assert ask(one, "s") == ALONE
-    clock.now += 1.1
-    assert ask(one, "s") == ASK
+    one = engine("a", min_flight_tokens=128, clock=clock)
+    with daemon.hold("claim"):
+        one.scheduler.add("r", prompt(192), DIGEST)
+        assert ask(one, "r") == ASK
+        clock.now += 60
+        assert ask(one, "r") == ALONE
+        assert one.scheduler.counts.take() == {"flight_late": 1}
+        one.scheduler.add("s", prompt(192, seed=5), DIGEST)
+        assert ask(one, "s") == ALONE
+        clock.now += 5 * 60 + 1
+        assert ask(one, "s") == ASK
     # The answer that came too late was given back.
     assert answered(one, "s") == 0
-    until(lambda: daemon.flights == 1, 30)
+    until(lambda: daemon.flights == 1)
 
 
 def test_a_daemon_that_knows_no_flights_is_asked_once(
@@ -373,7 +399,7 @@ def test_an_engine_that_only_waits_rests_and_one_that_works_does_not(
     monkeypatch.undo()
     # An answer ends the rest: the first of these takes it in, the next would be the wait.
     first.scheduler.finished("r")
-    until(lambda: news.is_set(), 30)
+    until(lambda: news.is_set())
     assert ask(second, "r") == ALONE
     first.scheduler.plan([], [])
 

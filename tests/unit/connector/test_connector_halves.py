@@ -210,8 +210,8 @@ def test_a_late_load_is_given_up_and_never_writes(engine: Make, daemon: FakeDaem
     other = engine("b", load_timeout_ms=100)
     other.scheduler.add("r", prompt(192), DIGEST)
     assert other.match("r", 0, 192) == 160
-    daemon.delay("attach_slab", 0.4)
-    outcome = other.load("r", [1, 2, 3, 4, 5], 160)
+    with daemon.hold("attach_slab"):
+        outcome = other.load("r", [1, 2, 3, 4, 5], 160)
     assert outcome.bad_blocks == {1, 2, 3, 4, 5}
     other.workers[0].close()
     assert other.wrong(7, [1, 2, 3, 4, 5], 0, 160) == list(range(160)), "wrote after its end"
@@ -284,26 +284,27 @@ def test_a_step_larger_than_the_staging_is_stored_in_turns(
 def test_staging_that_stays_full_skips_and_counts(engine: Make, daemon: FakeDaemon) -> None:
     one = engine("a", staging_bytes=2 * SPAN_BYTES, reserve_timeout_ms=100)
     one.scheduler.add("r", prompt(320), DIGEST)
-    daemon.delay("commit", 0.4)
-    one.prefill("r", 7, list(range(10)), 0, 320)
-    assert one.workers[0].counts.take() == {"store_skipped_staging": 3}
+    with daemon.hold("commit"):
+        one.prefill("r", 7, list(range(10)), 0, 320, one.reserved)
+        assert one.workers[0].counts.take() == {"store_skipped_staging": 3}
     until(lambda: one.workers[0].counts.take().get("stored_spans") == 2)
-    assert daemon.reservations == 0
+    until(lambda: daemon.reservations == 0)
     # The room is free again.
     one.scheduler.add("s", prompt(128, seed=3), DIGEST)
-    one.prefill("s", 8, list(range(20, 24)), 0, 128)
+    one.prefill("s", 8, list(range(20, 24)), 0, 128, one.reserved)
     until(lambda: daemon.spans == 4)
 
 
 def test_no_step_waits_for_an_abort(engine: Make, daemon: FakeDaemon) -> None:
     one = engine("a", staging_bytes=2 * SPAN_BYTES, reserve_timeout_ms=100)
     one.scheduler.add("r", prompt(320), DIGEST)
-    daemon.delay("commit", 1)
-    daemon.delay("abort", 1)
-    begun = time.monotonic()
-    one.prefill("r", 7, list(range(10)), 0, 320)
-    assert time.monotonic() - begun < 0.8
-    assert one.workers[0].counts.take() == {"store_skipped_staging": 3}
+    session = one.workers_client.session
+    assert session is not None
+    with daemon.hold("commit"), daemon.hold("abort"):
+        one.prefill("r", 7, list(range(10)), 0, 320, one.reserved)
+        assert one.workers[0].counts.take() == {"store_skipped_staging": 3}
+        # Both are still to be answered: had the step waited, the abort would be no more.
+        until(lambda: session.pending == 2)
     until(lambda: daemon.reservations == 0)
     assert daemon.spans == 2
 
@@ -325,23 +326,25 @@ def test_staging_that_others_have_is_asked_for_again(engine: Make, daemon: FakeD
     greedy.close()
     saver = other.workers[0]._saver
     assert saver is not None
-    saver._ask_at = 0.0
+    saver._reserver._ask_at = 0.0
     stored_by(other, daemon, prompt(128, seed=2))
 
 
 def test_late_reservations_are_given_back(engine: Make, daemon: FakeDaemon) -> None:
     one = engine("a", reserve_timeout_ms=300)
     one.scheduler.add("r", prompt(128), DIGEST)
-    daemon.delay("reserve", 1.5)
-    one.prefill("r", 7, [1, 2, 3, 4], 0, 128)
-    assert one.workers[0].counts.take() == {"store_skipped_late": 2}
-    # The next step does not wait for a daemon that hangs.
-    one.scheduler.add("s", prompt(128, seed=3), DIGEST)
-    begin = time.monotonic()
-    one.prefill("s", 8, [5, 6, 7, 8], 0, 128)
-    assert time.monotonic() - begin < 0.3
-    assert one.workers[0].counts.take() == {"store_skipped_late": 2}
-    until(lambda: daemon.reservations == 2)
+    saver = one.workers[0]._saver
+    assert saver is not None
+    with daemon.hold("reserve"):
+        one.prefill("r", 7, [1, 2, 3, 4], 0, 128)
+        assert one.workers[0].counts.take() == {"store_skipped_late": 2}
+        # The next step has nothing to wait for while the daemon hangs.
+        one.scheduler.add("s", prompt(128, seed=3), DIGEST)
+        waits_for: list[object] = []
+        one.prefill("s", 8, [5, 6, 7, 8], 0, 128, lambda: waits_for.append(saver._pending))
+        assert waits_for == [None]
+        assert one.workers[0].counts.take() == {"store_skipped_late": 2}
+        until(lambda: daemon.reservations == 2)
     until(lambda: daemon.reservations == 0)
     assert daemon.spans == 0
 

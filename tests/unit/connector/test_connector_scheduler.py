@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Callable
 
 import pytest
@@ -11,6 +10,7 @@ from mini_engine import NAMESPACE, MiniEngine, until
 from test_connector_halves import prompt, stored_by
 
 from kmesh import errors
+from kmesh.session import Role
 from kmesh.testing import FakeDaemon
 
 DIGEST = NAMESPACE.digest()
@@ -39,10 +39,8 @@ def test_a_miss_makes_no_call_and_hashes_once(
     assert session is not None
     monkeypatch.setattr(session, "_start", None)
     chain = other.scheduler._states["r"].chain(64, 16)
-    begin = time.perf_counter()
     for _ in range(1000):
         assert other.scheduler.match("r", 0, 8192) == (0, False)
-    assert time.perf_counter() - begin < 0.5
     assert other.scheduler._states["r"].chain(64, 16) is chain
 
 
@@ -83,9 +81,9 @@ def test_siblings_go_on_when_the_first_one_does_not(
     if how == "abort":
         other.scheduler.finished("first")
     else:
-        daemon.delay("attach_slab", 0.5)
-        other.run(other.scheduler.plan([], []))
-        assert other.settle("first").bad_blocks
+        with daemon.hold("attach_slab"):
+            other.run(other.scheduler.plan([], []))
+            assert other.settle("first").bad_blocks
     found = other.match("second", 0, 192)
     # A span that failed is left alone for a while; one that was never tried is not.
     assert found == (160 if how == "abort" else 0)
@@ -130,10 +128,10 @@ def test_a_late_lease_is_given_back(engine: Make, daemon: FakeDaemon) -> None:
     stored_by(engine("a"), daemon, prompt(192))
     other = engine("b", acquire_timeout_ms=100)
     other.scheduler.add("r", prompt(192), DIGEST)
-    daemon.delay("acquire", 0.3)
-    assert other.match("r", 0, 192) == 0
-    assert other.scheduler.counts.take() == {"acquire_late": 1}
-    until(lambda: daemon.leases == 1)
+    with daemon.hold("acquire"):
+        assert other.match("r", 0, 192) == 0
+        assert other.scheduler.counts.take() == {"acquire_late": 1}
+        until(lambda: daemon.leases == 1)
     until(lambda: daemon.leases == 0)
 
 
@@ -142,15 +140,15 @@ def test_a_daemon_that_hangs_holds_up_one_request_and_not_each(
 ) -> None:
     stored_by(engine("a"), daemon, prompt(192))
     now = [100.0]
-    other = engine("b", acquire_timeout_ms=1000, clock=lambda: now[0])
+    other = engine("b", clock=lambda: now[0])
     for name in ("r", "s", "t"):
         other.scheduler.add(name, prompt(192), DIGEST)
-    daemon.delay("acquire", 0.2)
-    assert other.scheduler.match("r", 0, 192) == (None, False)
-    now[0] += 1
-    assert other.scheduler.match("r", 0, 192) == (0, False)
-    assert other.scheduler.match("s", 0, 192) == (0, False)
-    now[0] += 5
+    with daemon.hold("acquire"):
+        assert other.scheduler.match("r", 0, 192) == (None, False)
+        now[0] += 60
+        assert other.scheduler.match("r", 0, 192) == (0, False)
+        assert other.scheduler.match("s", 0, 192) == (0, False)
+    now[0] += 5 * 60
     assert other.match("t", 0, 192) == 160
     until(lambda: daemon.leases == 1)
 
@@ -159,10 +157,10 @@ def test_aborted_while_the_lease_is_under_way(engine: Make, daemon: FakeDaemon) 
     stored_by(engine("a"), daemon, prompt(192))
     other = engine("b")
     other.scheduler.add("r", prompt(192), DIGEST)
-    daemon.delay("acquire", 0.1)
-    assert other.scheduler.match("r", 0, 192) == (None, False)
-    other.scheduler.finished("r")
-    until(lambda: daemon.leases == 1)
+    with daemon.hold("acquire"):
+        assert other.scheduler.match("r", 0, 192) == (None, False)
+        other.scheduler.finished("r")
+        until(lambda: daemon.leases == 1)
     until(lambda: daemon.leases == 0)
 
 
@@ -194,9 +192,17 @@ def test_the_index_of_another_epoch_drops_a_lease(engine: Make, daemon: FakeDaem
     other = engine("b")
     other.scheduler.add("r", prompt(192), DIGEST)
     assert other.match("r", 0, 192) == 160
-    other.client.session = MiniEngine._connect(daemon, "b2", 1)  # type: ignore[arg-type]
-    assert other.scheduler.match("r", 0, 192) == (None, False)
-    assert other.match("r", 0, 192) == 160
+    old = other.client.session
+    assert old is not None
+    with old:
+        new = other.client.session = MiniEngine._connect(daemon, "b2", Role.SCHEDULER)
+        # The answer may come while it is asked, or later.
+        assert other.match("r", 0, 192) == 160
+        restore = other.scheduler._states["r"].restore
+        assert restore is not None
+        assert restore.session is new
+        until(lambda: daemon.leases == 1)
+    assert daemon.leases == 1
 
 
 def test_chunks_are_stored_as_they_are_completed(engine: Make, daemon: FakeDaemon) -> None:
@@ -353,16 +359,16 @@ def test_a_lease_that_comes_soon_is_waited_for(engine: Make, daemon: FakeDaemon)
 
 def test_patience_is_for_a_step_not_for_each_request(engine: Make, daemon: FakeDaemon) -> None:
     stored_by(engine("a"), daemon, prompt(192))
-    other = engine("b", patience=0.05, sharing=False, acquire_timeout_ms=30_000)
-    daemon.delay("acquire", 2.0, times=2)
-    for name in ("r", "s"):
-        other.scheduler.add(name, prompt(192), DIGEST)
-        assert other.scheduler.match(name, 0, 192) == (None, False)
+    other = engine("b", patience=0.05, sharing=False)
+    with daemon.hold("acquire"):
+        for name in ("r", "s"):
+            other.scheduler.add(name, prompt(192), DIGEST)
+            assert other.scheduler.match(name, 0, 192) == (None, False)
     assert other.scheduler._patience._left <= 0
     other.scheduler.plan([], [])
     assert other.scheduler._patience._left == 0.05
     for name in ("r", "s"):
-        assert other.match(name, 0, 192, 30.0) == 160
+        assert other.match(name, 0, 192) == 160
 
 
 def test_counts_are_told_in_steps_that_compute(engine: Make, daemon: FakeDaemon) -> None:

@@ -20,12 +20,14 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from dataclasses import dataclass, field
 
-from hypothesis import Phase, seed, settings
-from hypothesis.stateful import run_state_machine_as_test
-from test_machine import MUST_REACH, CoreMachine
+from hypothesis import Phase, settings
+from test_machine import MUST_REACH, CoreMachine, FlightMachine, walks
 
-#: Walks of a round, and steps of a walk: many short ones, then long ones that fill everything.
-ROUNDS = ((100, 60), (25, 240))
+#: Of a round: what walks, how many do, and the steps of each. Many short ones, then long ones that
+#: fill everything; many rounds, since walks of one seed are like each other.
+ROUNDS = ((CoreMachine, 40, 60), (FlightMachine, 20, 60), (CoreMachine, 10, 240))
+#: Walks of so many steps together must have been everywhere.
+ENOUGH = 50_000
 
 
 @dataclass
@@ -44,20 +46,18 @@ class Round:
 
 def walk(number: int) -> Round:
     """One round."""
-    walks, steps = ROUNDS[number % len(ROUNDS)]
+    machine, count, steps = ROUNDS[number % len(ROUNDS)]
     CoreMachine.reached = Counter()
     few = settings(
-        max_examples=walks,
+        max_examples=count,
         stateful_step_count=steps,
         deadline=None,
         database=None,
         phases=(Phase.generate, Phase.shrink),
     )
     done = Round(number)
-    # A class of its own: the seed stays on it.
-    machine = type("Walks", (CoreMachine,), {})
     try:
-        run_state_machine_as_test(seed(number)(machine), settings=few)
+        walks(machine, number, few)
     except Exception:
         done.failure = traceback.format_exc()
     done.reached = CoreMachine.reached
@@ -115,7 +115,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 130
     if sys.stderr.isatty():
         print(file=sys.stderr)
-    missed = [name for name in MUST_REACH if not total[name]] if options.steps >= 10_000 else []
+    missed = [name for name in MUST_REACH if not total[name]] if options.steps >= ENOUGH else []
     for one in failures:
         again = f"make model-check STEPS=1 SEED={one.seed}"
         print(f"{one.failure}\nround {one.seed} failed; again: {again}", file=sys.stderr)

@@ -264,6 +264,25 @@ def test_leaving_is_answered_and_leaves_others_alone(world: World) -> None:
     assert world.core.counters["flight_leaves"] == 2
 
 
+def test_a_wait_is_left_by_its_own_number(world: World) -> None:
+    leader, other = world.connect(), world.connect()
+    claim = world.claim(leader, [A])
+    waits = []
+    for number in (7, 8):
+        found = world.claim(other, [A])
+        world.waits[other, world.request + 1] = found.flight
+        event = found.flight, found.first, found.covered, [SHARD], number
+        assert world.ask(ev.Await, other, *event) is None
+        waits.append(world.request)
+    left = world.ask(ev.Leave, other, claim.flight, 0, 8)
+    assert left == fx.LeaveResult(1)
+    assert answer(world, other, waits[0]) is None
+    assert answer(world, other, waits[1]) == ended(FlightCause.LEFT)
+    # Two numbers that name different waits name none.
+    assert world.ask(ev.Leave, other, claim.flight, waits[0], 8) == fx.LeaveResult(0)
+    assert world.leave(other, claim.flight) == 1
+
+
 def test_a_leader_never_waits_for_itself(world: World) -> None:
     leader, other = world.connect(), world.connect()
     flight = world.claim(leader, [A]).flight

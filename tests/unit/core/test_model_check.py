@@ -10,7 +10,7 @@ from world import World
 
 @pytest.fixture
 def few(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(model_check, "ROUNDS", ((3, 8),))
+    monkeypatch.setattr(model_check, "ROUNDS", ((CoreMachine, 3, 8),))
     monkeypatch.setattr(CoreMachine, "reached", CoreMachine.reached)
 
 

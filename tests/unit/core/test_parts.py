@@ -10,8 +10,11 @@ import pytest
 from hypothesis import given, settings
 from world import OTHER_SHARD, SHARD, key
 
+from kmesh import flight
 from kmesh.errors import ConfigError
+from kmesh.v1 import flights_pb2
 from kmesh_spand.control.native import NativeBatch
+from kmesh_spand.core import codes
 from kmesh_spand.core.allocator import QUARANTINE, Slab
 from kmesh_spand.core.batch import Batch
 from kmesh_spand.core.check import _check_slab
@@ -99,6 +102,18 @@ def test_codes_are_those_of_the_wire() -> None:
     assert {f"REASON_{reason.name}": int(reason) for reason in Reason} == dict(
         common_pb2.Reason.items()
     )
+
+
+def test_numbers_of_flights_are_the_same_in_all_three_rooms() -> None:
+    """The core may not import the client's, which has one more for what it is too old for."""
+    for ours, theirs, wire, prefix in (
+        (codes.Standing, flight.Standing, flights_pb2.Standing, "STANDING_"),
+        (codes.Arrival, flight.Arrival, flights_pb2.Arrival, "ARRIVAL_"),
+        (codes.FlightCause, flight.FlightCause, flights_pb2.FlightCause, "FLIGHT_CAUSE_"),
+    ):
+        expected = {name.removeprefix(prefix): number for name, number in wire.items() if number}
+        assert {one.name: one.value for one in ours} == expected
+        assert {one.name: one.value for one in theirs if one} == expected
 
 
 @pytest.mark.parametrize(

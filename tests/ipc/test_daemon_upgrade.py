@@ -1,0 +1,324 @@
+"""A new daemon takes over from the one that runs, or that one goes on; whoever is killed when."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+
+import grpc
+import pytest
+from daemon_process import COMMAND, Daemon, environment, wait_for
+from leaks import process_tree
+from rawclient import RawClient
+from stored import SETTINGS, assert_filled, fill, key, payload
+
+from kmesh.v1 import common_pb2
+from kmesh_spand import upgrade
+
+Start = Callable[..., Daemon]
+
+UPGRADE = (*COMMAND, "--upgrade")
+
+
+def assert_serves(daemon: Daemon) -> None:
+    """It has all spans, bit for bit, and stores; it is the one that has the directory."""
+    lock = daemon.socket_dir / "daemon.lock"
+    wait_for(lambda: lock.read_text() == f"{daemon.pid}\n" and _answers(daemon))
+    assert_filled(daemon)
+    daemon.wait_populated()
+    with RawClient(daemon.socket_dir) as client:
+        assert client.store(b"more" * 8, b"bytes") in (0, common_pb2.REASON_EXISTS)
+        assert client.read(b"more" * 8) == b"bytes"
+
+
+def _answers(daemon: Daemon) -> bool:
+    # A session that met the other daemon is ended.
+    try:
+        daemon.status()
+    except (OSError, EOFError, grpc.RpcError):
+        return False
+    return True
+
+
+def gone(daemon: Daemon, children: list[int]) -> None:
+    assert daemon.process.wait(30) == 0
+    wait_for(lambda: not any(Path(f"/proc/{pid}").exists() for pid in children))
+
+
+def inodes(daemon: Daemon) -> set[int]:
+    """Of the slabs that it holds."""
+    folder = Path(f"/proc/{daemon.pid}/fd")
+    found = [path for path in folder.iterdir() if "kmesh-slab" in os.readlink(path)]
+    return {path.stat().st_ino for path in found}
+
+
+#: Reads random spans and compares them; connects again whenever the session ends.
+_READER = """
+import random, select, sys
+from pathlib import Path
+from stored import COUNT, key, payload, read
+from rawclient import RawClient
+epochs, reads, ends = [], 0, 0
+def told():
+    return bool(select.select([sys.stdin], [], [], 0)[0])
+while not told():
+    try:
+        with RawClient(Path(sys.argv[1])) as client:
+            epochs += [client.epoch] if client.epoch not in epochs else []
+            while not told():
+                number = random.randrange(COUNT)
+                found = read(client, number)
+                assert found == payload(number), (number, found)
+                reads += 1
+                if reads % 50 == 1:
+                    print(len(epochs), flush=True)
+    except (EOFError, ConnectionError, FileNotFoundError):
+        ends += 1
+print("done", len(epochs), reads, ends, flush=True)
+"""
+
+
+@contextmanager
+def reader(daemon: Daemon) -> Iterator[subprocess.Popen[str]]:
+    paths = os.pathsep.join([str(Path(__file__).parent), environment()["PYTHONPATH"]])
+    paths = os.pathsep.join([paths, str(Path(__file__).parents[1])])
+    process = subprocess.Popen(
+        [sys.executable, "-c", _READER, str(daemon.socket_dir)],
+        env={**environment(), "PYTHONPATH": paths},
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    with process:
+        try:
+            yield process
+        finally:
+            process.kill()
+
+
+def line(process: subprocess.Popen[str]) -> list[str]:
+    assert process.stdout is not None
+    return process.stdout.readline().split()
+
+
+def test_readers_meet_no_wrong_byte_and_no_error(start_spand: Start) -> None:
+    first = start_spand(**SETTINGS)
+    fill(first)
+    before = inodes(first)
+    with ExitStack() as stack:
+        readers = [stack.enter_context(reader(first)) for _ in range(4)]
+        for process in readers:
+            assert line(process) == ["1"]
+        children = process_tree(first.pid)
+        second = start_spand(command=UPGRADE, **SETTINGS)
+        gone(first, children)
+        for process in readers:
+            # Each has been served by the new one.
+            while (seen := line(process)) == ["1"]:
+                pass
+            assert seen == ["2"]
+            assert process.stdin is not None
+            process.stdin.write("\n")
+            process.stdin.flush()
+        for process in readers:
+            while (seen := line(process))[0] != "done":
+                assert seen == ["2"]
+            assert int(seen[1]) == 2
+            assert process.wait(30) == 0
+    assert inodes(second) == before
+    assert_serves(second)
+    for text in ("upgrade: taking over from process", "all memory is here", "upgrade: done"):
+        assert text in second.log()
+    # And once more, by its own sockets.
+    third = start_spand(command=UPGRADE, **SETTINGS)
+    assert second.process.wait(30) == 0
+    assert_serves(third)
+    assert third.stop() == 0
+    assert os.listdir(third.socket_dir) == ["daemon.lock"]
+
+
+def refused(socket_dir: Path, **settings: object) -> str:
+    """What a daemon says that may not take over."""
+    flags = [f"--{name.replace('_', '-')}={value}" for name, value in settings.items()]
+    done = subprocess.run(
+        [*UPGRADE, f"--socket-dir={socket_dir}", "--staging-memory=64MiB", *flags],
+        env=environment(),
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert done.returncode == 2, done.stderr
+    return done.stderr.splitlines()[-1].partition("upgrade: ")[2]
+
+
+def test_what_does_not_fit_is_refused(start_spand: Start, socket_dir: Path) -> None:
+    assert refused(socket_dir, **SETTINGS) == f"no daemon serves {socket_dir}"
+    daemon = start_spand(**SETTINGS)
+    fill(daemon)
+    goes_on = "the daemon that runs goes on: "
+    changed = {**SETTINGS, "slab_size": "4MiB"}
+    assert refused(socket_dir, **changed) == goes_on + "slab_size was 8388608, and is 4194304"
+    with RawClient(socket_dir) as client:
+        assert client.read(key(1)) == payload(1)
+        # Anything else than a daemon.
+        for data in (b"", b"\x93", b"[" * 5000, os.urandom(300)):
+            with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as sock:
+                sock.settimeout(30)
+                sock.connect(str(socket_dir / "upgrade.sock"))
+                if data:
+                    sock.send(data)
+                    assert sock.recv(100) == b""
+        with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as sock:
+            sock.settimeout(30)
+            sock.connect(str(socket_dir / "upgrade.sock"))
+            upgrade.send(sock, upgrade.Have())
+            assert upgrade.receive(sock)[0] == upgrade.Refused("unexpected message Have")
+        assert client.read(key(2)) == payload(2)
+    assert daemon.status().control_restarts == 0
+
+
+@pytest.mark.parametrize("why", ["hardened", "systemd"])
+def test_some_daemons_are_not_taken_over(start_spand: Start, socket_dir: Path, why: str) -> None:
+    if why == "hardened":
+        start_spand(hardened="true", **SETTINGS)
+        text = refused(socket_dir, hardened="true", **SETTINGS)
+        assert text.endswith("hardened memory can't be written by another daemon")
+        return
+    start_spand(env={"NOTIFY_SOCKET": str(socket_dir.parent / "none")}, **SETTINGS)
+    assert "its process is systemd's: restart the service" in refused(socket_dir, **SETTINGS)
+
+
+#: Kills or stops the process when it gets to a place.
+_AT = """
+import os, signal, sys
+from kmesh_spand import handover, holdings, upgrade, place, supervisor
+from kmesh_spand.life import Life
+from kmesh_spand.__main__ import main
+def before(owner, name):
+    inner = getattr(owner, name)
+    def instead(*arguments, **named):
+        os.kill(os.getpid(), signal.{signal})
+        return inner(*arguments, **named)
+    setattr(owner, name, instead)
+before({owner}, {name!r})
+sys.exit(main())
+"""
+
+
+def at(owner: str, name: str, number: str = "SIGKILL", *flags: str) -> tuple[str, ...]:
+    code = _AT.format(owner=owner, name=name, signal=number)
+    return (sys.executable, "-c", code, *flags)
+
+
+NEW_DIES = {
+    "before it asks": ("upgrade.manifests.Manifest", "of"),
+    "before it takes": ("upgrade", "receive"),
+    "before it checks": ("holdings", "inherit"),
+    "before it says that it has all": ("upgrade.Predecessor", "wait_to_begin"),
+    "before it begins": ("Life", "begin"),
+    "when it has begun": ("holdings.Holdings", "_end_indexes"),
+    "before it serves": ("holdings.Holdings", "serving"),
+}
+
+
+def test_the_old_daemon_goes_on_when_the_new_one_dies(start_spand: Start) -> None:
+    """At any step, one after the other, and at last it is done."""
+    first = start_spand(errors=True, **SETTINGS)
+    fill(first)
+    for when, (owner, name) in NEW_DIES.items():
+        second = start_spand(
+            command=at(owner, name, "SIGKILL", "--upgrade"), ready=False, errors=True, **SETTINGS
+        )
+        assert second.process.wait(30) == -signal.SIGKILL, when
+        assert_serves(first)
+    # It was only ended by those that had said that they have all.
+    assert first.status().control_restarts == 3
+    third = start_spand(command=UPGRADE, **SETTINGS)
+    assert first.process.wait(30) == 0
+    assert_serves(third)
+
+
+OLD_DIES = {
+    "before it answers": ("handover.Handover", "_offer", False),
+    "when it has sent all": ("handover.Handover", "_give", True),
+    "before it lets go": ("Life", "release", True),
+    "before it says so": ("upgrade", "Yours", True),
+    "when the new one serves": ("place.Place", "close", True),
+}
+
+
+@pytest.mark.parametrize("when", OLD_DIES)
+def test_the_new_daemon_serves_when_the_old_one_dies(start_spand: Start, when: str) -> None:
+    owner, name, has_all = OLD_DIES[when]
+    first = start_spand(command=at(owner, name), **SETTINGS)
+    fill(first)
+    second = start_spand(command=UPGRADE, ready=has_all, errors=True, **SETTINGS)
+    assert first.process.wait(30) == -signal.SIGKILL
+    if has_all:
+        assert_serves(second)
+        assert second.stop() == 0
+        assert os.listdir(second.socket_dir) == ["daemon.lock"]
+    else:
+        # There is nothing that it could serve.
+        assert second.process.wait(30) == 1
+        assert "upgrade: the daemon that runs has ended, or broken off" in second.log()
+
+
+def test_the_old_daemon_goes_on_when_the_new_one_can_not_serve(start_spand: Start) -> None:
+    first = start_spand(errors=True, **SETTINGS)
+    fill(first)
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{taken.getsockname()[1]}"
+        taken.listen()
+        second = start_spand(
+            command=UPGRADE, ready=False, errors=True, metrics_listen=address, **SETTINGS
+        )
+        assert second.process.wait(60) == 1
+    assert "metrics_listen: " in second.log()
+    wait_for(lambda: "upgrade: the other daemon does not serve; going on" in first.log())
+    assert_serves(first)
+
+
+def test_the_old_daemon_may_be_told_to_stop_in_between(start_spand: Start) -> None:
+    """The new one has it all then, and serves."""
+    first = start_spand(**SETTINGS)
+    fill(first)
+    second = start_spand(
+        command=at("upgrade.Predecessor", "wait_to_begin", "SIGSTOP", "--upgrade"),
+        ready=False,
+        errors=True,
+        **SETTINGS,
+    )
+    stat = Path(f"/proc/{second.pid}/stat")
+    wait_for(lambda: stat.read_text().rpartition(") ")[2][0] == "T")
+    assert first.stop() == 0
+    second.process.send_signal(signal.SIGCONT)
+    second.wait_ready()
+    assert_serves(second)
+    assert second.stop() == 0
+
+
+def test_only_its_own_user_may_take_over(spand: Daemon) -> None:
+    if os.geteuid():
+        pytest.skip("needs root, to be another user")
+    code = (
+        "import os, socket, sys; os.setuid(65534); s = socket.socket(1, 5);"
+        "s.connect(sys.argv[1]); print(s.recv(1000))"
+    )
+    path = spand.socket_dir / "upgrade.sock"
+    for folder in (spand.socket_dir, spand.socket_dir.parent):
+        folder.chmod(0o755)
+    command = [sys.executable, "-c", code, str(path)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert "PermissionError" in done.stderr
+    # Who came by it in another way.
+    path.chmod(0o666)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert "uid 65534 may not have its memory" in done.stdout
