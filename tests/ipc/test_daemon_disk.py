@@ -12,7 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-from daemon_process import ROOT, Daemon, environment, wait_for
+from daemon_process import COMMAND, ROOT, Daemon, environment, wait_for
 from disks import LENGTH, PATIENCE, SHARD, SMALL, DiskFaults, Peer, files, name, payload, written
 
 from kmesh.session import Role, Session
@@ -32,7 +32,7 @@ def spand(start_spand: Start, disk: Path) -> Daemon:
 
 
 def start(start_spand: Start, disk: Path, **more: object) -> Daemon:
-    daemon = start_spand(**{**SMALL, "disk": disk, **more})
+    daemon = start_spand(**{**SMALL, "disk": disk, "grace_ms": 1000, **more})
     daemon.wait_populated()
     daemon.wait_status(lambda s: s.disk.ready, PATIENCE)
     return daemon
@@ -200,7 +200,7 @@ def test_control_and_worker_die_and_the_files_are_found_again(spand: Daemon) -> 
     written(spand, 17)
     with Peer(spand) as peer:
         assert all(map(peer.indexed, range(5)))
-        wait_for(lambda: peer.fetch(range(5)) == [payload(number) for number in range(5)])
+        wait_for(lambda: peer.fetch(range(5)) == [payload(n) for n in range(5)], PATIENCE)
     assert spand.status().counters["disk_found"] == 17
 
 
@@ -369,3 +369,41 @@ def test_two_daemons_do_not_share_a_directory(spand: Daemon, disk: Path, tmp_pat
         assert f"disk: {disk}: another daemon uses it" in other.log()
     finally:
         other.kill()
+
+
+def test_a_daemon_that_takes_over_has_the_directory_too(start_spand: Start, disk: Path) -> None:
+    old = start(start_spand, disk)
+    with Peer(old) as peer:
+        peer.cool(4)
+    command = (*COMMAND, "--upgrade")
+    new = start_spand(**{**SMALL, "disk": disk, "grace_ms": 1000, "command": command})
+    assert old.process.wait(PATIENCE) == 0
+    new.wait_populated()
+    written(new, 16)
+    with Peer(new) as peer:
+        # At first memory of the daemon before is not given to others.
+        wait_for(lambda: peer.fetch(range(4)) == [payload(n) for n in range(4)], PATIENCE)
+        peer.store([50])
+        written(new, 17)
+
+
+def test_a_daemon_that_can_not_have_the_directory_takes_nothing_over(
+    start_spand: Start, disk: Path, tmp_path: Path
+) -> None:
+    old = start(start_spand, disk, errors=True)
+    with Peer(old) as peer:
+        peer.cool(2)
+    (tmp_path / "used").mkdir()
+    (tmp_path / "used" / "mine.txt").touch()
+    new = start_spand(
+        **{**SMALL, "disk": tmp_path / "used", "command": (*COMMAND, "--upgrade")},
+        ready=False,
+        errors=True,
+    )
+    assert new.process.wait(PATIENCE) == 2
+    old.wait_ready(2)
+    written(old, 14)
+    with Peer(old) as peer:
+        wait_for(lambda: peer.fetch(range(2)) == [payload(0), payload(1)], PATIENCE)
+        peer.store([60])
+        written(old, 15)
