@@ -132,7 +132,8 @@ class Disk:
 
     def _spill(self) -> None:
         counters = self._store.counters
-        while self._queue and len(self.writes) < self.config.max_writes:
+        # What a scan found too much takes room until it is gone.
+        while not self.book.strays and self._queue and len(self.writes) < self.config.max_writes:
             row, generation = self._queue[0]
             if not self._is_there(row, generation):
                 # Evicted: if not by a damage that was found, it is lost.

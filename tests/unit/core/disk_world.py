@@ -83,8 +83,9 @@ class DiskWorld(World):
     def unlink_ends(self, job: int, ok: bool = True) -> None:
         """A file is gone, or could not be removed."""
         unlink = self.unlinks.pop(job)
-        if ok:
-            self.files.pop(unlink.name, None)
+        # One that can't be removed takes room that nobody counts until a scan finds it: here it is
+        # as good as gone.
+        self.files.pop(unlink.name, None)
         self.send(ev.Unlinked(job, ok))
 
     def worker_dies(self) -> None:
