@@ -29,6 +29,8 @@ from kmesh.store import put_spans, read_span
 from kmesh.v1 import common_pb2
 
 CALL_SECONDS = 5.0
+#: What an Acquire waits for the disk.
+DISK_SECONDS = 1.0
 STAGING = 1 << 20
 _COUNTED = (
     (errors.DeadlineExceeded, "deadline_exceeded"),
@@ -195,7 +197,9 @@ class Member:
         keys = b"".join(name.key for name in names)
         salt = SALTS[names[0].salt]
         with self.pulse.calling("acquire", CALL_SECONDS):
-            lease = session.acquire(keys, SHARDS, prefix=prefix, salt=salt, device=place)
+            lease = session.acquire(
+                keys, SHARDS, prefix=prefix, salt=salt, device=place, wait=DISK_SECONDS
+            )
         reasons = list(lease.reason)
         self.pulse.count("read_miss", reasons.count(common_pb2.REASON_MISS))
         self.pulse.count("read_pending", reasons.count(common_pb2.REASON_PENDING))

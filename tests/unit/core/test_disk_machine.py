@@ -9,15 +9,15 @@ from typing import ClassVar
 import hypothesis.strategies as st
 import pytest
 from disk_world import DiskWorld
-from hypothesis import seed, settings
+from hypothesis import settings
 from hypothesis.stateful import (
     RuleBasedStateMachine,
     initialize,
     invariant,
     precondition,
     rule,
-    run_state_machine_as_test,
 )
+from test_machine import walks
 from world import key
 
 from kmesh.layout import TILE_BYTES
@@ -36,7 +36,7 @@ TAIL = [key(("tail", tokens)) for tokens in (16, 32, 48)]
 SALT = key("salt")
 TENANCIES = [Tenancy(groups=(1000,)), Tenancy(groups=(1000, 1001))]
 QUOTAS: list[dict[str, int]] = [{}, {"1000": 3 * ONE}, {tenant_name(1000, SALT): 2 * ONE}]
-MUST_REACH = (
+DISK_MUST_REACH = (
     "disk_found",
     "disk_spilled",
     "disk_spill_failed",
@@ -424,12 +424,10 @@ def test_disk_walks(run_seed: int) -> None:
     """Nothing breaks on any walk, and together they went far enough to say so."""
     DiskMachine.reached = Counter()
     few = settings(max_examples=30, stateful_step_count=60, deadline=None)
-    missed = set(MUST_REACH)
+    missed = set(DISK_MUST_REACH)
     for number in range(run_seed, run_seed + 18):
-        # A class of its own: the seed stays on it.
-        machine = type("Walks", (DiskMachine,), {})
-        run_state_machine_as_test(seed(number)(machine), settings=few)
-        missed = {name for name in MUST_REACH if not DiskMachine.reached[name]}
+        walks(DiskMachine, number, few)
+        missed = {name for name in DISK_MUST_REACH if not DiskMachine.reached[name]}
         if number >= run_seed + 5 and not missed:
             break
     assert not missed, missed

@@ -731,7 +731,7 @@ class FlightMachine(CoreMachine):
     acquire_stored = release = report = flip = verify_ends = restart = grace_ends = None
 
 
-def walks(machine: type[CoreMachine], number: int, how: settings) -> None:
+def walks(machine: type[RuleBasedStateMachine], number: int, how: settings) -> None:
     """The walks that follow from a number: others than those of the next, whatever the profile."""
     # A class of its own: the seed stays on it.
     run_state_machine_as_test(seed(number)(type("Walks", (machine,), {})), settings=how)
