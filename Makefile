@@ -190,8 +190,8 @@ bench-gpu-pair-check: env ## compare the last run with benchmarks/gpu/pair-targe
 	@$(PY) -m benchmarks.gpu.pair check $(BENCH_RESULT)
 
 .PHONY: verify-evidence
-verify-evidence: env ## recompute the figures of evidence/ and compare them with the documents
-	@$(PY) tools/verify_evidence.py
+verify-evidence: ## recompute the figures of evidence/ and compare them with the documents
+	@$(PYTHON) tools/verify_evidence.py
 
 .PHONY: clean
 clean: ## remove what was built, but neither .venv nor the model

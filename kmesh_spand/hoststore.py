@@ -80,15 +80,11 @@ class HostStore:
             raise ValueError(f"the source ends at {end}, outside of {staging.size} bytes")
         # The view keeps the staging mapped should it be dropped meanwhile.
         view = staging.view(begin, length)
-        payload, sums = self._slab(slab).place(offset, length)
+        payload, sums = self.place(slab, offset, length)
         return _host.copy_with_sums(payload, _host.address(view), length, sums)
 
-    def place(self, slab: int, offset: int, length: int) -> tuple[int, int]:
-        """As of the slab itself."""
-        return self._slab(slab).place(offset, length)
-
     def verify(self, slab: int, offset: int, length: int, root: int) -> bool:
-        payload, sums = self._slab(slab).place(offset, length)
+        payload, sums = self.place(slab, offset, length)
         return _host.verify(payload, length, sums, root)
 
     def wipe(self, slab: int) -> None:
@@ -101,6 +97,16 @@ class HostStore:
         if need and (short := shortage(need, self._headroom)):
             raise dmabuf.NotExported(HandleRefusal.NO_MEMORY, short)
         return dmabuf.create(found.fd, [(offset, length)])
+
+    def place(self, slab: int, offset: int, length: int) -> tuple[int, int]:
+        """Addresses of a payload and of its first tile sum; ValueError if no span can lie there."""
+        return self._slab(slab).place(offset, length)
+
+    def view(self, slab: int, offset: int, length: int) -> memoryview:
+        """A payload's bytes, which the view keeps mapped; ValueError as for ``place``."""
+        found = self._slab(slab)
+        found.place(offset, length)
+        return found.mapping.view(offset, length)
 
     def _slab(self, number: int) -> Slab:
         if not 0 <= number < len(self.slabs):

@@ -15,8 +15,7 @@ import msgspec
 
 from kmesh_spand.core.diskfile import SpanFile
 
-#: What a span says of itself, with a sub-key for each 16 of 4,096 tokens.
-MAX_BYTES = 16384
+MAX_BYTES = 128 * 1024
 
 #: What ``Fallback`` can say, and what it means.
 FALLBACKS = {
@@ -55,13 +54,105 @@ class Copy(Message, frozen=True):
 
 
 class Verify(Message, frozen=True):
-    """To the worker: answered by Verified or Failed."""
+    """To the worker: answered by Verified or Failed. ``recipe``: with what the recipe says."""
 
     job: int
     slab: int
     offset: int
     length: int
     root: int
+    recipe: bool = False
+
+
+class Payload(msgspec.Struct, frozen=True, array_like=True):
+    """A stored span; fields as of ``core.effects.Payload``."""
+
+    key: bytes
+    slab: int
+    offset: int
+    length: int
+    generation: int
+    root: int
+    tokens: int
+    position: int
+
+
+class Fact(msgspec.Struct, frozen=True, array_like=True):
+    """A span as a recipe names it; fields as of ``core.mirrors.BaseFact``."""
+
+    key: bytes
+    generation: int
+    root: int
+    tokens: int
+    position: int
+
+
+class Encode(Message, frozen=True):
+    """To the worker: answered by Encoded, NotEncoded or Failed. Fields as of the core's effect;
+    a piece is (token, tokens, number of the base, token there)."""
+
+    job: int
+    span: Payload
+    namespace: bytes
+    dtype: str
+    head_dim: int
+    shard: int
+    bases: list[Payload]
+    frequencies: list[float]
+    interleaved: bool
+    pieces: list[tuple[int, int, int, int]]
+
+
+class Encoded(Message, frozen=True):
+    """From the worker: a recipe of so many bytes, which it keeps; numbers of bases in it."""
+
+    job: int
+    length: int
+    used: list[int]
+
+
+class NotEncoded(Message, frozen=True):
+    """From the worker: a payload is not worth a recipe, or can't have one."""
+
+    job: int
+    why: str
+
+
+class KeepRecipe(Message, frozen=True):
+    """To the worker: write what was encoded; answered by RecipeKept or Failed."""
+
+    job: int
+    slab: int
+    offset: int
+    length: int
+
+
+class RecipeKept(Message, frozen=True):
+    job: int
+    root: int
+
+
+class ForgetRecipe(Message, frozen=True):
+    """To the worker: what was encoded is not wanted."""
+
+    job: int
+
+
+class Densify(Message, frozen=True):
+    """To the worker: answered by Densified or Failed. Fields as of the core's effect."""
+
+    job: int
+    mirror: Payload
+    bases: list[Payload]
+    slab: int
+    offset: int
+    length: int
+    root: int
+
+
+class Densified(Message, frozen=True):
+    job: int
+    good: bool
 
 
 class Wipe(Message, frozen=True):
@@ -107,8 +198,13 @@ class CopyDone(Message, frozen=True):
 
 
 class Verified(Message, frozen=True):
+    """``length`` and ``root`` of the payload that a good recipe gives, and its base."""
+
     job: int
     good: bool
+    length: int = 0
+    root: int = 0
+    bases: list[Fact] | None = None
 
 
 class Failed(Message, frozen=True):
@@ -310,6 +406,14 @@ AnyMessage = (
     | DropStaging
     | Copy
     | Verify
+    | Encode
+    | Encoded
+    | NotEncoded
+    | KeepRecipe
+    | RecipeKept
+    | ForgetRecipe
+    | Densify
+    | Densified
     | Wipe
     | Export
     | Exported

@@ -22,7 +22,8 @@ logger = logging.getLogger(__name__)
 #: Runs a job with its message.
 Submit: TypeAlias = Callable[..., object]
 
-_Job: TypeAlias = ipc.Copy | ipc.Verify | ipc.Wipe | ipc.Export
+Recode: TypeAlias = ipc.Encode | ipc.KeepRecipe | ipc.Densify
+Job: TypeAlias = ipc.Copy | ipc.Verify | ipc.Wipe | Recode
 
 
 class Store(Protocol):
@@ -59,6 +60,7 @@ class Crews(NamedTuple):
     copy: Submit
     check: Submit
     export: Submit
+    recode: Submit
 
     @classmethod
     def hired(cls, copy_threads: int) -> Crews:
@@ -67,7 +69,7 @@ class Crews(NamedTuple):
         Raises:
             RuntimeError: there can't be as many.
         """
-        sizes = {"copy": copy_threads, "verify": 1, "export": 1}
+        sizes = {"copy": copy_threads, "verify": 1, "export": 1, "recode": 1}
         return cls(*(pool(threads, name).submit for name, threads in sizes.items()))
 
 
@@ -137,7 +139,7 @@ class JobWorker:
         """What copies are made with, and what the other jobs are done with."""
         raise NotImplementedError
 
-    def ends_by(self, job: _Job, failed: Exception) -> None:
+    def ends_by(self, job: Job | ipc.Export, failed: Exception) -> None:
         """What a job met may end the process; otherwise control is told of it."""
 
     def take(self, message: ipc.AnyMessage, fd: int | None, crews: Crews) -> None:
@@ -147,6 +149,8 @@ class JobWorker:
                 crews.copy(self._job, message)
             case ipc.Verify() | ipc.Wipe():
                 crews.check(self._job, message)
+            case ipc.Encode() | ipc.KeepRecipe() | ipc.Densify():
+                crews.recode(self._job, message)
             case ipc.Export():
                 crews.export(self._export, message)
             case ipc.Beat():
@@ -173,12 +177,12 @@ class JobWorker:
         finally:
             os.close(fd)
 
-    def _job(self, job: ipc.Copy | ipc.Verify | ipc.Wipe) -> None:
+    def _job(self, job: Job) -> None:
         answer: ipc.AnyMessage
         about = (job.session, job.request) if isinstance(job, ipc.Copy) else (0, 0)
         with logs.about(*about):
             try:
-                answer = self._done(job)
+                answer = self.done(job)
             except NoStaging as lacking:
                 answer = ipc.Failed(job.job, str(lacking))
             except Exception as failed:
@@ -187,7 +191,8 @@ class JobWorker:
                 answer = ipc.Failed(job.job, f"{type(failed).__name__}: {failed}")
         self._send(answer)
 
-    def _done(self, job: ipc.Copy | ipc.Verify | ipc.Wipe) -> ipc.AnyMessage:
+    def done(self, job: Job) -> ipc.AnyMessage:
+        """Does a job; its answer."""
         copies, checks = self.stores()
         match job:
             case ipc.Copy():
@@ -204,6 +209,8 @@ class JobWorker:
             case ipc.Wipe():
                 checks.wipe(job.slab)
                 return ipc.Wiped(job.job)
+            case _:
+                raise TypeError(f"{type(job).__name__} is not for this memory")
 
     def _export(self, job: ipc.Export) -> None:
         fd = -1

@@ -22,13 +22,16 @@ from kmesh_spand.diskcrew import DiskCrew
 from kmesh_spand.diskdir import Directory
 from kmesh_spand.diskstore import DiskStore
 from kmesh_spand.hoststore import HostStore, Slab
-from kmesh_spand.jobs import Crews, JobWorker, Store
+from kmesh_spand.jobs import Crews, Job, JobWorker, Store
+from kmesh_spand.recipes import Recipes
 from kmesh_spand.settings import Settings
 
 logger = logging.getLogger(__name__)
 
 #: Until memory that could not be had is asked for again.
 _RETRY_SECONDS = 2.0
+#: Of the thread that makes recipes, as of ``nice``.
+_NICE = 10
 
 
 class Worker(JobWorker):
@@ -56,6 +59,7 @@ class Worker(JobWorker):
         mappings: Sequence[Mapping | None] = writable or [None] * len(slabs)
         self._slabs = [Slab(*slab, mapping) for slab, mapping in zip(slabs, mappings, strict=True)]
         self._store = HostStore(self._slabs, settings.memory_headroom)
+        self._recipes = Recipes(self._store)
         self._files = disk
         self._disk: DiskCrew | None = None
         self._gate = Gate(settings.memory_headroom, self._paused)
@@ -81,12 +85,29 @@ class Worker(JobWorker):
         )
         return DiskCrew(store, self._settings.disk_threads, self._send)
 
-    def take(self, message: ipc.AnyMessage, fd: int | None, crews: Crews) -> None:
-        if self._disk is None or not self._disk.take(message):
-            super().take(message, fd, crews)
-
     def stores(self) -> tuple[Store, Store]:
         return self._store, self._store
+
+    def take(self, message: ipc.AnyMessage, fd: int | None, crews: Crews) -> None:
+        if isinstance(message, ipc.ForgetRecipe):
+            # Behind what made it.
+            crews.recode(self._recipes.forget, message.job)
+        elif self._disk is None or not self._disk.take(message):
+            super().take(message, fd, crews)
+
+    def done(self, job: Job) -> ipc.AnyMessage:
+        match job:
+            case ipc.Encode():
+                _be_nice()
+                return self._recipes.encode(job)
+            case ipc.KeepRecipe():
+                return self._recipes.keep(job)
+            case ipc.Densify():
+                return self._recipes.densify(job)
+        answer = super().done(job)
+        if isinstance(job, ipc.Verify) and answer == ipc.Verified(job.job, True) and job.recipe:
+            return self._recipes.facts(job)
+        return answer
 
     def heard(self) -> None:
         if self._filler.ident is None:
@@ -147,6 +168,13 @@ class Worker(JobWorker):
         else:
             logger.warning("memory does not grow for now: %s", reason)
         self._send(ipc.PopulatePaused(reason or ""))
+
+
+def _be_nice() -> None:
+    """The calling thread has the processor when nobody else wants it."""
+    thread = threading.get_native_id()
+    if os.getpriority(os.PRIO_PROCESS, thread) < _NICE:
+        os.setpriority(os.PRIO_PROCESS, thread, _NICE)
 
 
 def run(

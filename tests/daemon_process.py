@@ -89,7 +89,9 @@ class Daemon:
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
-                preexec_fn=limit,
+                # Only where it must: it makes a copy of this process, and gRPC's threads run on in
+                # that one, until they meet a descriptor that is closed there and end it.
+                preexec_fn=limit if nofile is not None or group is not None else None,
                 pass_fds=pass_fds,
             )
         if ready:
@@ -113,7 +115,7 @@ class Daemon:
             assert self.process.poll() is None, f"exit {self.process.returncode}: {self.log()}"
             return self.log().count("ready: ") >= times
 
-        wait_for(ready, what=f"ready: {self.log()}")
+        wait_for(ready, 60.0, f"ready: {self.log()}")
 
     def child(self, name: str) -> int:
         """The pid of ``control`` or ``worker``."""

@@ -15,7 +15,14 @@ from typing import Any
 from google.protobuf.message import DecodeError, Message
 from rawclient import DIGEST, SHARD
 
-from kmesh.v1 import common_pb2, flights_pb2, session_socket_pb2, sessions_pb2, spans_pb2
+from kmesh.v1 import (
+    common_pb2,
+    families_pb2,
+    flights_pb2,
+    session_socket_pb2,
+    sessions_pb2,
+    spans_pb2,
+)
 
 MAX_BYTES = 128 * 1024
 # An enum's operators take longer than the calls they are for.
@@ -131,8 +138,9 @@ class Hostile:
             self._attach,
             self._claim,
             self._fly,
+            self._kin,
         )
-        return self.rng.choices(makers, (6, 8, 8, 6, 2, 2, 1, 3, 3))[0]()
+        return self.rng.choices(makers, (6, 8, 8, 6, 2, 2, 1, 3, 3, 3))[0]()
 
     def _some(self, kept: deque[int], count: int) -> list[int]:
         rng = self.rng
@@ -223,6 +231,66 @@ class Hostile:
             ),
             (3, 1, 1),
         )[0]
+
+    def _kin(self) -> tuple[str, Message]:
+        rng = self.rng
+        keys = b"".join(rng.choices(self._keys, k=rng.randint(0, 4)))
+        if rng.random() < 0.05:
+            keys = rng.choice((rng.randbytes(31), rng.randbytes(32 * 1025)))
+        name = rng.choice(("a", "b", "c", "", "x" * 129, "\x1b"))
+        common = {"family": rng.choice(("a", "b", "")), "salt": self._salt()}
+        shards = [SHARD] * rng.choices((0, 1, 2), (2, 20, 1))[0]
+        runs = [
+            families_pb2.Provenance(
+                position=rng.choice(_ODD),
+                tokens=rng.choice(_ODD),
+                base=rng.choice((*self._keys, b"x")),
+                source=rng.choice(_ODD),
+                kernel=rng.choice((0, 0, 1, 2)),
+            )
+            for _ in range(rng.choice((0, 0, 1, 3)))
+        ]
+        frequencies = rng.choice(((), (1.0,), (float("nan"),), (0.5,) * 2000))
+        odd = rng.choice(_ODD)
+        return rng.choice(
+            (
+                (
+                    "declare_family",
+                    families_pb2.DeclareFamilyRequest(
+                        **common,
+                        namespace=rng.choice((DIGEST, DIGEST, b"x")),
+                        dtype=rng.choice(("bfloat16", "bfloat16", "int8")),
+                        head_dim=rng.choice((8, 8, 64, odd)),
+                        shards=shards,
+                        base=keys,
+                        rotary=families_pb2.Rotary(frequencies=frequencies),
+                    ),
+                ),
+                (
+                    "join_family",
+                    families_pb2.JoinFamilyRequest(
+                        **common, member=name, namespace=DIGEST, keys=keys, provenance=runs
+                    ),
+                ),
+                (
+                    "fork_member",
+                    families_pb2.ForkMemberRequest(
+                        **common, parent=name, member=name + "'", keys=keys, provenance=runs
+                    ),
+                ),
+                (
+                    "dissolve_family",
+                    families_pb2.DissolveFamilyRequest(
+                        **common, mirrors=families_pb2.MirrorFate.ValueType(rng.randrange(5))
+                    ),
+                ),
+                (
+                    "describe_family",
+                    families_pb2.DescribeFamilyRequest(**common, limit=odd, page_token=str(odd)),
+                ),
+                ("list_families", families_pb2.ListFamiliesRequest(limit=odd, page_token=name)),
+            )
+        )
 
     def _attach(self) -> tuple[str, Message]:
         rng = self.rng

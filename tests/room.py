@@ -86,7 +86,7 @@ class Room:
         with contextlib.suppress(BlockingIOError, EOFError):
             while True:
                 message, fd = ipc.receive(self._jobs)
-                self._worker.take(message, fd, Crews(now, now, now))
+                self._worker.take(message, fd, Crews(now, now, now, now))
 
     def _staging(self) -> list[Mapping]:
         """What the worker has mapped of sessions, and was not told to forget."""

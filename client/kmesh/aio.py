@@ -24,6 +24,7 @@ from typing import TypeVar
 from google.protobuf.message import Message
 
 from kmesh import calls, errors, memory, packets
+from kmesh.aiofamilies import AsyncFamilies
 from kmesh.calls import Procedure, Reservations, ReserveBatch, Welcome
 from kmesh.channel import MAX_UNSENT
 from kmesh.flight import Arrived, Claim, FlightCause
@@ -326,10 +327,14 @@ class AsyncSession:
         timeout: float | None = None,
         salt: bytes = b"",
         device: str = "",
+        recipes: bool = False,
+        positions: bool = False,
         wait: float = 0.0,
     ) -> Lease:
         forget = self._channel.forget
-        procedure = calls.acquire(self.welcome, keys, shards, prefix, forget, salt, device, wait)
+        procedure = calls.acquire(
+            self.welcome, keys, shards, prefix, forget, salt, device, recipes, positions, wait
+        )
         return await self._run(procedure, timeout)
 
     async def release(self, lease: Lease) -> None:
@@ -377,6 +382,10 @@ class AsyncSession:
 
     async def land(self, flight: int, cause: FlightCause = FlightCause.DONE) -> None:
         self._channel.forget(calls.land(flight, cause))
+
+    @property
+    def families(self) -> AsyncFamilies:
+        return AsyncFamilies(self._run)
 
     async def slab(self, slab_id: int, timeout: float | None = None) -> SlabMapping:
         found = self._slabs.get(slab_id)

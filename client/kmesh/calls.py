@@ -121,7 +121,7 @@ class Reservations:
 
 def hello(message: sessions_pb2.Hello) -> Procedure[Welcome]:
     """Raises VersionMismatch, NamespaceMismatch or PermissionDenied, as the daemon says."""
-    body = _body(sessions_pb2.Welcome, (yield message))
+    body = body_of(sessions_pb2.Welcome, (yield message))
     handles = negotiation.from_messages(body.tiers)
     for agreement in handles.values():
         _tell(agreement)
@@ -172,6 +172,8 @@ def acquire(
     forget: Forget,
     salt: bytes = b"",
     device: str = "",
+    recipes: bool = False,
+    positions: bool = False,
     wait: float = 0.0,
 ) -> Procedure[Lease]:
     """Raises ConfigError for malformed arguments, else what the daemon says."""
@@ -188,7 +190,7 @@ def acquire(
             forget(spans_pb2.ReleaseRequest(leases=ids[at : at + limits.max_batch]))
 
     lease = Lease(keys, shards, discard)
-    messages = [_shard(shard) for shard in shards]
+    messages = [shard_message(shard) for shard in shards]
     room = limits.max_message_bytes - _FRAME_BYTES - sum(m.ByteSize() + 2 for m in messages)
     step = min(limits.max_batch // len(shards), max(room // KEY_BYTES, 1)) * KEY_BYTES
     try:
@@ -200,9 +202,11 @@ def acquire(
                 prefix=prefix,
                 salt=salt,
                 device=device,
+                recipes=recipes,
+                positions=positions,
                 wait_ms=math.ceil(wait * 1000),
             )
-            answer = _body(spans_pb2.AcquireResponse, (yield request))
+            answer = body_of(spans_pb2.AcquireResponse, (yield request))
             try:
                 lease.append(answer, len(part) // KEY_BYTES * len(shards))
             except ValueError as wrong:
@@ -221,7 +225,7 @@ def acquire(
 def reserve(limits: Welcome, batch: ReserveBatch, forget: Forget) -> Procedure[Reservations]:
     """Raises ConfigError when ``sub_keys`` has not the size that ``tokens`` asks for."""
     done = Reservations([], [])
-    shard = _shard(batch.shard)
+    shard = shard_message(batch.shard)
     try:
         for first, last, sub_keys in _reserve_parts(limits, batch):
             request = spans_pb2.ReserveRequest(
@@ -235,7 +239,7 @@ def reserve(limits: Welcome, batch: ReserveBatch, forget: Forget) -> Procedure[R
                 salt=batch.salt,
                 device=batch.device,
             )
-            answer = _body(spans_pb2.ReserveResponse, (yield request))
+            answer = body_of(spans_pb2.ReserveResponse, (yield request))
             done.reservation.extend(answer.reservation)
             done.reason.extend(answer.reason)
             if len(done.reason) != last or len(done.reservation) != last:
@@ -260,7 +264,7 @@ def commit(
         request = spans_pb2.CommitRequest(
             reservation=reservations[at:end], staging_offset=offsets[at:end]
         )
-        answer = _body(spans_pb2.CommitResponse, (yield request))
+        answer = body_of(spans_pb2.CommitResponse, (yield request))
         if len(answer.reason) != len(request.reservation):
             raise errors.ProtocolError("a Commit answer of the wrong length")
         reasons.extend(answer.reason)
@@ -273,7 +277,7 @@ def abort(limits: Welcome, reservations: Sequence[int]) -> Procedure[int]:
     for at in range(0, len(reservations), limits.max_batch):
         part = reservations[at : at + limits.max_batch]
         answer = yield spans_pb2.AbortRequest(reservation=part)
-        aborted += _body(spans_pb2.AbortResponse, answer).aborted
+        aborted += body_of(spans_pb2.AbortResponse, answer).aborted
     return aborted
 
 
@@ -288,7 +292,7 @@ def report_corrupt(limits: Welcome, lease: Lease, entries: Sequence[int]) -> Pro
             request = spans_pb2.ReportCorruptRequest(
                 lease=part.lease, entry=mine[at : at + limits.max_batch]
             )
-            accepted += _body(spans_pb2.ReportCorruptResponse, (yield request)).accepted
+            accepted += body_of(spans_pb2.ReportCorruptResponse, (yield request)).accepted
     return accepted
 
 
@@ -299,14 +303,14 @@ def claim(
     if not keys or len(keys) % KEY_BYTES:
         raise errors.ConfigError("keys: not a multiple of 32 bytes, or none")
     _check_salt(salt)
-    messages = [_shard(shard) for shard in shards]
+    messages = [shard_message(shard) for shard in shards]
     # More than a message holds, and than the daemon takes, has no place in one flight.
     room = limits.max_message_bytes - _FRAME_BYTES - sum(m.ByteSize() + 2 for m in messages)
     most = min(limits.max_batch, max(room // KEY_BYTES, 1))
     request = flights_pb2.ClaimRequest(
         keys=keys[: most * KEY_BYTES], shards=messages, salt=salt, device=device
     )
-    answer = _body(flights_pb2.ClaimResponse, (yield request))
+    answer = body_of(flights_pb2.ClaimResponse, (yield request))
     try:
         standing = Standing(answer.standing)
     except ValueError:
@@ -331,10 +335,10 @@ def await_flight(found: Claim, wait: int = 0) -> Procedure[Arrived]:
         flight=found.flight,
         first=found.first,
         covered=found.covered,
-        shards=[_shard(shard) for shard in found.shards],
+        shards=[shard_message(shard) for shard in found.shards],
         wait=wait,
     )
-    answer = _body(flights_pb2.AwaitResponse, (yield request))
+    answer = body_of(flights_pb2.AwaitResponse, (yield request))
     try:
         return Arrived(Arrival(answer.arrival), FlightCause(answer.cause))
     except ValueError:
@@ -357,7 +361,7 @@ def land(flight: int, cause: FlightCause) -> Message:
 
 def ping() -> Procedure[None]:
     """Returns when the daemon has answered."""
-    _body(sessions_pb2.Pong, (yield sessions_pb2.Ping()))
+    body_of(sessions_pb2.Pong, (yield sessions_pb2.Ping()))
 
 
 def _reserve_parts(
@@ -390,7 +394,8 @@ def _check_salt(salt: bytes) -> None:
         raise errors.ConfigError("salt: not a digest of 32 bytes")
 
 
-def _shard(shard: Shard) -> common_pb2.Shard:
+def shard_message(shard: Shard) -> common_pb2.Shard:
+    """A shard on the wire."""
     return common_pb2.Shard(
         layer_begin=shard.layer_begin,
         layer_end=shard.layer_end,
@@ -402,7 +407,8 @@ def _shard(shard: Shard) -> common_pb2.Shard:
 M = TypeVar("M", bound=Message)
 
 
-def _body(kind: type[M], answer: Answer) -> M:
+def body_of(kind: type[M], answer: Answer) -> M:
+    """An answer's body; ProtocolError if it is of another kind."""
     if not isinstance(answer.body, kind):
         raise errors.ProtocolError(f"expected {kind.__name__}")
     return answer.body

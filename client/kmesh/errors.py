@@ -8,6 +8,7 @@ KMeshError
 │   └── DaemonUnavailable  no daemon answers on the socket
 ├── ProtocolError          the peer broke the protocol
 ├── CorruptionError        bytes do not match their checksum
+├── SegmentError           a request's segments can't be used; has field and why
 ├── RecipeError            a family's recipe can't be made or used; has field
 │   ├── RecipeFormatError  these bytes are no recipe that this version reads
 │   ├── RecipeMismatch     a recipe and what it is used with do not belong together
@@ -64,6 +65,21 @@ class ProtocolError(KMeshError):
 
 class CorruptionError(KMeshError):
     """Bytes that were read do not match their checksum."""
+
+
+class SegmentError(KMeshError):
+    """What a request says of its segments can't be used.
+
+    Attributes:
+        field: dotted path in the request's ``kv_transfer_params``, such as
+            ``kmesh.segments[1].tokens``.
+        why: the rest of the message.
+    """
+
+    def __init__(self, why: str, *, field: str) -> None:
+        super().__init__(f"{field}: {why}")
+        self.field = field
+        self.why = why
 
 
 class RecipeError(KMeshError):

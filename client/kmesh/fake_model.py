@@ -14,8 +14,9 @@ from collections.abc import Iterable, Sequence
 from google.protobuf.message import Message
 
 from kmesh import _host, errors, keys, layout, negotiation
+from kmesh.fake_families import FakeFamilies, add_recipe
 from kmesh.fake_flights import FakeFlights, Reply
-from kmesh.fake_state import Limits, Peer, Slab, Span, create_memfd, reopen_read_only
+from kmesh.fake_state import FakeRecipe, Limits, Peer, Slab, Span, create_memfd, reopen_read_only
 from kmesh.handles import HandleKind, HandleRefusal, Offer, Tier, agree
 from kmesh.index import IndexWriter, capacity_for, index_size, tag
 from kmesh.layout import STAGING_ALIGN
@@ -47,6 +48,7 @@ class Model:
         self.spans: dict[tuple[bytes, int], Span] = {}
         self._last = 0
         self.flights = FakeFlights(self._stored, self._known, time.monotonic)
+        self.families = FakeFamilies(self._committed)
         size = index_size(capacity_for(limits.max_spans * 4))
         self._index_size = size
         self._index_fd = create_memfd("kmesh-index", size)
@@ -173,7 +175,14 @@ class Model:
             return self.flights.leave(peer.id, body), -1
         if isinstance(body, flights_pb2.LandRequest):
             return self.flights.land(peer.id, body), -1
+        answer = self.families.handle(body)
+        if answer is not None:
+            return answer, -1
         raise errors.InvalidArgument("no such request", field="body")
+
+    def _committed(self, key: bytes, shard: int, salt: bytes) -> Span | None:
+        span = self.spans.get((key, shard))
+        return span if span is not None and span.committed and span.salt == salt else None
 
     def _stored(self, key: bytes, shards: Sequence[int], salt: bytes) -> bool:
         found = [self.spans.get((key, shard)) for shard in shards]
@@ -234,13 +243,20 @@ class Model:
                 held.append(span if reason == OK else None)
                 answer.reason.append(reason)
             stopped = stopped or (body.prefix and None in held[-len(shards) :])
-        for span in held:
-            answer.slab.append(span.slab if span else 0)
-            answer.offset.append(span.offset if span else 0)
-            answer.length.append(span.length if span else 0)
+        recipes = any(span and span.recipe for span in held) and body.recipes
+        for entry, span in enumerate(held):
+            place: Span | FakeRecipe | None = span
+            if recipes:
+                place = span.recipe or span if span else None
+                add_recipe(answer, span, entry % len(shards))
+            answer.slab.append(place.slab if place else 0)
+            answer.offset.append(place.offset if place else 0)
+            answer.length.append(place.length if place else 0)
             answer.tokens.append(span.tokens if span else 0)
             answer.generation.append(span.generation if span else 0)
-            answer.root.append(span.root if span else 0)
+            answer.root.append(place.root if place else 0)
+            if body.positions:
+                answer.start.append(span.start if span else 0)
         if any(held):
             answer.lease = self._next()
             self._owner(peer).leases[answer.lease] = held
@@ -276,13 +292,15 @@ class Model:
             raise errors.InvalidArgument("not parallel", field="reserve.tokens")
         subs = _split(body.sub_keys, "reserve.sub_keys")
         answer = spans_pb2.ReserveResponse()
-        for key, tokens, length in zip(ids, body.tokens, body.length, strict=True):
+        fields = zip(ids, body.tokens, body.start, body.length, strict=True)
+        for key, tokens, start, length in fields:
             count = tokens // self.limits.sub_tokens - 1
             mine = subs[:count] if tokens < self.limits.span_tokens else []
             subs = subs[len(mine) :]
             reason, reservation = self._reserve_one(peer, [key, *mine], shard, tokens, length)
             if reservation:
                 peer.reservations[reservation].salt = body.salt
+                peer.reservations[reservation].start = start
             elif reason in (POOL_FULL, TOO_LARGE):
                 self.flights.refused(key, body.salt)
             answer.reason.append(reason)

@@ -11,6 +11,17 @@ from kmesh.mapping import Mapping
 
 
 @dataclass(slots=True)
+class FakeRecipe:
+    """A recipe of a span, beside its payload; ``bases`` are the spans that it refers to."""
+
+    slab: int
+    offset: int
+    length: int
+    root: int
+    bases: list[Span]
+
+
+@dataclass(slots=True)
 class Span:
     """A committed span, or one that is reserved (``session`` says by whom)."""
 
@@ -28,6 +39,8 @@ class Span:
     committed: bool = False
     dropped: bool = False
     salt: bytes = b""
+    start: int = 0
+    recipe: FakeRecipe | None = None
 
 
 @dataclass(slots=True)

@@ -7,7 +7,12 @@ digest is the root of a chain, and the key of a span is
 
 where the parent of the first span is the chain's root. A span's key therefore
 says all tokens before it. Tails shorter than a span have keys of the same form
-over their own tokens. Golden vectors are in ``tests/data/keys.json``.
+over their own tokens.
+
+A *segment* is a run of tokens that means the same wherever it stands. Its spans
+have keys of a chain of its own, which begins at the segment's first token and at
+another root, so that no segment's key is ever a prefix's. Golden vectors are in
+``tests/data/keys.json``.
 """
 
 from __future__ import annotations
@@ -26,6 +31,7 @@ KEY_BYTES = 32
 
 _NAMESPACE_CONTEXT = "kmesh 2026-11 namespace digest v1"
 _ROOT_CONTEXT = "kmesh 2026-11 prefix chain root v1"
+_SEGMENT_CONTEXT = "kmesh 2026-11 segment chain root v1"
 _SALT_CONTEXT = "kmesh 2026-11 cache salt v1"
 _EXTRAS_MARK = struct.pack("<I", 0xFFFFFFFF)
 _KEY = struct.Struct(f"{KEY_BYTES}s")
@@ -116,6 +122,11 @@ def chain_root(namespace_digest: bytes) -> bytes:
     return blake3(namespace_digest, derive_key_context=_ROOT_CONTEXT).digest()
 
 
+def segment_root(namespace_digest: bytes) -> bytes:
+    """The parent of the first key of any segment: keys then say a segment's own tokens only."""
+    return blake3(namespace_digest, derive_key_context=_SEGMENT_CONTEXT).digest()
+
+
 @dataclass(frozen=True, slots=True)
 class Extra:
     """Content that token ids do not say (an image, say) at tokens [start, start + length)."""
@@ -132,6 +143,9 @@ class KeyChain:
         namespace_digest: 32 bytes.
         span_tokens, sub_tokens: as the daemon said them.
         extras: content beyond token ids, in any order.
+        root: the parent of the first key, ``chain_root(namespace_digest)`` if None;
+            ``segment_root(namespace_digest)`` makes it the chain of one segment, whose tokens and
+            extras then count from the segment's first token.
 
     Raises:
         ValueError: span_tokens is not a multiple of sub_tokens.
@@ -146,10 +160,11 @@ class KeyChain:
         span_tokens: int = SPAN_TOKENS,
         sub_tokens: int = SUB_TOKENS,
         extras: Iterable[Extra] = (),
+        root: bytes | None = None,
     ) -> None:
         if sub_tokens < 1 or span_tokens % sub_tokens:
             raise ValueError(f"span_tokens {span_tokens} is no multiple of {sub_tokens}")
-        self._root = chain_root(namespace_digest)
+        self._root = chain_root(namespace_digest) if root is None else root
         self._span = span_tokens
         self._sub = sub_tokens
         self._extras = sorted(extras, key=lambda extra: (extra.start, extra.length))

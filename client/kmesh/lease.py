@@ -16,19 +16,41 @@ REASON_OK = 0
 REASON_MISS = 1
 
 
+def _columns(**kinds: str) -> tuple[tuple[str, int, str], ...]:
+    fields = spans_pb2.AcquireResponse.DESCRIPTOR.fields_by_name
+    return tuple((name, fields[name].number, kind) for name, kind in kinds.items())
+
+
 #: Name in Lease and in AcquireResponse, number there, and type code of each array.
-_COLUMNS = tuple(
-    (name, spans_pb2.AcquireResponse.DESCRIPTOR.fields_by_name[name].number, kind)
-    for name, kind in (
-        ("reason", "I"),
-        ("slab", "I"),
-        ("offset", "Q"),
-        ("length", "Q"),
-        ("tokens", "I"),
-        ("generation", "I"),
-        ("root", "Q"),
-    )
+_COLUMNS = _columns(
+    reason="I", slab="I", offset="Q", length="Q", tokens="I", generation="I", root="Q"
 )
+#: The same, of those that only answers with recipes have.
+_RECIPES = _columns(dense_length="Q", dense_root="Q")
+#: The same, of those that only answers with positions have.
+_POSITIONS = _columns(start="I")
+
+
+@dataclass(frozen=True, slots=True)
+class BasePlace:
+    """Where a span lies that recipes refer to; held as long as their lease.
+
+    Attributes:
+        key: 32 bytes.
+        slab, offset, length, generation: as ``Location``.
+        root: fold of its tile sums.
+        tokens: that it holds.
+        position: of its first token, in the frame in which it was computed.
+    """
+
+    key: bytes
+    slab: int
+    offset: int
+    length: int
+    generation: int
+    root: int
+    tokens: int
+    position: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,11 +79,20 @@ class Lease:
         tokens: tokens that the stored span holds, which may be more than a sub-key asked for.
         generation: of the slab's range.
         root: fold of the span's tile sums.
+        dense_length: payload bytes that an entry gives that is a recipe; 0 where it is none.
+            ``length`` and ``root`` are then of the recipe.
+        dense_root: of that payload.
+        start: position of the span's first token where it was computed; empty if positions were
+            not asked for, or the daemon is too old to say them.
+        bases: what recipes refer to, by number of the shard and key; empty without recipes.
         hits: leading keys of which every shard is leased.
     """
 
     __slots__ = (
         "_discard",
+        "bases",
+        "dense_length",
+        "dense_root",
         "generation",
         "hits",
         "keys",
@@ -72,6 +103,7 @@ class Lease:
         "root",
         "shards",
         "slab",
+        "start",
         "tokens",
     )
 
@@ -87,6 +119,10 @@ class Lease:
         self.tokens = array("I")
         self.generation = array("I")
         self.root = array("Q")
+        self.dense_length = array("Q")
+        self.dense_root = array("Q")
+        self.start = array("I")
+        self.bases: dict[tuple[int, bytes], BasePlace] = {}
         self.hits = 0
         self.parts: list[LeasePart] = []
         self._discard = [discard]
@@ -125,6 +161,10 @@ class Lease:
             raise LookupError(f"key {key}, shard {shard} is not leased: reason {self.reason[i]}")
         return Location(self.slab[i], self.offset[i], self.length[i], self.generation[i])
 
+    def is_recipe(self, key: int, shard: int = 0) -> bool:
+        """Whether an entry is a recipe, to be decoded: ``kmesh.store.read_span`` does."""
+        return self.dense_length[self.index(key, shard)] > 0
+
     def release(self) -> None:
         """Gives every span back, without waiting for the daemon's answer."""
         try:
@@ -149,23 +189,44 @@ class Lease:
         # Protobuf would hand over thousands of numbers one by one.
         message = answer.SerializeToString()
         found = []
-        for name, number, kind in _COLUMNS:
+        recipes = bool(answer.dense_length or answer.bases)
+        if bool(answer.start) != bool(self.start) and self.parts and entries:
+            raise ValueError("an Acquire answer that says positions only here and there")
+        for name, number, kind in (*_COLUMNS, *_RECIPES, *(_POSITIONS if answer.start else ())):
             column = array(kind, bytes(array(kind).itemsize * entries))
-            if _host.unpack_field(message, number, column, name == "root") != entries:
-                raise ValueError(f"an Acquire answer without {entries} entries in every array")
-            found.append(column)
+            if recipes or not name.startswith("dense"):
+                count = _host.unpack_field(message, number, column, name.endswith("root"))
+                if count != entries:
+                    raise ValueError(f"an Acquire answer without {entries} entries in every array")
+            found.append((name, column))
+        bases = {(base.shard, base.key): _place(base) for base in answer.bases}
+        if any(not 0 <= shard < len(self.shards) for shard, _ in bases):
+            raise ValueError("an Acquire answer with a base of no shard")
         self.parts.append(LeasePart(answer.lease, len(self), entries))
-        for (name, _, _), column in zip(_COLUMNS, found, strict=True):
+        self.bases.update(bases)
+        for name, column in found:
             getattr(self, name).extend(column)
 
     def fill(self) -> None:
         """Counts ``hits``; entries that were never asked for become misses."""
         missing = len(self.keys) // KEY_BYTES * len(self.shards) - len(self)
         self.reason.extend([REASON_MISS] * missing)
-        for column in (self.slab, self.offset, self.length, self.tokens, self.generation):
-            column.extend([0] * missing)
-        self.root.extend([0] * missing)
+        for name, _, _ in (*_COLUMNS[1:], *_RECIPES, *(_POSITIONS if self.start else ())):
+            getattr(self, name).extend([0] * missing)
         first_miss = len(self.reason)
         if any(self.reason):
             first_miss = next(i for i, reason in enumerate(self.reason) if reason)
         self.hits = first_miss // len(self.shards)
+
+
+def _place(base: spans_pb2.BasePlace) -> BasePlace:
+    return BasePlace(
+        key=base.key,
+        slab=base.slab,
+        offset=base.offset,
+        length=base.length,
+        generation=base.generation,
+        root=base.root,
+        tokens=base.tokens,
+        position=base.position,
+    )

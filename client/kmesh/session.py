@@ -22,6 +22,7 @@ import kmesh
 from kmesh import calls, errors, memory, negotiation, packets
 from kmesh.calls import Procedure, Reservations, ReserveBatch, Welcome
 from kmesh.channel import Channel
+from kmesh.families import Families
 from kmesh.flight import Arrived, Claim, FlightCause
 from kmesh.handles import COMMON, Handle, HandleKind, Preferences, SpanHandle
 from kmesh.index import IndexReader
@@ -194,6 +195,8 @@ class Session:
         timeout: float | None = None,
         salt: bytes = b"",
         device: str = "",
+        recipes: bool = False,
+        positions: bool = False,
         wait: float = 0.0,
     ) -> Lease:
         """Leases every (key, shard).
@@ -205,6 +208,9 @@ class Session:
             salt: digest of the request's salt (``bytes.fromhex(keys.salt_digest(...))``), or
                 empty: what was stored under another is not found.
             device: UUID of the GPU on which the spans are stored, or empty: in host memory.
+            recipes: spans that are kept as recipes may be given as such, to be decoded here.
+            positions: ``Lease.start`` is to say where they were computed.
+                Otherwise such a span is REASON_PENDING while the daemon makes it dense.
             wait: seconds for which the answer may be held back until spans that are only on disk
                 are in memory; at most nine tenths of ``timeout``. With 0 they are misses of which
                 ``reason`` says PENDING: they are brought, and are hits later.
@@ -212,7 +218,9 @@ class Session:
         Raises:
             ConfigError: an argument is malformed.
         """
-        return self._run(self._acquire(keys, shards, prefix, salt, device, wait), timeout)
+        return self._run(
+            self._acquire(keys, shards, prefix, salt, device, recipes, positions, wait), timeout
+        )
 
     def acquire_async(
         self,
@@ -223,10 +231,14 @@ class Session:
         timeout: float | None = None,
         salt: bytes = b"",
         device: str = "",
+        recipes: bool = False,
+        positions: bool = False,
         wait: float = 0.0,
     ) -> Future[Lease]:
         """As ``acquire``, without waiting. The future can't be cancelled: release its lease."""
-        return self._start(self._acquire(keys, shards, prefix, salt, device, wait), timeout)
+        return self._start(
+            self._acquire(keys, shards, prefix, salt, device, recipes, positions, wait), timeout
+        )
 
     def release(self, lease: Lease) -> None:
         """Gives a lease back, without waiting for the answer. Nothing if it already was."""
@@ -400,6 +412,11 @@ class Session:
         """
         return self._run(memory.attach_staging(size), timeout)
 
+    @property
+    def families(self) -> Families:
+        """Calls about families."""
+        return Families(self._run, self._start)
+
     def _acquire(
         self,
         keys: bytes,
@@ -407,10 +424,14 @@ class Session:
         prefix: bool,
         salt: bytes,
         device: str,
+        recipes: bool,
+        positions: bool,
         wait: float,
     ) -> Procedure[Lease]:
         forget = self._channel.forget
-        return calls.acquire(self.welcome, keys, shards, prefix, forget, salt, device, wait)
+        return calls.acquire(
+            self.welcome, keys, shards, prefix, forget, salt, device, recipes, positions, wait
+        )
 
     def _run(self, procedure: Procedure[T], timeout: float | None) -> T:
         if self._channel.in_callback:

@@ -74,18 +74,23 @@ def put_spans(
 
 
 def read_span(session: Session, lease: Lease, key: int, shard: int = 0) -> bytes:
-    """A leased payload, copied and then verified.
+    """A leased payload, copied and then verified; out of its recipe, if it is kept as one.
 
     Raises:
         IndexError, LookupError: as ``Lease.entry``.
         CorruptionError: the bytes are not those that were stored; tell the daemon with
             ``session.report_corrupt(lease, [lease.index(key, shard)])``.
     """
+    if lease.is_recipe(key, shard):
+        from kmesh.mirrors import MirrorReader, bases_of, place_of
+
+        reader = MirrorReader(session.slab)
+        return reader.read(place_of(lease, key, shard), bases_of(lease, shard)).tobytes()
     return read_mapped(session.slab(lease.entry(key, shard).slab), lease, key, shard)
 
 
 def read_mapped(slab: SlabMapping, lease: Lease, key: int, shard: int = 0) -> bytes:
-    """As ``read_span``, out of the mapping of the slab in which the span lies."""
+    """As ``read_span``, out of the mapping of the slab in which a dense span lies."""
     span = lease.entry(key, shard)
     if span.slab != slab.slab or not slab.contains(span.offset, span.length):
         raise errors.ProtocolError(f"no span can lie at {span} in slab {slab.slab}")

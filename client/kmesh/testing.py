@@ -172,6 +172,14 @@ class FakeDaemon:
             span = self._model.spans[key, shard.code()]
             self._model.slabs[span.slab].memory.view(span.offset, span.length)[0] ^= 1
 
+    def encode(self, family: str, salt: bytes = b"") -> int:
+        """Makes recipes of a family's members where they share bytes with its base; how many.
+
+        Needs the extra ``codec``.
+        """
+        with self._lock:
+            return self._model.families.encode(salt, family, self._model.slabs)
+
     def disconnect(self) -> None:
         """Closes every connection; what is stored stays."""
         with self._lock:

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from google.protobuf.message import DecodeError, Message
 
 from kmesh import errors
-from kmesh.v1 import flights_pb2, session_socket_pb2, sessions_pb2, spans_pb2
+from kmesh.v1 import families_pb2, flights_pb2, session_socket_pb2, sessions_pb2, spans_pb2
 
 logger = logging.getLogger("kmesh")
 
@@ -46,6 +46,12 @@ _NAMES: dict[type[Message], tuple[str, str]] = {
     flights_pb2.AwaitRequest: ("await_flight", "await_flight"),
     flights_pb2.LeaveRequest: ("leave", "leave"),
     flights_pb2.LandRequest: ("land", "land"),
+    families_pb2.DeclareFamilyRequest: ("declare_family", "declare_family"),
+    families_pb2.JoinFamilyRequest: ("join_family", "join_family"),
+    families_pb2.ForkMemberRequest: ("fork_member", "fork_member"),
+    families_pb2.DissolveFamilyRequest: ("dissolve_family", "dissolve_family"),
+    families_pb2.DescribeFamilyRequest: ("describe_family", "describe_family"),
+    families_pb2.ListFamiliesRequest: ("list_families", "list_families"),
 }
 #: Seconds that a call may take, whatever its caller says: more has no place in a message.
 _LONGEST = 1_000_000.0

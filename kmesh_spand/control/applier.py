@@ -97,6 +97,10 @@ class Applier:
                 self._worker.copy(effect)
             case effects.Verify():
                 self._worker.verify(effect)
+            case effects.Encode() | effects.KeepRecipe() | effects.Densify():
+                self._worker.recode(effect)
+            case effects.ForgetRecipe():
+                self._worker.forget_recipe(effect.job)
             case effects.DropStaging():
                 self._staging.drop(effect.session)
             case effects.Spill() | effects.Fetch() | effects.Unlink():

@@ -143,6 +143,7 @@ class Explainer:
         made = admin_pb2.ShardExplanation(
             shard=shard_message(shard), spans=spans, tokens=spans * self._span + steps * SUB_TOKENS
         )
+        made.mirrors = fates.mirrors(names.full[: spans * KEY_BYTES], shard)
         if spans:
             last = names.full[(spans - 1) * KEY_BYTES : spans * KEY_BYTES]
             made.leases = fates.of(last, shard, now).leases

@@ -13,10 +13,10 @@ from dataclasses import dataclass
 from google.protobuf.message import Message
 
 from kmesh import errors, layout, negotiation
-from kmesh.v1 import common_pb2, flights_pb2, sessions_pb2, spans_pb2
+from kmesh.v1 import common_pb2, families_pb2, flights_pb2, sessions_pb2, spans_pb2
 from kmesh_spand import logs
 from kmesh_spand.control import broker as brokers
-from kmesh_spand.control import limits, translate
+from kmesh_spand.control import families, limits, translate
 from kmesh_spand.control.applier import Applier
 from kmesh_spand.control.broker import Broker, Exported, Make
 from kmesh_spand.control.journal import Journal
@@ -241,6 +241,12 @@ class Handler:
                 self._export_span(session, number, body)
             case sessions_pb2.AttachStaging():
                 self._attach_staging(session, number, body.size)
+            case families_pb2.DescribeFamilyRequest():
+                uid, now = self._uid(session), self.now_ms()
+                self._answer(number, families.describe(self.core, body, uid, now))
+            case families_pb2.ListFamiliesRequest():
+                uid, now = self._uid(session), self.now_ms()
+                self._answer(number, families.list_all(self.core, body, uid, now))
             case _:
                 size = self.staging.size(session)
                 self.event(translate.to_event(session, number, body, size, self._tier(body)))

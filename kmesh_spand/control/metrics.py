@@ -66,6 +66,11 @@ class Metrics(Collector):
             "staging_bytes": status.staging_bytes,
             "max_staging_bytes": status.max_staging_bytes,
             "index_entries": status.index_entries,
+            "families": status.families,
+            "mirrors": status.mirrors,
+            "mirror_bytes": status.mirror_bytes,
+            "mirror_dense_bytes": status.mirror_dense_bytes,
+            "base_spans": status.base_spans,
             "flights": flights,
             "flight_waits": waits,
         }

@@ -86,14 +86,21 @@ class Operator:
         """
         _check_evict(request)
         answer = admin_pb2.EvictResponse()
+        bases: list[tuple[int, int]] = []
         for swept in self._chosen(request):
             answer.spans += len(swept.slots)
             answer.bytes += swept.size
             answer.leased += swept.leased
             answer.busy += swept.busy
+            bases += swept.bases
             if swept.slots and not request.dry_run:
                 self._handler.event(events.Evict(swept.slots))
             await asyncio.sleep(0)
+        answer.held = len(bases)
+        for at in range(0, 0 if request.dry_run else len(bases), _TURN):
+            # Their mirrors may have been chosen too, and are gone by now.
+            part = bases[at : at + _TURN]
+            self._handler.event(events.EvictBases(part, request.drop_mirrors))
         for swept in self._chosen_files(request):
             answer.disk_spans += len(swept.slots)
             answer.disk_bytes += swept.size

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-
 from kmesh import errors, negotiation
 from kmesh.handles import HandleKind
 from kmesh.keys import KEY_BYTES
@@ -11,6 +9,7 @@ from kmesh.layout import Shard
 from kmesh.v1 import admin_pb2, flights_pb2, sessions_pb2
 from kmesh_spand.control.diskjobs import DiskJobs
 from kmesh_spand.control.diskreport import disk_info, fetches
+from kmesh_spand.control.families import seen_by
 from kmesh_spand.control.gpus import Gpus
 from kmesh_spand.control.growth import Growth
 from kmesh_spand.control.handler import Handler
@@ -74,10 +73,7 @@ class Report:
 
         Root and the daemon's own user could read all of it anyway.
         """
-        tenancy = self._handler.core.tenancy
-        if len(tenancy.groups) == 1 or member.peer.uid in (0, os.getuid()):
-            return None
-        return tenancy.group(member.peer.uid)
+        return seen_by(self._handler.core.tenancy, member.peer.uid)
 
     def status(self, member: Member | None = None) -> admin_pb2.StatusResponse:
         """Answer of Admin.Status: what the member may see.
@@ -137,6 +133,11 @@ class Report:
             paused=self._growth.paused,
             hardened=handler.settings.hardened,
             handles=[negotiation.to_message(a) for a in handler.broker.everything()],
+            families=core.families,
+            mirrors=core.mirrors,
+            mirror_bytes=core.mirror_bytes,
+            mirror_dense_bytes=core.mirror_dense_bytes,
+            base_spans=core.base_spans,
             gpus=self.gpus.rows(),
             not_ready=_conditions(self.readiness.reasons()),
             warnings=_conditions(self.readiness.warnings()),
@@ -151,6 +152,8 @@ class Report:
             status.ClearField("reservations")
             status.ClearField("staging_bytes")
             status.ClearField("index_entries")
+            for name in ("families", "mirrors", "mirror_bytes", "mirror_dense_bytes", "base_spans"):
+                status.ClearField(name)
             status.ClearField("counters")
             status.spans = sum(tenant.spans for tenant in tenants)
             status.span_bytes = sum(tenant.span_bytes for tenant in tenants)
@@ -222,6 +225,9 @@ class Report:
                 leases=row.leases,
                 age_ms=row.age_ms,
                 idle_ms=row.idle_ms,
+                dense_length=row.dense,
+                bases=row.bases,
+                mirrors=row.mirrors,
             )
         if not request.page_token:
             for space in core.namespaces(group):

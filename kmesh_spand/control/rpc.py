@@ -22,6 +22,8 @@ from kmesh.v1 import (
     admin_pb2,
     admin_pb2_grpc,
     common_pb2,
+    families_pb2,
+    families_pb2_grpc,
     flights_pb2,
     flights_pb2_grpc,
     sessions_pb2,
@@ -40,7 +42,13 @@ logger = logging.getLogger(__name__)
 
 TOKEN_KEY = "kmesh-session"
 _HEALTH_PREFIX = "/grpc.health.v1.Health/"
-_SERVICES = ("kmesh.v1.Sessions", "kmesh.v1.Spans", "kmesh.v1.Flights", "kmesh.v1.Admin")
+_SERVICES = (
+    "kmesh.v1.Sessions",
+    "kmesh.v1.Spans",
+    "kmesh.v1.Flights",
+    "kmesh.v1.Families",
+    "kmesh.v1.Admin",
+)
 
 _STATUS = {
     1: grpc.StatusCode.INVALID_ARGUMENT,
@@ -132,11 +140,8 @@ class _Service:
         except errors.RequestError as failed:
             await _refuse(context, failed)
 
-
-class Spans(_Service, spans_pb2_grpc.SpansServicer):
-    """Calls the handler that the session socket calls."""
-
     async def _call(self, request: Message, context: Context) -> Any:
+        """Calls the handler that the session socket calls."""
         answer: asyncio.Future[Message] = asyncio.get_running_loop().create_future()
 
         def done(body: Message | None, _fd: int, failed: errors.RequestError | None) -> None:
@@ -156,6 +161,8 @@ class Spans(_Service, spans_pb2_grpc.SpansServicer):
         except errors.RequestError as failed:
             await _refuse(context, failed)
 
+
+class Spans(_Service, spans_pb2_grpc.SpansServicer):
     async def Acquire(self, request: spans_pb2.AcquireRequest, context: Context) -> Any:
         return await self._call(request, context)
 
@@ -188,6 +195,26 @@ class Flights(_Service, flights_pb2_grpc.FlightsServicer):
         return await self._shown(
             context, lambda: self._report.flights(request, self._member(context))
         )
+
+
+class Families(_Service, families_pb2_grpc.FamiliesServicer):
+    async def Declare(self, request: families_pb2.DeclareFamilyRequest, context: Context) -> Any:
+        return await self._call(request, context)
+
+    async def Join(self, request: families_pb2.JoinFamilyRequest, context: Context) -> Any:
+        return await self._call(request, context)
+
+    async def Fork(self, request: families_pb2.ForkMemberRequest, context: Context) -> Any:
+        return await self._call(request, context)
+
+    async def Dissolve(self, request: families_pb2.DissolveFamilyRequest, context: Context) -> Any:
+        return await self._call(request, context)
+
+    async def Describe(self, request: families_pb2.DescribeFamilyRequest, context: Context) -> Any:
+        return await self._call(request, context)
+
+    async def List(self, request: families_pb2.ListFamiliesRequest, context: Context) -> Any:
+        return await self._call(request, context)
 
 
 class Admin(_Service, admin_pb2_grpc.AdminServicer):
@@ -261,6 +288,7 @@ class RpcServer:
         spans_pb2_grpc.add_SpansServicer_to_server(Spans(handler, report), self._server)
         sessions_pb2_grpc.add_SessionsServicer_to_server(Sessions(handler, report), self._server)
         flights_pb2_grpc.add_FlightsServicer_to_server(Flights(handler, report), self._server)
+        families_pb2_grpc.add_FamiliesServicer_to_server(Families(handler, report), self._server)
         admin = Admin(handler, report, operator)
         admin_pb2_grpc.add_AdminServicer_to_server(admin, self._server)
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)

@@ -16,6 +16,7 @@ from kmesh_spand.control.diskjobs import DiskJobs
 from kmesh_spand.control.growth import Growth
 from kmesh_spand.control.link import Link
 from kmesh_spand.control.observer import CopyMark, Observer
+from kmesh_spand.control.recodes import Recode, Recodes, facts
 from kmesh_spand.core import effects, events
 
 logger = logging.getLogger(__name__)
@@ -81,6 +82,7 @@ class StoreWorker:
         self._checks: dict[int, effects.Verify] = {}
         self._read_last: int | None = None
         self._wipes: dict[int, effects.Wipe] = {}
+        self._recodes = Recodes(event)
         self._exports: dict[int, Made] = {}
         self._held: list[tuple[float, ipc.Copy | ipc.Export]] = []
         self._export_number = 0
@@ -217,6 +219,17 @@ class StoreWorker:
         else:
             self._beat()
 
+    def recode(self, job: Recode) -> None:
+        """Starts an encoding, the keeping of a recipe, or a decoding; the core's events follow."""
+        self._wakes()
+        self._recodes.begin(job, self._link.send if self._link and self._started else None)
+        if not self._started:
+            self._beat()
+
+    def forget_recipe(self, job: int) -> None:
+        """What was encoded is not wanted."""
+        self._recodes.forget(job, self._link.send if self._link and self._started else None)
+
     def export(self, slab: int, offset: int, length: int, made: Made) -> None:
         """Has a DMA-BUF made of whole pages; ``made`` is told later, once."""
         if self._link is None:
@@ -253,6 +266,8 @@ class StoreWorker:
         allowed = self._timeout
         if not self._copies and self._checks and self._verify_rate:
             allowed += sum(job.length for job in self._checks.values()) / self._verify_rate
+        if not self._copies:
+            allowed += self._recodes.seconds
         if self._owes and now - self._heard_at > allowed:
             self._give_up(f"no answer for {allowed:.1f} s")
             return
@@ -282,7 +297,7 @@ class StoreWorker:
 
     @property
     def _owes(self) -> bool:
-        return bool(self._copies or self._checks or self._wipes or self._exports)
+        return bool(self._copies or self._checks or self._wipes or self._exports or self._recodes)
 
     def _wakes(self) -> None:
         if not self._owes:
@@ -303,6 +318,7 @@ class StoreWorker:
             self._link.send(_verify(job))
         for wipe in self._wipes.values():
             self._link.send(ipc.Wipe(wipe.job, wipe.slab))
+        self._recodes.started(self._link.send)
         held, self._held = self._held, []
         for _, message in held:
             self._link.send(message)
@@ -323,8 +339,9 @@ class StoreWorker:
             # does the others before.
             first = next(iter(self._checks))
             self._checks[first] = self._checks.pop(first)
-            # With a copy or a wipe on its way nobody knows what the worker died of.
-            self._read_last = None if self._copies or self._wipes else first
+            # With another job on its way nobody knows what the worker died of.
+            others = self._copies or self._wipes or self._recodes.told
+            self._read_last = None if others else first
         self._started = False
         self._beat_at = None
         self._held.clear()
@@ -334,6 +351,7 @@ class StoreWorker:
             made(-1, errors.Exhausted(f"the {self._name} died"))
         for job, mark in copies.items():
             self._copy_failed(job, mark)
+        self._recodes.gone()
 
     def _heard(self, message: ipc.AnyMessage, fd: int | None) -> None:
         if isinstance(message, ipc.Beat):
@@ -347,6 +365,8 @@ class StoreWorker:
         self._heard_at = self._loop.time()
         if self._growth is not None and self._growth.hear(message):
             return
+        if self._recodes.hear(message):
+            return
         match message:
             case ipc.CopyDone():
                 mark = self._copies.pop(message.job, None)
@@ -357,7 +377,7 @@ class StoreWorker:
                     self._event(events.CopyDone(message.job, message.root))
             case ipc.Verified():
                 if self._checks.pop(message.job, None) is not None:
-                    self._event(events.VerifyDone(message.job, message.good))
+                    self._event(events.VerifyDone(message.job, message.good, facts(message)))
             case ipc.Wiped():
                 if self._wipes.pop(message.job, None) is not None:
                     self._event(events.WipeDone(message.job, True))
@@ -399,12 +419,12 @@ class StoreWorker:
             self._copy_failed(message.job, mark)
         elif self._wipes.pop(message.job, None) is not None:
             self._event(events.WipeDone(message.job, False))
-        elif message.job in self._checks:
+        elif not self._recodes.failed(message.job) and message.job in self._checks:
             self._unreadable(message.job)
 
 
 def _verify(job: effects.Verify) -> ipc.Verify:
-    return ipc.Verify(job.job, job.slab, job.offset, job.length, job.root)
+    return ipc.Verify(job.job, job.slab, job.offset, job.length, job.root, job.recipe)
 
 
 def _export_error(message: ipc.NotExported) -> errors.RequestError:

@@ -7,12 +7,14 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
+from dataclasses import asdict
 
 from google.protobuf.message import Message
 
 from kmesh import _host, errors
 from kmesh.layout import Shard
-from kmesh.v1 import common_pb2, flights_pb2, sessions_pb2, spans_pb2
+from kmesh.v1 import common_pb2, families_pb2, flights_pb2, sessions_pb2, spans_pb2
+from kmesh_spand.control import families
 from kmesh_spand.control.limits import MAX_BATCH
 from kmesh_spand.core import effects, events
 
@@ -33,6 +35,12 @@ NAMES: dict[type[Message], str] = {
     flights_pb2.AwaitRequest: "await_flight",
     flights_pb2.LeaveRequest: "leave",
     flights_pb2.LandRequest: "land",
+    families_pb2.DeclareFamilyRequest: "declare_family",
+    families_pb2.JoinFamilyRequest: "join_family",
+    families_pb2.ForkMemberRequest: "fork_member",
+    families_pb2.DissolveFamilyRequest: "dissolve_family",
+    families_pb2.DescribeFamilyRequest: "describe_family",
+    families_pb2.ListFamiliesRequest: "list_families",
 }
 
 
@@ -81,6 +89,8 @@ def to_event(
                 body.prefix,
                 body.salt,
                 tier,
+                body.recipes,
+                body.positions,
                 bool(body.wait_ms),
             )
         case spans_pb2.ReleaseRequest():
@@ -123,8 +133,14 @@ def to_event(
             return events.Leave(session, request, body.flight, wait=body.wait)
         case flights_pb2.LandRequest():
             return events.Land(session, request, body.flight, body.cause)
-        case _:
-            raise TypeError(f"{type(body).__name__} is no span request")
+    if isinstance(body, families_pb2.DeclareFamilyRequest | families_pb2.JoinFamilyRequest):
+        given = tuple(_codes(body.shards, f"{NAMES[type(body)]}.shards"))
+    else:
+        given = ()
+    event = families.to_event(session, request, body, given)
+    if event is None:
+        raise TypeError(f"{type(body).__name__} is no request to the core")
+    return event
 
 
 _FIELDS = spans_pb2.AcquireResponse.DESCRIPTOR.fields_by_name
@@ -132,6 +148,9 @@ _VARINTS = tuple(
     (name, _FIELDS[name].number) for name in ("slab", "offset", "length", "tokens", "generation")
 )
 _REASON, _ROOT = _FIELDS["reason"].number, _FIELDS["root"].number
+_DENSE_LENGTH, _DENSE_ROOT, _START = (
+    _FIELDS[name].number for name in ("dense_length", "dense_root", "start")
+)
 
 
 def _leased(result: effects.AcquireResult) -> spans_pb2.AcquireResponse:
@@ -140,8 +159,14 @@ def _leased(result: effects.AcquireResult) -> spans_pb2.AcquireResponse:
     parts = [pack(_REASON, bytes(result.reason), False)]
     parts += [pack(number, getattr(result, name), False) for name, number in _VARINTS]
     parts.append(pack(_ROOT, result.root, True))
+    if result.dense_length:
+        parts.append(pack(_DENSE_LENGTH, result.dense_length, False))
+        parts.append(pack(_DENSE_ROOT, result.dense_root, True))
+    if result.start:
+        parts.append(pack(_START, result.start, False))
     answer = spans_pb2.AcquireResponse.FromString(b"".join(parts))
     answer.lease = result.lease
+    answer.bases.extend(spans_pb2.BasePlace(**asdict(base)) for base in result.bases)
     return answer
 
 
@@ -192,3 +217,6 @@ def to_message(result: effects.Result, name: str) -> Message:
             return flights_pb2.LeaveResponse(left=result.left)
         case effects.LandResult():
             return flights_pb2.LandResponse(ended=result.ended)
+    answer = families.to_message(result, name)
+    assert answer is not None
+    return answer

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Sequence
 
+from kmesh_spand.control.recodes import Recode
 from kmesh_spand.control.storeworker import Made, StoreWorker
 from kmesh_spand.core import effects
 
@@ -40,6 +41,12 @@ class Workers:
 
     def wipe(self, job: effects.Wipe) -> None:
         self._of(job.slab).wipe(job)
+
+    def recode(self, job: Recode) -> None:
+        self.host.recode(job)
+
+    def forget_recipe(self, job: int) -> None:
+        self.host.forget_recipe(job)
 
     def export(self, slab: int, offset: int, length: int, made: Made) -> None:
         self._of(slab).export(slab, offset, length, made)

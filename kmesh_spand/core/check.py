@@ -16,6 +16,9 @@ from kmesh_spand.core.store import SpanStore
 from kmesh_spand.core.verify import Verifier
 from kmesh_spand.core.writing import Writing
 
+_ENDING = (State.DOOMED, State.RETIRED)
+_LEASED = (State.COMMITTED, State.SUSPECT, *_ENDING)
+
 
 def check(
     store: SpanStore,
@@ -208,15 +211,15 @@ def _check_leases(store: SpanStore, book: SessionBook, arriving: Sequence[int]) 
     for row in range(1, table.rows + 1):
         assert table.pins[row] == pins[row]
         if pins[row]:
-            assert table.state[row] in (State.COMMITTED, State.SUSPECT, State.DOOMED)
-        elif table.state[row] == State.DOOMED:
-            raise AssertionError("a doomed span outlived its leases")
+            assert table.state[row] in _LEASED
+        elif table.state[row] in _ENDING and row not in store.holds:
+            raise AssertionError("a doomed or retired span outlived what held it")
     assert store.pinned == len(pins)
     assert store.leased_bytes == sum(table.length[row] for row in pins)
     evictable = [
         row
         for row in range(1, table.rows + 1)
-        if table.state[row] in EVICTABLE and not table.pins[row]
+        if table.state[row] in EVICTABLE and not table.pins[row] and row not in store.holds
     ]
     assert store.evictable == len(evictable)
     for tenant in store.tenants:

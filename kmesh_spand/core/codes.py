@@ -100,3 +100,11 @@ class Trouble(IntEnum):
     FULL = 2
     IO = 3
     LOST = 4
+
+
+class MirrorFate(IntEnum):
+    """What becomes of a dissolved family's mirrors (``kmesh.v1.MirrorFate``)."""
+
+    DENSE = 1
+    DENSE_OR_DROP = 2
+    KEEP = 3

@@ -32,6 +32,12 @@ class CoreConfig:
             is left alone for the second, twice as long after each further death, at most for the
             third.
         remembered_deaths: keys whose leaders died that are remembered.
+        max_families, max_members: families of one group of uids, and members of one family.
+        max_base, max_runs: base keys of one family, and runs of provenance in one call.
+        max_family_spans, max_group_spans: spans (keys times shards) that one family names, and
+            all of one group's; one takes some 300 bytes.
+        max_encodes, max_densify: jobs in flight that make recipes, and that make them dense.
+        max_bases: spans that one answer names as what its recipes refer to.
     """
 
     max_spans: int
@@ -52,6 +58,15 @@ class CoreConfig:
     hold_ms: int = 10_000
     longest_hold_ms: int = 600_000
     remembered_deaths: int = 1024
+    max_families: int = 256
+    max_members: int = 4096
+    max_base: int = 512
+    max_runs: int = 1024
+    max_family_spans: int = 65_536
+    max_group_spans: int = 262_144
+    max_encodes: int = 1
+    max_densify: int = 2
+    max_bases: int = 768
 
     def __post_init__(self) -> None:
         for name in self.__slots__:

@@ -11,16 +11,20 @@ from kmesh_spand.core import events as ev
 from kmesh_spand.core.batch import Batch
 from kmesh_spand.core.check import check, check_flights
 from kmesh_spand.core.check_disk import check_disk
+from kmesh_spand.core.checkfamilies import check_families
 from kmesh_spand.core.codes import Code
 from kmesh_spand.core.config import CoreConfig, DiskConfig
 from kmesh_spand.core.counters import COUNTERS
 from kmesh_spand.core.disk import Disk
 from kmesh_spand.core.effects import Effect, Refused, Reply, Result
 from kmesh_spand.core.endings import Endings
+from kmesh_spand.core.families import FamilyBook
+from kmesh_spand.core.familyviews import FamilyViews
 from kmesh_spand.core.fates import Fates
 from kmesh_spand.core.flights import Flights
 from kmesh_spand.core.policy import LRU, Policy
 from kmesh_spand.core.reading import Reading
+from kmesh_spand.core.recoder import Recoder
 from kmesh_spand.core.recovery import Recovery
 from kmesh_spand.core.sessions import Session, SessionBook
 from kmesh_spand.core.states import STORED, State
@@ -37,7 +41,6 @@ from kmesh_spand.core.views import (
     SpanRow,
     TenantRow,
 )
-from kmesh_spand.core.watching import Watches
 from kmesh_spand.core.writing import Writing
 
 
@@ -58,6 +61,7 @@ class Core:
         sweep: which spans an operator's wish names.
         flights: who computes what is not stored.
         disk: the tier below host memory, or None.
+        families, family_views: which spans are to be recipes over which, and how that is shown.
     """
 
     def __init__(
@@ -90,9 +94,16 @@ class Core:
         self.sweep = Sweep(self._store, self.disk)
         self._book = SessionBook()
         self._verifier = Verifier(self._store, config.max_verify, jobs)
-        self._reading = Reading(config, self._store, self._book, self._verifier, self.disk)
+        self._recoder = Recoder(config, self._store, jobs)
+        self.families = FamilyBook(config, self._store, self._recoder)
+        self.family_views = FamilyViews(self._store, self.families, self._recoder)
+        self._reading = Reading(
+            config, self._store, self._book, self._verifier, self._recoder, self.disk
+        )
         self.flights = Flights(config, self._store)
-        self._store.watch = Watches(self.flights, self.disk) if self.disk else self.flights
+        self._store.watches = [self.flights, self.families]
+        if self.disk is not None:
+            self._store.watches.append(self.disk)
         self._writing = Writing(config, self._store, self._book, self._verifier, jobs, self.flights)
         self._recovery = Recovery(self._store, config, self._verifier)
         self._requests: dict[type, Callable[..., Result | None]] = {
@@ -106,6 +117,10 @@ class Core:
             ev.Await: self.flights.wait,
             ev.Leave: self.flights.leave,
             ev.Land: self.flights.land,
+            ev.Declare: self.families.declare,
+            ev.Join: self.families.join,
+            ev.Fork: self.families.fork,
+            ev.Dissolve: self.families.dissolve,
         }
 
     def handle(self, event: ev.Event, now_ms: int) -> list[Effect]:
@@ -127,6 +142,7 @@ class Core:
                 self.counters["refused"] += 1
             if result is not None:
                 out.append(Reply(event.session, event.request, result))
+        self._recoder.pump()
         if self.disk is not None:
             self.disk.pump()
         return out
@@ -138,9 +154,19 @@ class Core:
                 self._writing.copy_ended(job, root)
             case ev.CopyFailed(job):
                 self._writing.copy_ended(job, None)
-            case ev.VerifyDone(job, good):
-                self._verifier.done(job, good)
+            case ev.VerifyDone(job, good, facts):
+                self._verifier.done(job, good, facts)
                 self._verifier.pump()
+            case ev.Encoded(job, length, used):
+                self._recoder.encoded(job, length, used)
+            case ev.NotEncoded(job, why):
+                self._recoder.not_encoded(job, why)
+            case ev.RecipeKept(job, root):
+                self._recoder.kept(job, root)
+            case ev.Densified(job, ok):
+                self._recoder.densified(job, ok)
+            case ev.RecodeFailed(job):
+                self._recoder.failed(job)
             case ev.SessionOpened(session, uid, engine, role):
                 group = self.tenancy.group(uid)
                 self._book.sessions[session] = Session(session, uid, engine, role, group)
@@ -164,11 +190,14 @@ class Core:
                 for slot in slots:
                     if store.may_evict(slot + 1):
                         store.discard(slot + 1)
+            case ev.EvictBases(spans, drop):
+                self._recoder.evict_bases(spans, drop=drop)
             case ev.Drain():
-                self._writing.draining = True
+                self._writing.draining = self._recoder.draining = True
                 self.flights.drain()
             case ev.Resume():
-                self._writing.draining = self.flights.draining = False
+                self._writing.draining = self._recoder.draining = False
+                self.flights.draining = False
             case _ if self.disk is not None:
                 self._note_disk(self.disk, event)
 
@@ -216,6 +245,7 @@ class Core:
         held = self.disk.fetches.arriving(self._book) if self.disk is not None else ()
         check(self._store, self._book, self._writing, self._verifier, self._recovery.waiting, held)
         check_flights(self.flights, self._book)
+        check_families(self._store, self._recoder, self.families)
         if self.disk is not None:
             check_disk(self.disk, self._store, self._book)
 
@@ -263,6 +293,11 @@ class Core:
             leased_bytes=store.leased_bytes,
             reservations=len(book.reservations),
             index_entries=store.published + (self.disk.book.published if self.disk else 0),
+            families=len(self.families),
+            mirrors=store.mirrors.spans,
+            mirror_bytes=store.mirrors.stored_bytes,
+            mirror_dense_bytes=store.mirrors.dense_bytes,
+            base_spans=len(store.mirrors.of_base),
             recovering=store.by_state[State.RECOVERED] + store.by_state[State.VERIFYING],
             slabs=tuple(
                 SlabStatus(
@@ -315,6 +350,7 @@ class Core:
         tick = now_ms >> TICK_SHIFT
         stored = table.state[row] in STORED
         idle = stored and not table.pins[row]
+        mirror = self._store.mirrors.by_row.get(row)
         return SpanRow(
             slot=row - 1,
             key=table.key_of(row),
@@ -330,6 +366,9 @@ class Core:
             leases=table.pins[row],
             age_ms=max(0, tick - table.born[row] << TICK_SHIFT) if stored else 0,
             idle_ms=max(0, tick - table.used[row] << TICK_SHIFT) if idle else 0,
+            dense=self._store.mirrors.dense(row),
+            bases=len(mirror.bases) if mirror else 0,
+            mirrors=len(self._store.mirrors.of_base.get(row, ())),
         )
 
     def tenants(self, group: int | None = None) -> list[TenantRow]:

@@ -82,6 +82,9 @@ class Disk:
         if tenant.tier:
             return
         book.cover(row)
+        if row in store.mirrors.by_row:
+            # Its file, if there is one, has the payload that the recipe gives.
+            return
         found = self._file_of(row)
         if found:
             self.fetches.overtaken(found)
@@ -120,7 +123,11 @@ class Disk:
 
     def _is_there(self, row: int, generation: int) -> bool:
         table = self._store.table
-        return table.state[row] == State.COMMITTED and table.generation[row] == generation
+        return (
+            table.state[row] == State.COMMITTED
+            and table.generation[row] == generation
+            and row not in self._store.mirrors.by_row
+        )
 
     # Writing
 

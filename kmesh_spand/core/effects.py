@@ -3,15 +3,33 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from kmesh_spand.core.diskfile import SpanFile
 
 
 @dataclass(frozen=True, slots=True)
+class BasePlace:
+    """Fields as in ``kmesh.v1.BasePlace``."""
+
+    shard: int
+    key: bytes
+    slab: int
+    offset: int
+    length: int
+    generation: int
+    root: int
+    tokens: int
+    position: int
+
+
+@dataclass(frozen=True, slots=True)
 class AcquireResult:
-    """Parallel arrays as in ``kmesh.v1.AcquireResponse``."""
+    """Parallel arrays as in ``kmesh.v1.AcquireResponse``.
+
+    Those of recipes are empty without, and so is ``start`` where nobody asked for it.
+    """
 
     lease: int
     reason: Sequence[int]
@@ -21,6 +39,10 @@ class AcquireResult:
     tokens: array[int]
     generation: array[int]
     root: array[int]
+    start: array[int] = field(default_factory=lambda: array("I"))
+    dense_length: array[int] = field(default_factory=lambda: array("Q"))
+    dense_root: array[int] = field(default_factory=lambda: array("Q"))
+    bases: Sequence[BasePlace] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,6 +104,27 @@ class LandResult:
 
 
 @dataclass(frozen=True, slots=True)
+class DeclareResult:
+    id: int
+    created: bool
+    added: int
+
+
+@dataclass(frozen=True, slots=True)
+class JoinResult:
+    """Of a Join or a Fork."""
+
+    spans: int
+    stored: int
+
+
+@dataclass(frozen=True, slots=True)
+class DissolveResult:
+    members: int
+    mirrors: int
+
+
+@dataclass(frozen=True, slots=True)
 class Refused:
     """The whole call failed; ``code`` is a number of ``kmesh.v1.Code``."""
 
@@ -101,6 +144,9 @@ Result = (
     | AwaitResult
     | LeaveResult
     | LandResult
+    | DeclareResult
+    | JoinResult
+    | DissolveResult
     | Refused
 )
 
@@ -131,10 +177,104 @@ class Verify:
     """Read a payload, compare it with its tile sums and ``root``, then send VerifyDone.
 
     A worker that ends before it answers says nothing about the payload: the next one is given
-    the job again.
+    the job again. ``recipe``: it is one, and what it says is told.
     """
 
     job: int
+    slab: int
+    offset: int
+    length: int
+    root: int
+    recipe: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Payload:
+    """A stored span that a job reads: where it lies, and what it is.
+
+    Attributes:
+        position: of its first token.
+    """
+
+    key: bytes
+    slab: int
+    offset: int
+    length: int
+    generation: int
+    root: int
+    tokens: int
+    position: int
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """Tokens [token, token + tokens) of a span were recovered from token ``source`` on of the
+    job's base number ``base``."""
+
+    token: int
+    tokens: int
+    base: int
+    source: int
+
+    def of(self, numbers: Mapping[int, int]) -> Piece:
+        """The same, where bases have other numbers."""
+        return Piece(self.token, self.tokens, numbers[self.base], self.source)
+
+
+@dataclass(frozen=True, slots=True)
+class Encode:
+    """Make a recipe of a payload, then send Encoded, NotEncoded or RecodeFailed for ``job``.
+
+    What is read stays as it is until then. The recipe is kept by whoever made it until KeepRecipe
+    or ForgetRecipe.
+
+    Attributes:
+        frequencies, interleaved: how keys are turned; none: they are not.
+        pieces: provenance; none: runs of equal tokens are looked for.
+    """
+
+    job: int
+    span: Payload
+    namespace: bytes
+    dtype: str
+    head_dim: int
+    shard: int
+    bases: Sequence[Payload]
+    frequencies: tuple[float, ...]
+    interleaved: bool
+    pieces: Sequence[Piece]
+
+
+@dataclass(frozen=True, slots=True)
+class KeepRecipe:
+    """Write the recipe of ``job`` into a slab, sum it, then send RecipeKept or RecodeFailed."""
+
+    job: int
+    slab: int
+    offset: int
+    length: int
+
+
+@dataclass(frozen=True, slots=True)
+class ForgetRecipe:
+    """The recipe of ``job`` is not wanted. No event follows."""
+
+    job: int
+
+
+@dataclass(frozen=True, slots=True)
+class Densify:
+    """Decode a recipe into a slab, verified, with sums; then send Densified or RecodeFailed.
+
+    Attributes:
+        mirror: where the recipe lies; its length and root are the recipe's.
+        length, root: of the payload.
+        slab, offset: where it goes.
+    """
+
+    job: int
+    mirror: Payload
+    bases: Sequence[Payload]
     slab: int
     offset: int
     length: int
@@ -259,6 +399,10 @@ Effect = (
     Reply
     | Copy
     | Verify
+    | Encode
+    | KeepRecipe
+    | ForgetRecipe
+    | Densify
     | Wipe
     | Spill
     | Fetch

@@ -10,6 +10,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from kmesh_spand.core.diskfile import SpanFile
+from kmesh_spand.core.family import Run
+from kmesh_spand.core.mirrors import RecipeFacts
 from kmesh_spand.core.record import Record
 from kmesh_spand.core.tenants import SlabOwner
 
@@ -42,8 +44,9 @@ class Acquire:
     """``keys`` are 32 bytes each; ``shards`` are shard codes; entry i·m + j is key i, shard j.
 
     ``salt`` is the 32-byte digest of the request's salt, or empty; uid and salt are the tenant.
-    ``tier`` is where it looks: 0 is host memory, the others are GPUs. With ``wait`` it is answered
-    when what has to be fetched from disk has come, or can't, or ``Hurry`` says so.
+    ``tier`` is where it looks: 0 is host memory, the others are GPUs. ``recipes``: who asks can
+    decode them. ``positions``: it wants to know where spans were computed. With ``wait`` it is
+    answered when what has to be fetched from disk has come, or can't, or ``Hurry`` says so.
     """
 
     session: int
@@ -53,6 +56,8 @@ class Acquire:
     prefix: bool
     salt: bytes = b""
     tier: int = 0
+    recipes: bool = False
+    positions: bool = False
     wait: bool = False
 
 
@@ -161,6 +166,63 @@ class Land:
 
 
 @dataclass(frozen=True, slots=True)
+class Declare:
+    """Fields as in ``kmesh.v1.DeclareFamilyRequest``; ``frequencies`` are none without rotary."""
+
+    session: int
+    request: int
+    family: str
+    namespace: bytes
+    dtype: str
+    head_dim: int
+    shards: Sequence[int]
+    base: bytes
+    frequencies: tuple[float, ...] = ()
+    interleaved: bool = False
+    salt: bytes = b""
+
+
+@dataclass(frozen=True, slots=True)
+class Join:
+    """Fields as in ``kmesh.v1.JoinFamilyRequest``; no ``shards``: the family's."""
+
+    session: int
+    request: int
+    family: str
+    member: str
+    namespace: bytes
+    keys: bytes
+    shards: Sequence[int] = ()
+    runs: Sequence[Run] = ()
+    salt: bytes = b""
+
+
+@dataclass(frozen=True, slots=True)
+class Fork:
+    """Fields as in ``kmesh.v1.ForkMemberRequest``."""
+
+    session: int
+    request: int
+    family: str
+    parent: str
+    member: str
+    keys: bytes = b""
+    runs: Sequence[Run] = ()
+    salt: bytes = b""
+
+
+@dataclass(frozen=True, slots=True)
+class Dissolve:
+    """``fate`` is a ``codes.MirrorFate``."""
+
+    session: int
+    request: int
+    family: str
+    fate: int = 0
+    salt: bytes = b""
+
+
+@dataclass(frozen=True, slots=True)
 class CopyDone:
     """The store worker wrote a payload and its tile sums, which fold to ``root``."""
 
@@ -180,11 +242,57 @@ class VerifyDone:
     """A payload was read again. ``good`` is None when it could not be, for a reason of its own.
 
     Its worker died at it, by what reading broken memory gives, or was well and said so. That a
-    worker ended for any other reason is no event: the next one reads the payload.
+    worker ended for any other reason is no event: the next one reads the payload. ``facts`` are of
+    a good recipe, if it was one.
     """
 
     job: int
     good: bool | None
+    facts: RecipeFacts | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Encoded:
+    """A recipe of ``length`` bytes was made, which gave its payload back, bit for bit.
+
+    Attributes:
+        used: which of the job's bases it refers to; at least one.
+    """
+
+    job: int
+    length: int
+    used: Sequence[int]
+
+
+@dataclass(frozen=True, slots=True)
+class NotEncoded:
+    """A payload shares nothing that is worth a recipe, or can't have one: ``why`` says it."""
+
+    job: int
+    why: str
+
+
+@dataclass(frozen=True, slots=True)
+class RecipeKept:
+    """A recipe was written into its range, with its sums, which fold to ``root``."""
+
+    job: int
+    root: int
+
+
+@dataclass(frozen=True, slots=True)
+class Densified:
+    """A recipe was decoded into a range, with sums. Not ``good``: it did not give its payload."""
+
+    job: int
+    good: bool
+
+
+@dataclass(frozen=True, slots=True)
+class RecodeFailed:
+    """An encoding, the keeping of a recipe or a decoding could not be done, whatever the bytes."""
+
+    job: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -244,6 +352,19 @@ class Evict:
     """An operator wants these spans gone. Those that are leased, or no spans now, stay."""
 
     slots: Sequence[int]
+
+
+@dataclass(frozen=True, slots=True)
+class EvictBases:
+    """An operator wants these spans gone, which mirrors refer to: those are made dense first.
+
+    Attributes:
+        spans: slot and generation of each.
+        drop: mirrors for which there is no room are dropped; otherwise they stay, and their base.
+    """
+
+    spans: Sequence[tuple[int, int]]
+    drop: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -337,7 +458,20 @@ class Resume:
 
 #: What a session asks for, and is answered.
 Request = (
-    Acquire | Release | Reserve | Commit | Abort | ReportCorrupt | Claim | Await | Leave | Land
+    Acquire
+    | Release
+    | Reserve
+    | Commit
+    | Abort
+    | ReportCorrupt
+    | Claim
+    | Await
+    | Leave
+    | Land
+    | Declare
+    | Join
+    | Fork
+    | Dissolve
 )
 
 Event = (
@@ -347,12 +481,18 @@ Event = (
     | CopyDone
     | CopyFailed
     | VerifyDone
+    | Encoded
+    | NotEncoded
+    | RecipeKept
+    | Densified
+    | RecodeFailed
     | SlabAdded
     | WipeDone
     | Populated
     | Recovered
     | GraceEnded
     | Evict
+    | EvictBases
     | Hurry
     | DiskFound
     | DiskReady

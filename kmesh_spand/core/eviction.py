@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from itertools import chain
 
 from kmesh.layout import tiles
 from kmesh_spand.core.codes import Reason
@@ -91,7 +92,9 @@ class Evictor:
         if goners is None:
             return Reason.NOT_READY if store.grace else Reason.QUOTA
         for row in goners:
-            store.evict(row)
+            # A base may have gone with its last mirror.
+            if store.may_evict(row):
+                store.evict(row)
         if not self.make_row(tenant):
             return Reason.NOT_READY if store.grace else Reason.CATALOG_FULL
         row = store.table.take_row()
@@ -144,7 +147,24 @@ class Evictor:
                 over -= tiles(length[row])
                 if over <= 0:
                     return goners
+        for row in self._bases(tenant):
+            if row not in gone and self._store.mirrors.of_base[row] <= gone:
+                goners.append(row)
+                gone.add(row)
+                over -= tiles(length[row])
+                if over <= 0:
+                    return goners
         return None
+
+    def _bases(self, tenant: Tenant) -> list[int]:
+        """Spans of a tenant that may be evicted with the mirrors that refer to them."""
+        store, mirrors = self._store, self._store.mirrors
+        found = [
+            row
+            for row in mirrors.of_base
+            if mirrors.removable(row) and store.tenant_of(row) is tenant
+        ]
+        return sorted(found, key=store.table.used.__getitem__)[:MAX_TRIES]
 
     def _open_to(self, number: int, tenant: Tenant) -> bool:
         """Whether a slab that is nobody's may become the tenant's.
@@ -227,15 +247,23 @@ class Evictor:
         """Rows whose eviction makes ``count`` neighbouring tiles free, or None.
 
         Starts from each victim in turn and takes its neighbours along, free ones first, then
-        the less recently used one, until the window is wide enough or both sides are held.
+        the less recently used one, until the window is wide enough or both sides are held. Where
+        that is not enough, spans go with the mirrors that refer to them.
         """
+        store = self._store
         for row in self.victims(tenant):
-            window = self._window(row, count)
+            window = self._window(row, count, store.may_evict)
             if window is not None:
                 return window
+        of_base, removable = store.mirrors.of_base, store.mirrors.removable
+        for row in self._bases(tenant):
+            window = self._window(row, count, lambda n: store.may_evict(n) or removable(n))
+            if window is not None:
+                ordered = ((*sorted(of_base.get(n, ())), n) for n in window)
+                return list(dict.fromkeys(chain.from_iterable(ordered)))
         return None
 
-    def _window(self, victim: int, count: int) -> list[int] | None:
+    def _window(self, victim: int, count: int, may_go: Callable[[int], bool]) -> list[int] | None:
         store, table = self._store, self._store.table
         slab = store.slabs[table.slab[victim]]
         begin = table.tile[victim]
@@ -248,9 +276,9 @@ class Evictor:
             if end - begin >= count:
                 return rows
             sides = []
-            if begin and store.may_evict(slab.owner[begin - 1]):
+            if begin and may_go(slab.owner[begin - 1]):
                 sides.append(slab.owner[begin - 1])
-            if end < slab.populated and store.may_evict(slab.owner[end]):
+            if end < slab.populated and may_go(slab.owner[end]):
                 sides.append(slab.owner[end])
             sides = [row for row in sides if self._end(row) <= slab.populated]
             if not sides:

@@ -72,6 +72,14 @@ class Fates:
                 return entry
         return len(keys) // KEY_BYTES
 
+    def mirrors(self, keys: bytes, shard: int) -> int:
+        """How many of these keys (32 bytes each) are kept as recipes in a shard, at most."""
+        known, table = self._store.mirrors.by_row, self._store.table
+        if not known or not keys:
+            return 0
+        found = (table.find_all(keys, where)[0] for where in self._scopes(shard))
+        return max((sum(row in known for row in rows) for rows in found), default=0)
+
     def _scopes(self, shard: int) -> Iterator[int]:
         """A shard, of each tenant."""
         return (scope(tenant.number, shard) for tenant in self._store.tenants)

@@ -15,12 +15,14 @@ from kmesh_spand.core.config import CoreConfig
 from kmesh_spand.core.disk import Disk
 from kmesh_spand.core.effects import (
     AcquireResult,
+    BasePlace,
     Refused,
     ReleaseResult,
     ReportCorruptResult,
     Result,
 )
 from kmesh_spand.core.events import Acquire, Release, ReportCorrupt
+from kmesh_spand.core.recoder import Recoder
 from kmesh_spand.core.sessions import Lease, Session, SessionBook
 from kmesh_spand.core.states import State, Trigger
 from kmesh_spand.core.store import SpanStore
@@ -43,8 +45,10 @@ class Reading:
         store: SpanStore,
         book: SessionBook,
         verifier: Verifier,
+        recoder: Recoder,
         disk: Disk | None = None,
     ) -> None:
+        self._recoder = recoder
         self._config = config
         self._store = store
         self._batch = store.table.batch
@@ -81,14 +85,20 @@ class Reading:
         states = self._batch.gather_bytes(rows, table.state)
         reasons: Sequence[int]
         hits, absent = states.count(_COMMITTED), states.count(_FREE)
-        if hits == len(rows):
+        mirrors, wanted = self._store.mirrors.among(rows), list[tuple[int, int]]()
+        if hits == len(rows) and not mirrors:
             reasons, held = [0] * len(rows), rows
         else:
-            if hits + absent == len(rows) and away is None:
+            if hits + absent == len(rows) and away is None and not mirrors:
                 reasons = self._miss(rows, len(event.shards), event.prefix)
             else:
-                reasons = self._sort_out(session, rows, away, len(event.shards), event.prefix)
+                reasons, wanted = self._sort_out(session, rows, away, event)
             held = array("I", filter(None, rows))
+        if held:
+            # Before room is made for anything else.
+            self._store.pin(held)
+        if wanted:
+            reasons = self._densify(reasons, wanted)
         missing = reasons.count(Reason.MISS)
         entries = len(event.keys) // KEY_BYTES * len(event.shards)
         pending = len(rows) - len(held) - missing
@@ -109,8 +119,8 @@ class Reading:
         length = gather(rows, table.length)
         lease = 0
         if held:
-            self._store.pin(held)
             lease = self._book.lease(session, rows, len(held), sum(length)).id
+        recipes = self._recipes(rows, len(event.shards)) if event.recipes else ()
         return AcquireResult(
             lease,
             [*reasons, *[Reason.MISS] * (entries - len(reasons))],
@@ -120,7 +130,38 @@ class Reading:
             gather(rows, table.tokens),
             gather(rows, table.generation),
             gather(rows, table.root),
+            gather(rows, table.start) if event.positions else array("I"),
+            *recipes,
         )
+
+    def _recipes(
+        self, rows: Rows, shards: int
+    ) -> tuple[()] | tuple[array[int], array[int], list[BasePlace]]:
+        """Of entries that are recipes: length and root of their payloads, and their bases."""
+        mirrors, table = self._store.mirrors, self._store.table
+        if not mirrors.among(rows):
+            return ()
+        found = [mirrors.by_row.get(row) for row in rows]
+        bases: dict[int, int] = {}
+        for entry, mirror in enumerate(found):
+            for base in mirror.bases if mirror else ():
+                bases.setdefault(base, entry % shards)
+        places = [
+            BasePlace(
+                shard,
+                table.key_of(row),
+                table.slab[row],
+                table.tile[row] * TILE_BYTES,
+                table.length[row],
+                table.generation[row],
+                table.root[row],
+                table.tokens[row],
+                table.start[row],
+            )
+            for row, shard in bases.items()
+        ]
+        lengths = array("Q", [mirror.length if mirror else 0 for mirror in found])
+        return lengths, array("Q", [mirror.root if mirror else 0 for mirror in found]), places
 
     def _find(self, session: Session, event: Acquire) -> tuple[Rows, Rows | None]:
         """Rows of all entries, key-major; for a prefix, up to the first key not found.
@@ -162,11 +203,17 @@ class Reading:
         return [Reason.OK if row else Reason.MISS for row in rows]
 
     def _sort_out(
-        self, session: Session, rows: Rows, away: Rows | None, shards: int, prefix: bool
-    ) -> list[int]:
-        """Reasons of all rows; what can't be leased becomes 0 in ``rows``."""
+        self, session: Session, rows: Rows, away: Rows | None, event: Acquire
+    ) -> tuple[list[int], list[tuple[int, int]]]:
+        """Reasons of all rows; what can't be leased becomes 0 in ``rows``.
+
+        Also (entry, row) of mirrors that were asked for dense; their reason is PENDING.
+        """
         store, states = self._store, self._store.table.state
+        shards, mirrors = len(event.shards), self._store.mirrors.by_row
         reasons: list[int] = []
+        wanted: list[tuple[int, int]] = []
+        bases: set[int] = set()
         for entry, found in enumerate(rows):
             if not found:
                 there = away[entry] if away is not None else 0
@@ -175,6 +222,13 @@ class Reading:
                 continue
             row = store.resolve(found)
             state = states[row]
+            if state == State.COMMITTED and row in mirrors:
+                reason = self._mirror(row, event.recipes, bases)
+                reasons.append(reason)
+                rows[entry] = 0 if reason else row
+                if not event.recipes and reason == Reason.PENDING:
+                    wanted.append((entry, row))
+                continue
             if state == State.COMMITTED:
                 rows[entry] = row
                 reasons.append(Reason.OK)
@@ -183,7 +237,7 @@ class Reading:
                 self._verifier.want(row)
             reasons.append(Reason.PENDING)
             rows[entry] = 0
-        if prefix:
+        if event.prefix:
             bad = next((i for i, reason in enumerate(reasons) if reason), len(rows))
             first = bad - bad % shards
             for entry in range(first, len(rows)):
@@ -191,6 +245,34 @@ class Reading:
                     reasons[entry] = Reason.MISS
                 rows[entry] = 0
         self._verifier.pump()
+        return reasons, wanted
+
+    def _mirror(self, row: int, recipes: bool, bases: set[int]) -> Reason:
+        """What is said of a mirror; ``bases`` are those of the answer so far."""
+        mirrors, states = self._store.mirrors, self._store.table.state
+        mirror = mirrors.by_row[row]
+        if not mirrors.usable(row):
+            for base in mirror.bases:
+                if states[base] == State.RECOVERED:
+                    self._verifier.want(base)
+            return Reason.PENDING
+        if not recipes:
+            return Reason.PENDING
+        if len(bases.union(mirror.bases)) > self._config.max_bases:
+            return Reason.MISS
+        bases.update(mirror.bases)
+        return Reason.OK
+
+    def _densify(self, reasons: Sequence[int], wanted: list[tuple[int, int]]) -> list[int]:
+        """Has mirrors made dense that were asked for so; those without room are misses."""
+        reasons, mirrors = list(reasons), self._store.mirrors
+        for entry, row in wanted:
+            # Room for one may have cost another.
+            there = row in mirrors.by_row and self._store.table.state[row] == State.COMMITTED
+            if there and mirrors.usable(row) and self._recoder.ask(row):
+                continue
+            if not there or mirrors.usable(row):
+                reasons[entry] = Reason.MISS
         return reasons
 
     def release(self, session: Session, event: Release) -> Result:
@@ -242,9 +324,11 @@ class Reading:
             if not row:
                 continue
             accepted += 1
-            if store.table.state[row] == State.COMMITTED:
-                store.move(row, Trigger.REPORT)
-                self._verifier.want(row)
+            mirror = store.mirrors.by_row.get(row)
+            for suspect in (row, *(mirror.bases if mirror else ())):
+                if store.table.state[suspect] == State.COMMITTED:
+                    store.move(suspect, Trigger.REPORT)
+                    self._verifier.want(suspect)
         store.counters["reported"] += accepted
         self._verifier.pump()
         return ReportCorruptResult(accepted)

@@ -3,8 +3,11 @@
 A record is 128 bytes, little-endian:
 
     4s magic · u16 version · u8 state · pad · u32 tokens · u32 start · u32 generation ·
-    u32 slab · u32 primary · u64 offset · u64 length · u64 shard · u64 root ·
+    u32 slab · u32 primary · u64 offset · u32 length · u32 dense · u64 shard · u64 root ·
     32s key · 32s namespace · u32 crc32 of all before it
+
+``dense`` is 0 where the range holds the payload itself. Otherwise it holds a recipe of ``length``
+bytes and of this ``root``, which gives a payload of ``dense`` bytes.
 
 Three states are written. ``COMMITTED`` is a span. ``ALIAS`` is one sub-key of a tail: its
 ``primary`` is 1 + the slot of the span that it names, and ``slab``, ``offset`` and ``root`` repeat
@@ -24,7 +27,7 @@ RECORD_BYTES = 128
 MAGIC = b"KMSR"
 VERSION = 1
 
-_BODY = struct.Struct("<4sHBxIIIIIQQQQ32s32s")
+_BODY = struct.Struct("<4sHBxIIIIIQIIQQ32s32s")
 _CRC = struct.Struct("<I")
 _WRITTEN = {State.FREE: State.FREE, State.COMMITTED: State.COMMITTED, State.ALIAS: State.ALIAS}
 _NOTHING = bytes(32)
@@ -46,6 +49,7 @@ class Record:
     key: bytes = _NOTHING
     namespace: bytes = _NOTHING
     primary: int = 0
+    dense: int = 0
 
     def encode(self) -> bytes:
         """``RECORD_BYTES`` bytes."""
@@ -60,6 +64,7 @@ class Record:
             self.primary,
             self.offset,
             self.length,
+            self.dense,
             self.shard,
             self.root,
             self.key,
@@ -85,6 +90,7 @@ def decode(data: bytes | bytearray | memoryview) -> Record | None:
         primary,
         offset,
         length,
+        dense,
         shard,
         root,
         key,
@@ -106,4 +112,5 @@ def decode(data: bytes | bytearray | memoryview) -> Record | None:
         key=key,
         namespace=namespace,
         primary=primary,
+        dense=dense,
     )

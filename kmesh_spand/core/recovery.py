@@ -103,6 +103,8 @@ class Recovery:
         table.tile[row] = first
         table.length[row] = record.length
         table.root[row] = record.root
+        if record.dense:
+            store.mirrors.recovered(row, record.dense)
         store.move(row, Trigger.RECOVER)
         self._verifier.recovered(row)
         store.counters["recovered"] += 1

@@ -18,7 +18,9 @@ class State(IntEnum):
     SUSPECT = 7
     DOOMED = 8
     ALIAS = 9
-    FETCHING = 10
+    DRAFT = 10
+    RETIRED = 11
+    FETCHING = 12
 
 
 class Trigger(StrEnum):
@@ -40,6 +42,10 @@ class Trigger(StrEnum):
     RELEASED = "released"
     NAME = "name"
     UNNAME = "unname"
+    DRAFT = "draft"
+    TAKE_OVER = "take over"
+    RETIRE = "retire"
+    RETIRE_LEASED = "retire, leased"
     FETCH = "fetch"
     FETCHED = "fetched"
 
@@ -59,17 +65,27 @@ TRANSITIONS: dict[tuple[int, Trigger], State] = {
     (S.ORPHANED, T.FAILED): S.FREE,
     (S.RECOVERED, T.VERIFY): S.VERIFYING,
     (S.RECOVERED, T.EVICT): S.FREE,
+    (S.RECOVERED, T.BAD): S.FREE,
     (S.VERIFYING, T.GOOD): S.COMMITTED,
     (S.VERIFYING, T.BAD): S.FREE,
+    (S.VERIFYING, T.BAD_LEASED): S.DOOMED,
     (S.VERIFYING, T.LOST): S.RECOVERED,
     (S.COMMITTED, T.REPORT): S.SUSPECT,
     (S.COMMITTED, T.EVICT): S.FREE,
+    (S.COMMITTED, T.BAD): S.FREE,
+    (S.COMMITTED, T.BAD_LEASED): S.DOOMED,
+    (S.COMMITTED, T.RETIRE): S.FREE,
+    (S.COMMITTED, T.RETIRE_LEASED): S.RETIRED,
     (S.SUSPECT, T.GOOD): S.COMMITTED,
     (S.SUSPECT, T.BAD): S.FREE,
     (S.SUSPECT, T.BAD_LEASED): S.DOOMED,
     (S.SUSPECT, T.LOST): S.SUSPECT,
     (S.DOOMED, T.RELEASED): S.FREE,
     (S.ALIAS, T.UNNAME): S.FREE,
+    (S.FREE, T.DRAFT): S.DRAFT,
+    (S.DRAFT, T.TAKE_OVER): S.COMMITTED,
+    (S.DRAFT, T.FAILED): S.FREE,
+    (S.RETIRED, T.RELEASED): S.FREE,
     (S.FREE, T.FETCH): S.FETCHING,
     (S.FETCHING, T.FETCHED): S.COMMITTED,
     (S.FETCHING, T.FAILED): S.FREE,
@@ -79,7 +95,9 @@ TRANSITIONS: dict[tuple[int, Trigger], State] = {
 STORED = frozenset({S.RECOVERED, S.VERIFYING, S.COMMITTED, S.SUSPECT})
 #: Is found by its key.
 KEYED = STORED | {S.RESERVED, S.COPYING, S.FETCHING}
-#: May be evicted while nobody leases it.
+#: One row hands its names on to another.
+HANDED_ON = frozenset({T.TAKE_OVER, T.RETIRE, T.RETIRE_LEASED})
+#: May be evicted while nobody leases or holds it.
 EVICTABLE = frozenset({S.RECOVERED, S.COMMITTED})
 
 

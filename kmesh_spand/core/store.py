@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
+from typing import Protocol
 
 from kmesh.layout import TILE_BYTES, tiles
 from kmesh_spand.core.allocator import QUARANTINE
-from kmesh_spand.core.batch import Batch, Rows
+from kmesh_spand.core.batch import Batch
 from kmesh_spand.core.codes import Cause
 from kmesh_spand.core.effects import (
     Effect,
@@ -17,18 +18,27 @@ from kmesh_spand.core.effects import (
     Unpublish,
 )
 from kmesh_spand.core.endings import Endings
-from kmesh_spand.core.grounds import Grounds
+from kmesh_spand.core.holding import TICK_SHIFT, Holding
+from kmesh_spand.core.mirrors import Mirrors
 from kmesh_spand.core.policy import Policy
 from kmesh_spand.core.record import Record
-from kmesh_spand.core.states import EVICTABLE, KEYED, STORED, TRANSITIONS, State, Trigger
-from kmesh_spand.core.table import SpanTable
+from kmesh_spand.core.states import (
+    EVICTABLE,
+    HANDED_ON,
+    KEYED,
+    STORED,
+    TRANSITIONS,
+    State,
+    Trigger,
+)
 from kmesh_spand.core.tags import shard_of, tag
-from kmesh_spand.core.tenants import Tenancy, Tenant, TenantBook
-from kmesh_spand.core.watching import Watch
+from kmesh_spand.core.tenants import Tenancy, TenantBook
 
-#: A tick is 64 ms: 32 bits of them last eight years.
-TICK_SHIFT = 6
+__all__ = ["TICK_SHIFT", "SpanStore", "Watch"]
+
 _TICKS = 0xFFFF_FFFF
+#: Was served once, and may be read still.
+_ENDING = frozenset({State.DOOMED, State.RETIRED})
 _CAUSES = {
     Trigger.EVICT: Cause.PRESSURE,
     Trigger.BAD: Cause.CORRUPT,
@@ -38,25 +48,34 @@ _CAUSES = {
 }
 
 
-class SpanStore(Grounds):
-    """Owns the table; its slabs and tenants are ``Grounds``.
+class Watch(Protocol):
+    """Told what becomes of rows, while it is not empty."""
+
+    def __len__(self) -> int: ...
+
+    def stored(self, row: int) -> None:
+        """A row is committed."""
+
+    def gone(self, row: int, cause: Cause) -> None:
+        """A row's names are about to go."""
+
+
+class SpanStore(Holding):
+    """Owns the table; its slabs and tenants are ``Grounds``, leases and eviction ``Holding``.
 
     ``move`` is the only way in which a span changes state; it carries out what the columns
     "effects" of ``docs/states.md`` say. Effects are appended to ``out`` in the order in which
     the shell must carry them out.
 
     Attributes:
-        evictable: rows that may be evicted now.
-        pinned, leased_bytes: spans that at least one lease holds, and their payload bytes.
         published: keys in the index.
         stored_bytes: payload bytes of spans with a catalog record.
         grace: ranges that are freed now must not be reused yet.
         by_state: number of rows in each state (FREE and ALIAS are not counted).
         space_spans, space_bytes: stored spans by namespace number.
         endings: keys that are gone.
-        watch: who else wants to know of spans that come and names that go; empty at first.
-        policy_faults, place_failures: how often the eviction policy failed, or no room was found
-            although something may be evicted, since that last went well; and when last (ms).
+        watches: who else wants to know of spans that come and names that go.
+        mirrors: spans that are kept as recipes.
     """
 
     def __init__(
@@ -69,13 +88,9 @@ class SpanStore(Grounds):
         job_ids: Iterator[int],
         batch: Batch | None = None,
     ) -> None:
-        super().__init__(TenantBook(tenancy, policy, max_spans, TILE_BYTES), counters, job_ids)
-        self.table = SpanTable(max_spans, batch)
-        self.tick = 0
-        self.evictable = 0
-        self.pinned = 0
+        tenants = TenantBook(tenancy, policy, max_spans, TILE_BYTES)
+        super().__init__(tenants, counters, job_ids, max_spans, batch)
         self.published = 0
-        self.leased_bytes = 0
         self.stored_bytes = 0
         self.grace = False
         self.quarantine: list[tuple[int, int, int]] = []
@@ -83,9 +98,8 @@ class SpanStore(Grounds):
         self.space_spans: dict[int, int] = {}
         self.space_bytes: dict[int, int] = {}
         self.endings = endings
-        self.watch: Watch | None = None
-        self.policy_faults = (0, 0)
-        self.place_failures = (0, 0)
+        self.watches: list[Watch] = []
+        self.mirrors = Mirrors(self)
         self._first_alias: dict[int, int] = {}
 
     def begin(self, out: list[Effect], now_ms: int) -> None:
@@ -95,12 +109,6 @@ class SpanStore(Grounds):
         self.tick = now_ms >> TICK_SHIFT & _TICKS
 
     # States
-
-    def tenant_of(self, row: int) -> Tenant:
-        """Whose a row is that has a range."""
-        tenant = self.slabs[self.table.slab[row]].tenant
-        assert tenant is not None
-        return tenant
 
     def move(self, row: int, trigger: Trigger, cause: Cause | None = None) -> State:
         """Change a row's state and do what follows from it; returns the new state.
@@ -113,17 +121,17 @@ class SpanStore(Grounds):
         new = TRANSITIONS[old, trigger]
         if old == new:
             return new
-        idle = not table.pins[row]
+        idle, handed_on = not self.held(row), trigger in HANDED_ON
         if old in EVICTABLE and new not in EVICTABLE and idle:
             self._disallow([row])
-        if old is State.COMMITTED:
+        if old is State.COMMITTED and not handed_on:
             tags, tenant = self.tags(row), self.tenant_of(row)
             self.published -= len(tags)
             self.out.append(Unpublish(row - 1, tags, tenant.group, tenant.tier))
         if old in STORED and new not in STORED:
             self._count_stored(row, -1)
             self._forget_record(row)
-        if old in KEYED and new not in KEYED:
+        if old in KEYED and new not in KEYED and not handed_on:
             self._end(row, cause or _CAUSES[trigger], recorded=old in STORED)
             self._drop_key(row, recorded=old in STORED)
         table.state[row] = new
@@ -140,21 +148,41 @@ class SpanStore(Grounds):
             self.out.append(Publish(row - 1, tags, tenant.group, tenant.tier))
             if old in (State.COPYING, State.VERIFYING, State.FETCHING):
                 self.out.append(SpanCommitted(*self._about(row)))
-            if self.watch:
-                self.watch.stored(row)
+            for watch in () if handed_on else self.watches:
+                if watch:
+                    watch.stored(row)
         if new in EVICTABLE and old not in EVICTABLE and idle:
             self._allow([row])
         if new is State.FREE:
-            self._give_range(row, shown=old in STORED or old is State.DOOMED)
+            self._give_range(row, shown=old in STORED or old in _ENDING)
             self._give_row(row)
+            self.mirrors.freed(row)
         return new
+
+    def take_over(self, old: int, new: int) -> None:
+        """A draft becomes what a committed span was: under its names, at once for who looks."""
+        table = self.table
+        self.published -= len(self.tags(old))
+        for alias in self.aliases(old):
+            table.tile[alias] = new
+        if first := self._first_alias.pop(old, 0):
+            self._first_alias[new] = first
+        table.remove(old)
+        place = table.place_for(table.key_of(new), table.scopes.value(table.scope[new]))
+        assert place is not None, "its neighbour has just gone"
+        table.list(new, place)
+        born, used = table.born[old], table.used[old]
+        self.move(new, Trigger.TAKE_OVER)
+        table.born[new], table.used[new] = born, used
+        self.move(old, Trigger.RETIRE_LEASED if self.held(old) else Trigger.RETIRE)
 
     def _end(self, row: int, cause: Cause, *, recorded: bool) -> None:
         shard = self.shard(row)
         for name in (row, *self.aliases(row)):
             self.endings.add(self.table.key_of(name), shard, cause, self.tick)
-        if self.watch:
-            self.watch.gone(row, cause)
+        for watch in self.watches:
+            if watch:
+                watch.gone(row, cause)
         if recorded:
             self.out.append(SpanEnded(*self._about(row), cause))
 
@@ -179,6 +207,7 @@ class SpanStore(Grounds):
         if not held[0]:
             del tenant.spaces[space]
         self.stored_bytes += sign * length
+        self.mirrors.count(row, sign)
         self.space_spans[space] = self.space_spans.get(space, 0) + sign
         self.space_bytes[space] = self.space_bytes.get(space, 0) + sign * length
         if not self.space_spans[space]:
@@ -284,73 +313,10 @@ class SpanStore(Grounds):
             key=table.key_of(row),
             namespace=table.spaces.value(table.space[row]),
             primary=0 if span == row else span,
+            dense=self.mirrors.dense(span),
         )
 
-    # Leases
-
-    def pin(self, rows: Rows) -> None:
-        """One lease more on each row (all COMMITTED); a row may occur more than once."""
-        table = self.table
-        fresh = table.batch.pin(table.pins, rows)
-        if fresh:
-            self.pinned += len(fresh)
-            self.leased_bytes += sum(table.batch.gather(fresh, table.length))
-            self._disallow(fresh)
-
-    def unpin(self, rows: Rows) -> None:
-        """One lease fewer on each row; a doomed span ends with its last one."""
-        table, batch = self.table, self.table.batch
-        # Last first: the end of a chain is evicted before its beginning, without which it
-        # could not be found.
-        idle = batch.unpin(table.pins, rows, table.used, self.tick)
-        if not idle:
-            return
-        self.pinned -= len(idle)
-        self.leased_bytes -= sum(batch.gather(idle, table.length))
-        if batch.gather_bytes(idle, table.state).count(State.COMMITTED) == len(idle):
-            self._allow(idle)
-            return
-        self._allow([row for row in idle if table.state[row] == State.COMMITTED])
-        for row in idle:
-            if table.state[row] == State.DOOMED:
-                self.move(row, Trigger.RELEASED)
-
-    # Eviction order. The rows of one call are one tenant's.
-
-    def _allow(self, rows: Sequence[int]) -> None:
-        if not rows:
-            return
-        tenant = self.tenant_of(rows[0])
-        tenant.evictable += len(rows)
-        self.evictable += len(rows)
-        try:
-            tenant.order.add(rows)
-        except Exception:
-            self.policy_failed()
-
-    def _disallow(self, rows: Sequence[int]) -> None:
-        tenant = self.tenant_of(rows[0])
-        tenant.evictable -= len(rows)
-        self.evictable -= len(rows)
-        try:
-            tenant.order.discard(rows)
-        except Exception:
-            self.policy_failed()
-
-    def policy_failed(self) -> None:
-        """The policy raised, or named what it must not."""
-        self.counters["policy_faults"] += 1
-        self.policy_faults = (self.policy_faults[0] + 1, self.now_ms)
-
-    def place_failed(self, tenant: Tenant) -> None:
-        """No room was found. While nothing of the tenant may be evicted, that is as it must be."""
-        if tenant.evictable:
-            self.place_failures = (self.place_failures[0] + 1, self.now_ms)
-
-    def may_evict(self, row: int) -> bool:
-        """Whether a row is a span that nobody leases and no job reads."""
-        table = self.table
-        return 0 < row <= table.rows and table.state[row] in EVICTABLE and not table.pins[row]
+    # Ends
 
     def evict(self, row: int) -> None:
         """Drop a span that ``may_evict``, to make room."""

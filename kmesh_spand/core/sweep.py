@@ -11,7 +11,9 @@ from kmesh_spand.core.files import FileBook
 from kmesh_spand.core.states import FILE_EVICTABLE, FILE_KEYED, STORED, State
 from kmesh_spand.core.store import TICK_SHIFT, SpanStore
 
-_BUSY = frozenset({State.RESERVED, State.COPYING, State.VERIFYING, State.SUSPECT, State.FETCHING})
+_BUSY = frozenset(
+    {State.RESERVED, State.COPYING, State.VERIFYING, State.SUSPECT, State.DRAFT, State.FETCHING}
+)
 
 
 @dataclass(slots=True)
@@ -21,10 +23,12 @@ class Swept:
     Attributes:
         slots: spans that may be evicted now, and the bytes of their payloads.
         leased, busy: spans that are meant too, but somebody leases them, or a job has them.
+        bases: slot and generation of those that mirrors refer to.
         next_slot: where the next part begins; None after the last one.
     """
 
     slots: list[int] = field(default_factory=list)
+    bases: list[tuple[int, int]] = field(default_factory=list)
     size: int = 0
     leased: int = 0
     busy: int = 0
@@ -130,7 +134,9 @@ class Sweep:
                 return
         elif min_age_ms or min_idle_ms:
             return
-        if state == State.DOOMED or table.pins[row]:
+        if state == State.COMMITTED and row in self._store.mirrors.of_base:
+            swept.bases.append((row - 1, table.generation[row]))
+        elif state in (State.DOOMED, State.RETIRED) or table.pins[row]:
             swept.leased += 1
-        elif state in _BUSY:
+        elif row in self._store.holds or state in _BUSY:
             swept.busy += 1

@@ -167,9 +167,17 @@ class SpanTable:
 
     def insert(self, row: int, key: bytes, scope: int, place: int) -> None:
         """Name a row; ``place`` as ``place_for`` said, with no change of the table since."""
+        self.label(row, key, scope)
+        self.list(row, place)
+
+    def label(self, row: int, key: bytes, scope: int) -> None:
+        """Write a key and a scope at a row that is not to be found by them, or not yet."""
         for column, word in zip(self.words, _KEY.unpack(key), strict=True):
             column[row] = word
         self.scope[row] = self.scopes.take(scope)
+
+    def list(self, row: int, place: int) -> None:
+        """Make a row findable by what it is labelled with; ``place`` as for ``insert``."""
         self._index[place] = row
         self.keyed += 1
 

@@ -7,7 +7,9 @@ from collections import Counter, OrderedDict
 from collections.abc import Iterator
 
 from kmesh.layout import TILE_BYTES
+from kmesh_spand.core.codes import Cause
 from kmesh_spand.core.effects import Verify
+from kmesh_spand.core.mirrors import RecipeFacts
 from kmesh_spand.core.states import State, Trigger
 from kmesh_spand.core.store import SpanStore
 
@@ -83,8 +85,9 @@ class Verifier:
             self._rows.add(row)
             self._busy[self._tier(row)] += 1
             offset = table.tile[row] * TILE_BYTES
+            recipe = row in store.mirrors.by_row
             store.out.append(
-                Verify(job, table.slab[row], offset, table.length[row], table.root[row])
+                Verify(job, table.slab[row], offset, table.length[row], table.root[row], recipe)
             )
 
     def _tier(self, row: int) -> int:
@@ -124,8 +127,12 @@ class Verifier:
         """Whether as many of a tier are in flight as may be."""
         return self._busy[tier] >= self._limit
 
-    def done(self, job: int, good: bool | None) -> None:
-        """What a verification said; None when the payload could not be read."""
+    def done(self, job: int, good: bool | None, facts: RecipeFacts | None = None) -> None:
+        """What a verification said; None when the payload could not be read.
+
+        Args:
+            facts: what was read in it, if it is a good recipe.
+        """
         row = self.jobs.pop(job, 0)
         if not row:
             return
@@ -140,10 +147,19 @@ class Verifier:
                 self.want(row)
                 return
         self._lost.pop(tenant, None)
+        mirrors = store.mirrors
+        if good and row in mirrors.by_row:
+            if not mirrors.settle(row, facts):
+                mirrors.drop(row, Cause.RECOVERY)
+                return
+            for base in mirrors.by_row[row].bases:
+                if table.state[base] == State.RECOVERED:
+                    self.want(base)
         if good:
             reported = table.state[row] == State.SUSPECT
             counters["corrupt_false" if reported else "verified"] += 1
             store.move(row, Trigger.GOOD)
         else:
             counters["corrupt"] += 1
-            store.move(row, Trigger.BAD_LEASED if table.pins[row] else Trigger.BAD)
+            store.move(row, Trigger.BAD_LEASED if store.held(row) else Trigger.BAD)
+            mirrors.base_lost(row)

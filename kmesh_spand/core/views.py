@@ -28,6 +28,10 @@ class CoreStatus:
         slots: catalog slots in use, by spans, their further names and reservations.
         index_entries: keys that are published.
         recovering: spans of an earlier epoch that are not verified yet.
+        families: that are declared.
+        mirrors, mirror_bytes, mirror_dense_bytes: spans that are kept as recipes, bytes that they
+            take, and that they would take dense.
+        base_spans: that mirrors refer to.
     """
 
     draining: bool
@@ -43,12 +47,22 @@ class CoreStatus:
     reservations: int
     index_entries: int
     recovering: int
+    families: int
+    mirrors: int
+    mirror_bytes: int
+    mirror_dense_bytes: int
+    base_spans: int
     slabs: tuple[SlabStatus, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class SpanRow:
-    """One span, for ``kmesh ls``. ``state`` is a name of ``docs/states.md``; times in ms."""
+    """One span, for ``kmesh ls``. ``state`` is a name of ``docs/states.md``; times in ms.
+
+    Attributes:
+        dense: payload bytes that it gives, if it is a recipe; else 0. bases: that it refers to.
+        mirrors: recipes that refer to it.
+    """
 
     slot: int
     key: bytes
@@ -64,6 +78,49 @@ class SpanRow:
     leases: int
     age_ms: int
     idle_ms: int
+    dense: int = 0
+    bases: int = 0
+    mirrors: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class FamilyRow:
+    """One family; fields as in ``kmesh.v1.FamilyInfo``, shards are codes."""
+
+    id: int
+    name: str
+    tenant: str
+    namespace: bytes
+    dtype: str
+    head_dim: int
+    shards: tuple[int, ...]
+    base_spans: int
+    base_stored: int
+    base_bytes: int
+    members: int
+    spans: int
+    mirrors: int
+    dense_bytes: int
+    stored_bytes: int
+    age_ms: int
+
+
+@dataclass(frozen=True, slots=True)
+class MemberRow:
+    """One member of a family; fields as in ``kmesh.v1.MemberInfo``."""
+
+    name: str
+    parent: str
+    master: bool
+    spans: int
+    base: int
+    mirrors: int
+    dense: int
+    waiting: int
+    refused: int
+    dense_bytes: int
+    stored_bytes: int
+    refusal: str
 
 
 @dataclass(frozen=True, slots=True)

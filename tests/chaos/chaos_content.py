@@ -20,6 +20,12 @@ SALTS = (b"", hashlib.sha256(b"chaos").digest())
 FULL, FAMILIES = 64, 12
 SPAN_TOKENS, SUB_TOKENS = 64, 16
 MAX_BYTES = 200_000
+#: Groups of spans that differ little, one base and members each; numbered behind the tails.
+GROUPS, GROUP = 6, 4
+#: Elements of a head, and tokens that a member has for itself. A span of a group takes two tiles.
+HEAD_DIM, OWN_TOKENS = 64, 16
+_ROW = HEAD_DIM * 4
+_KIN = FULL + FAMILIES
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +49,11 @@ class Name:
         return hashlib.blake2b(text.encode(), digest_size=32).digest()
 
 
+def kin(group: int, number: int, salt: int) -> Name:
+    """One of a group; number 0 is its base."""
+    return Name(_KIN + group * GROUP + number, SPAN_TOKENS, salt)
+
+
 def tail(family: int, tokens: int, salt: int) -> Name:
     return Name(FULL + family, tokens, salt)
 
@@ -55,11 +66,30 @@ def payload(uid: int, place: str, name: Name, shard: int) -> bytes:
         shard: number of the shard.
     """
     text = f"{uid}/{place}/{name.number}/{name.tokens}/{name.salt}/{shard}"
+    if name.number >= _KIN:
+        base = name.number - (name.number - _KIN) % GROUP
+        shared = f"{uid}/{place}/{base}/{name.tokens}/{name.salt}/{shard}"
+        return _kin_payload(shared, text)
     maker = hashlib.shake_128(text.encode())
     draw = int.from_bytes(maker.digest(4), "little")
     # Most take a tile or two, some take less than one.
     length = 1 + draw % (4000 if draw >> 30 == 0 else MAX_BYTES)
     return maker.digest(length)
+
+
+def _kin_payload(shared: str, own: str) -> bytes:
+    """The base's bytes, but for the last tokens of each run of a head."""
+    part = SHARDS[0]
+    run, kept = SPAN_TOKENS * _ROW, (SPAN_TOKENS - OWN_TOKENS) * _ROW
+    runs = 2 * part.layers * part.heads
+    base = hashlib.shake_128(shared.encode()).digest(runs * run)
+    if shared == own:
+        return base
+    rest = hashlib.shake_128(own.encode()).digest(runs * (run - kept))
+    size = run - kept
+    return b"".join(
+        base[at * run : at * run + kept] + rest[at * size : (at + 1) * size] for at in range(runs)
+    )
 
 
 def difference(found: bytes, expected: bytes) -> str:

@@ -20,12 +20,29 @@ from pathlib import Path
 
 sys.path.append(str(Path(__file__).parents[1]))
 
-from chaos_content import FAMILIES, FULL, SALTS, SHARDS, SPAN_TOKENS, SUB_TOKENS, Name, tail
+from chaos_content import (
+    FAMILIES,
+    FULL,
+    GROUP,
+    GROUPS,
+    HEAD_DIM,
+    NAMESPACE,
+    SALTS,
+    SHARDS,
+    SPAN_TOKENS,
+    SUB_TOKENS,
+    Name,
+    kin,
+    tail,
+)
 from chaos_member import CALL_SECONDS, Held, Member
 from chaos_pulse import Pulse
 from leaks import mapped_memfds, open_fds
 
 import kmesh
+import kmesh.mirrors
+from kmesh.families import Family, MirrorFate
+from kmesh.session import Session
 from kmesh.v1 import common_pb2
 
 #: Leases that are kept for a while.
@@ -53,6 +70,8 @@ class Engine(Member):
             (self.report_falsely, 2),
             (self.burst, 2),
             (self.probe, 4),
+            (self.be_family, 8),
+            (self.read_family, 8),
             (self.leave, 1),
         )
         chosen = rng.choices([one for one, _ in operations], [w for _, w in operations])[0]
@@ -102,6 +121,45 @@ class Engine(Member):
             held, hits = self.acquire(names, place, False, left)
             if hits:
                 self.held.append(held)
+
+    def be_family(self, rng: random.Random) -> None:
+        """A base and a member are stored, declared and joined, in any order; or it is dissolved."""
+        group, salt = rng.randrange(GROUPS), rng.randrange(len(SALTS))
+        names = [kin(group, number, salt) for number in (0, rng.randrange(1, GROUP))]
+        rng.shuffle(names)
+        first, fate = rng.random() < 0.5, rng.choice([None, None, None, *MirrorFate])
+        stored = [(name, shard) for name in names for shard in range(len(SHARDS))]
+        session = self.session_of(self.worker)
+        if first:
+            self._join(session, group, names, salt)
+        for name, shard in stored:
+            self.put([name], b"", shard, "")
+        if not first:
+            self._join(session, group, names, salt)
+        if fate is not None:
+            with self.pulse.calling("dissolve", CALL_SECONDS):
+                session.families.dissolve(f"group-{group}", fate, salt=SALTS[salt])
+            self.pulse.count("dissolved")
+
+    def _join(self, session: Session, group: int, names: list[Name], salt: int) -> None:
+        base, space = kin(group, 0, salt), NAMESPACE.digest()
+        family = Family(
+            f"group-{group}", space, "float32", HEAD_DIM, SHARDS, base.key, salt=SALTS[salt]
+        )
+        with self.pulse.calling("families", 3 * CALL_SECONDS):
+            session.families.declare(family)
+            for name in names:
+                session.families.join(
+                    family.name, str(name.number), name.key, space, salt=family.salt
+                )
+        self.pulse.count("joined")
+
+    def read_family(self, rng: random.Random) -> None:
+        group, salt, recipes = rng.randrange(GROUPS), rng.randrange(2), rng.random() < 0.7
+        names = [kin(group, number, salt) for number in range(GROUP)]
+        held, _ = self.acquire(names, "", False, 0, recipes)
+        with held.lease:
+            self.check(held)
 
     def _again(self, held: Held) -> None:
         """What was leased is still what it was, whatever was stored meanwhile."""
@@ -179,18 +237,23 @@ class Engine(Member):
             # A salt of a user has a place of its own, or none: one of them has.
             self.put([Name(number % FULL, SPAN_TOKENS, number % len(SALTS))], b"", 0, "")
             time.sleep(0.02)
-        for place in self.places:
-            for some in (*names, *tails):
-                pending = True
-                while pending:
-                    held, _ = self.acquire(some, place, False, 0)
-                    with held.lease:
-                        self.check(held)
-                        pending = common_pb2.REASON_PENDING in held.lease.reason
-                    if pending and time.monotonic() > until:
-                        self.broken(f"still pending after a minute, {place or 'host'}: {some[0]}")
-                        return
-                    time.sleep(0.05 * pending)
+        groups = [
+            [kin(group, number, salt) for group in range(GROUPS) for number in range(GROUP)]
+            for salt in range(len(SALTS))
+        ]
+        wanted = [(place, some, False) for place in self.places for some in (*names, *tails)]
+        wanted += [("", some, recipes) for recipes in (True, False) for some in groups]
+        for place, some, recipes in wanted:
+            pending = True
+            while pending:
+                held, _ = self.acquire(some, place, False, 0, recipes)
+                with held.lease:
+                    self.check(held)
+                    pending = common_pb2.REASON_PENDING in held.lease.reason
+                if pending and time.monotonic() > until:
+                    self.broken(f"still pending after a minute, {place or 'host'}: {some[0]}")
+                    return
+                time.sleep(0.05 * pending)
 
 
 def main() -> int:

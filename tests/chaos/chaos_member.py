@@ -17,7 +17,7 @@ from chaos_content import NAMESPACE, SALTS, SHARDS, SPAN_TOKENS, Name, differenc
 from chaos_pulse import Pulse
 from fake_cuda import UUIDS, FakeDriver, Gpu
 
-from kmesh import errors
+from kmesh import _host, errors
 from kmesh.calls import ReserveBatch
 from kmesh.client import Client
 from kmesh.cuda.device import Device
@@ -192,13 +192,21 @@ class Member:
             else:
                 self.pulse.count("store_refused")
 
-    def acquire(self, names: list[Name], place: str, prefix: bool, left: int) -> tuple[Held, int]:
+    def acquire(
+        self, names: list[Name], place: str, prefix: bool, left: int, recipes: bool = False
+    ) -> tuple[Held, int]:
         session = self.session_of(self.scheduler)
         keys = b"".join(name.key for name in names)
         salt = SALTS[names[0].salt]
         with self.pulse.calling("acquire", CALL_SECONDS):
             lease = session.acquire(
-                keys, SHARDS, prefix=prefix, salt=salt, device=place, wait=DISK_SECONDS
+                keys,
+                SHARDS,
+                prefix=prefix,
+                salt=salt,
+                device=place,
+                recipes=recipes,
+                wait=DISK_SECONDS,
             )
         reasons = list(lease.reason)
         self.pulse.count("read_miss", reasons.count(common_pb2.REASON_MISS))
@@ -239,6 +247,7 @@ class Member:
                 difference=difference(data, expected),
             )
         self.pulse.count("read_ok")
+        self.pulse.count("read_recipes", lease.is_recipe(at, shard))
         self.pulse.count("read_bytes", len(data))
 
     def _read(self, held: Held, at: int, shard: int) -> bytes:
@@ -254,12 +263,24 @@ class Member:
             slabs = self._slabs[session, held.place] = DeviceSlabs(session, device)
         return read_gpu_span(slabs, device, held.lease, at, shard)
 
+    def _bad_place(self, held: Held, entry: int) -> tuple[int, int, int]:
+        """Slab, offset and length of what is bad: of a span, or of what its recipe refers to."""
+        lease, session = held.lease, self.session_of(self.worker)
+        mine = lease.slab[entry], lease.offset[entry], lease.length[entry]
+        for base in lease.bases.values() if lease.dense_length[entry] else ():
+            slab = session.slab(base.slab)
+            address, sums = slab.address + base.offset, slab.sums_address(base.offset)
+            if not _host.verify(address, base.length, sums, base.root):
+                return base.slab, base.offset, base.length
+        return mine
+
     def _corrupt(self, held: Held, entry: int) -> None:
         """Bytes do not match. Only a lease that has ended, or a flipped bit, explains that."""
         lease = held.lease
-        where = {"slab": lease.slab[entry], "offset": lease.offset[entry]}
+        number, offset, length = self._bad_place(held, entry)
+        where = {"slab": number, "offset": offset}
         with self.pulse.calling("export_slab", CALL_SECONDS):
-            handle = held.session.export_slab(lease.slab[entry])
+            handle = held.session.export_slab(number)
         inode = os.fstat(handle.fd).st_ino
         os.close(handle.fd)
         with self.pulse.calling("report_corrupt", CALL_SECONDS):
@@ -267,4 +288,4 @@ class Member:
         # Answered by the session that leased it: the lease held while we read.
         self.pulse.count("corrupt")
         self.pulse.count("reported", taken)
-        self.report("corrupt", inode=inode, size=handle.size, length=lease.length[entry], **where)
+        self.report("corrupt", inode=inode, size=handle.size, length=length, **where)

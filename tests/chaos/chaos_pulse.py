@@ -20,6 +20,7 @@ COUNTED = (
     *("reported", "false_reports", "abandoned", "bursts", "probes", "left", "not_connected"),
     *("deadline_exceeded", "connection_closed", "exhausted", "draining", "unavailable", "stale"),
     *("not_found", "os_error", "no_descriptor", "no_staging"),
+    *("joined", "dissolved", "read_recipes"),
 )
 _CALL = struct.Struct("<Qd32s")
 _COUNTS = struct.Struct(f"<{len(COUNTED)}Q")

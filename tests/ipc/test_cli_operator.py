@@ -167,7 +167,14 @@ def test_evict(spand: Daemon) -> None:
     with engine(spand) as session:
         keys = store(session, 4)
         dry = as_json("evict", "--all", "--dry-run", **where)
-        assert dry == {"dry_run": True, "spans": 4, "bytes": 4000, "leased": 0, "busy": 0}
+        assert dry == {
+            "dry_run": True,
+            "spans": 4,
+            "bytes": 4000,
+            "leased": 0,
+            "busy": 0,
+            "held": 0,
+        }
         explained(dry)
         # Without a terminal nobody can be asked.
         unasked = kmesh("evict", "--all", **where)

@@ -80,6 +80,24 @@ def test_store_then_read_from_another_session(connect: Connect) -> None:
             assert read_span(reader, lease, i) == payload
 
 
+def test_positions_are_said_to_who_asks(connect: Connect) -> None:
+    """A segment's tail, found by a part of it too, and what is missing."""
+    session = connect()
+    keys, parts, missing = os.urandom(64), os.urandom(64), os.urandom(32)
+    batch = reserve(keys, tokens=[64, 48], start=[37, 101], sub_keys=parts)
+    put_spans(session, session.staging(4096), batch, [b"a" * 1000, b"b" * 1000])
+    with session.acquire(missing + keys + parts, [SHARD], prefix=False, positions=True) as lease:
+        assert list(lease.reason) == [pb.REASON_MISS, 0, 0, 0, 0]
+        assert list(lease.start) == [0, 37, 101, 101, 101]
+        assert list(lease.tokens) == [0, 64, 48, 48, 48]
+    with session.acquire(keys + missing * 2000, [SHARD], positions=True) as lease:
+        assert list(lease.start[:3]) == [37, 101, 0]
+        assert len(lease.start) == len(lease) == 2002
+    with session.acquire(keys, [SHARD]) as lease:
+        assert len(lease.start) == 0
+        assert lease.hits == 2
+
+
 def test_prefix_stops_where_a_shard_is_missing(connect: Connect) -> None:
     session = connect()
     keys = os.urandom(32 * 4)

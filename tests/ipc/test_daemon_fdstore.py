@@ -11,7 +11,6 @@ from pathlib import Path
 
 import pytest
 from daemon_process import Daemon, wait_for
-from leaks import process_tree
 from managed import Managed
 from rawclient import RawClient
 from stored import COUNT, SETTINGS, assert_filled, fill, key, payload, read
@@ -36,14 +35,6 @@ def assert_empty(daemon: Daemon) -> None:
             assert read(client, number) == common_pb2.REASON_MISS
 
 
-def kill_all(daemon: Daemon) -> None:
-    """Kills the supervisor; its children follow."""
-    children = process_tree(daemon.pid)
-    daemon.process.kill()
-    daemon.process.wait()
-    wait_for(lambda: not any(Path(f"/proc/{pid}").exists() for pid in children))
-
-
 @pytest.mark.parametrize("how", [signal.SIGTERM, signal.SIGKILL])
 def test_nothing_is_lost_by_a_restart(manager: Managed, how: int) -> None:
     first = manager.daemon(**SETTINGS)
@@ -64,8 +55,7 @@ def test_nothing_is_lost_by_a_restart(manager: Managed, how: int) -> None:
             assert not index[40]
             if how == signal.SIGKILL:
                 # It had no time to say anything.
-                first.process.kill()
-                first.process.wait()
+                first.kill()
                 assert not index[40]
             else:
                 assert first.stop() == 0
@@ -97,7 +87,7 @@ def test_nothing_is_lost_by_a_restart(manager: Managed, how: int) -> None:
 def test_crashes_at_any_moment_lose_nothing(manager: Managed) -> None:
     first = manager.daemon(**SETTINGS)
     fill(first)
-    first.process.kill()
+    first.kill()
     moments: list[Callable[[Daemon], object]] = [
         lambda daemon: True,
         lambda daemon: Path(f"/proc/{daemon.pid}/task/{daemon.pid}/children").read_text(),
@@ -108,7 +98,7 @@ def test_crashes_at_any_moment_lose_nothing(manager: Managed) -> None:
     for moment in moments:
         daemon = manager.daemon(ready=False, **SETTINGS)
         wait_for(lambda daemon=daemon, moment=moment: moment(daemon))
-        daemon.process.kill()
+        daemon.kill()
     assert_filled(manager.daemon(**SETTINGS))
     assert len(manager.names) == len(NAMES) + 1
 

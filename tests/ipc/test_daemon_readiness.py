@@ -142,7 +142,7 @@ def test_a_stopped_worker(start_spand: Start) -> None:
 
 
 def test_a_stopped_worker_with_a_copy(start_spand: Start) -> None:
-    daemon = start_spand(stuck_ms=400, copy_timeout_ms=3000, errors=True)
+    daemon = start_spand(stuck_ms=400, copy_timeout_ms=6000, errors=True)
     daemon.wait_populated()
     with RawClient(daemon.socket_dir) as client:
         client.attach_staging(1 << 20)

@@ -47,7 +47,7 @@ def _answers(daemon: Daemon) -> bool:
 
 
 def gone(daemon: Daemon, children: list[int]) -> None:
-    assert daemon.process.wait(30) == 0
+    assert daemon.process.wait(60) == 0
     wait_for(lambda: not any(Path(f"/proc/{pid}").exists() for pid in children))
 
 
@@ -130,14 +130,14 @@ def test_readers_meet_no_wrong_byte_and_no_error(start_spand: Start) -> None:
             while (seen := line(process))[0] != "done":
                 assert seen == ["2"]
             assert int(seen[1]) == 2
-            assert process.wait(30) == 0
+            assert process.wait(60) == 0
     assert inodes(second) == before
     assert_serves(second)
     for text in ("upgrade: taking over from process", "all memory is here", "upgrade: done"):
         assert text in second.log()
     # And once more, by its own sockets.
     third = start_spand(command=UPGRADE, **SETTINGS)
-    assert second.process.wait(30) == 0
+    assert second.process.wait(60) == 0
     assert_serves(third)
     assert third.stop() == 0
     assert os.listdir(third.socket_dir) == ["daemon.lock"]
@@ -235,12 +235,12 @@ def test_the_old_daemon_goes_on_when_the_new_one_dies(start_spand: Start) -> Non
         second = start_spand(
             command=at(owner, name, "SIGKILL", "--upgrade"), ready=False, errors=True, **SETTINGS
         )
-        assert second.process.wait(30) == -signal.SIGKILL, when
+        assert second.process.wait(60) == -signal.SIGKILL, when
         assert_serves(first)
     # It was only ended by those that had said that they have all.
     assert first.status().control_restarts == 3
     third = start_spand(command=UPGRADE, **SETTINGS)
-    assert first.process.wait(30) == 0
+    assert first.process.wait(60) == 0
     assert_serves(third)
 
 
@@ -259,14 +259,14 @@ def test_the_new_daemon_serves_when_the_old_one_dies(start_spand: Start, when: s
     first = start_spand(command=at(owner, name), **SETTINGS)
     fill(first)
     second = start_spand(command=UPGRADE, ready=has_all, errors=True, **SETTINGS)
-    assert first.process.wait(30) == -signal.SIGKILL
+    assert first.process.wait(60) == -signal.SIGKILL
     if has_all:
         assert_serves(second)
         assert second.stop() == 0
         assert os.listdir(second.socket_dir) == ["daemon.lock"]
     else:
         # There is nothing that it could serve.
-        assert second.process.wait(30) == 1
+        assert second.process.wait(60) == 1
         assert "upgrade: the daemon that runs has ended, or broken off" in second.log()
 
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -47,7 +45,7 @@ def read(daemon: Daemon, gpu: Device) -> list[bytes | None]:
 def test_gpu_memory_outlives_a_killed_daemon(manager: Managed, gpu_device: Device) -> None:
     first = begin(manager, gpu_device)
     before = set(vram(first.pid))
-    os.kill(first.pid, signal.SIGKILL)
+    first.kill()
     second = manager.daemon(command=fake_gpu.COMMAND)
     assert read(second, gpu_device) == PAYLOADS
     assert set(vram(second.pid)) == before

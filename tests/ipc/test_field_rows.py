@@ -133,6 +133,7 @@ def test_a_crash_leaves_nothing_in_shared_memory(start_spand: Start, socket_dir:
         "session.sock",
         "grpc.sock",
         "metrics.sock",
+        "upgrade.sock",
         "daemon.lock",
     }
     start_spand().wait_populated()

@@ -21,7 +21,15 @@ from blake3 import blake3
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kmesh.keys import KEY_BYTES, Extra, KeyChain, Namespace, chain_root, salt_digest
+from kmesh.keys import (
+    KEY_BYTES,
+    Extra,
+    KeyChain,
+    Namespace,
+    chain_root,
+    salt_digest,
+    segment_root,
+)
 
 VECTORS = Path(__file__).parents[1] / "data" / "keys.json"
 
@@ -96,38 +104,49 @@ def reference(case: dict[str, Any]) -> dict[str, Any]:
             data += len(content).to_bytes(4, "little") + content
         return blake3(data).digest()
 
-    keys: list[bytes] = []
-    span, sub, count = case["span"], case["sub"], len(case["tokens"])
-    for begin in range(0, count - span + 1, span):
-        keys.append(key(keys[-1] if keys else root, begin, begin + span))
-    begin = len(keys) * span
-    tails = [
-        key(keys[-1] if keys else root, begin, end) for end in range(begin + sub, count + 1, sub)
-    ]
+    def chain(root: bytes) -> tuple[list[str], list[str]]:
+        """Of all tokens, and of what is left behind the last full span."""
+        keys: list[bytes] = []
+        span, sub, count = case["span"], case["sub"], len(case["tokens"])
+        for begin in range(0, count - span + 1, span):
+            keys.append(key(keys[-1] if keys else root, begin, begin + span))
+        begin, parent = len(keys) * span, keys[-1] if keys else root
+        tails = [key(parent, begin, end) for end in range(begin + sub, count + 1, sub)]
+        return [k.hex() for k in keys], [k.hex() for k in tails]
+
+    keys, tails = chain(root)
+    # The same tokens as one segment, wherever it stands.
+    own = blake3(digest, derive_key_context="kmesh 2026-11 segment chain root v1").digest()
+    segment_keys, segment_tails = chain(own)
     return {
         "digest": digest.hex(),
         "root": root.hex(),
-        "keys": [k.hex() for k in keys],
-        "tail_keys": [k.hex() for k in tails],
+        "keys": keys,
+        "tail_keys": tails,
+        "segment_root": own.hex(),
+        "segment_keys": segment_keys,
+        "segment_tail_keys": segment_tails,
     }
 
 
 def actual(case: dict[str, Any]) -> dict[str, Any]:
     digest = Namespace.from_fields(case["namespace"]).digest()
-    chain = KeyChain(
-        digest,
-        span_tokens=case["span"],
-        sub_tokens=case["sub"],
-        extras=[Extra(start, length, bytes.fromhex(i)) for start, length, i in case["extras"]],
-    )
-    chain.extend(case["tokens"])
-    rest = len(case["tokens"]) - chain.spans * case["span"]
-    return {
-        "digest": digest.hex(),
-        "root": chain_root(digest).hex(),
-        "keys": [chain.key(i).hex() for i in range(chain.spans)],
-        "tail_keys": [k.hex() for k in chain.sub_keys(chain.spans, rest)],
-    }
+    roots = {"": chain_root(digest), "segment_": segment_root(digest)}
+    found: dict[str, Any] = {"digest": digest.hex()}
+    for prefix, root in roots.items():
+        chain = KeyChain(
+            digest,
+            span_tokens=case["span"],
+            sub_tokens=case["sub"],
+            extras=[Extra(start, length, bytes.fromhex(i)) for start, length, i in case["extras"]],
+            root=root if prefix else None,
+        )
+        chain.extend(case["tokens"])
+        rest = len(case["tokens"]) - chain.spans * case["span"]
+        found[f"{prefix}root"] = root.hex()
+        found[f"{prefix}keys"] = [chain.key(i).hex() for i in range(chain.spans)]
+        found[f"{prefix}tail_keys"] = [k.hex() for k in chain.sub_keys(chain.spans, rest)]
+    return found
 
 
 def golden() -> list[dict[str, Any]]:
@@ -207,6 +226,19 @@ def test_a_tail_key_is_not_that_of_a_full_span_in_another_chain_position() -> No
     chain = KeyChain(DIGEST)
     chain.extend([7] * 192)
     assert len({chain.key(0), chain.key(1), chain.key(2), *chain.sub_keys(0, 48)}) == 6
+
+
+@given(tokens=st.lists(st.integers(0, 3), min_size=4, max_size=200))
+def test_no_key_of_a_segment_is_a_prefixs(tokens: list[int]) -> None:
+    """Not even where a segment has a prefix's tokens, or a prefix begins with a segment's."""
+    found: list[set[bytes]] = []
+    for root in (None, segment_root(DIGEST)):
+        chain = KeyChain(DIGEST, span_tokens=4, sub_tokens=2, root=root)
+        chain.extend(tokens)
+        rest = len(tokens) % 4
+        keys = {chain.key(i) for i in range(chain.spans)} | set(chain.sub_keys(chain.spans, rest))
+        found.append(keys | {chain.parent(0)})
+    assert not found[0] & found[1]
 
 
 def test_extras_are_bound_by_place_length_and_content() -> None:

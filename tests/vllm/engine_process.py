@@ -102,6 +102,10 @@ class EngineProcess:
         chain.extend(prompt)
         return [chain.key(i).hex() for i in range(chain.spans)]
 
+    def namespace(self) -> str:
+        """Digest of the engine's namespace, in hexadecimal."""
+        return str(self._scheduler().connector._identity.namespace.digest().hex())
+
     def gate(self, closed: bool) -> None:
         """Holds loads just before they copy, or lets them go on."""
         from kmesh_vllm import hostmover
@@ -203,6 +207,8 @@ class EngineProcess:
     def _sampling(self, options: dict[str, Any]) -> Any:
         from vllm import SamplingParams
 
+        if (params := options.pop("params", None)) is not None:
+            options["extra_args"] = {"kv_transfer_params": params}
         options = {"max_tokens": 6, "ignore_eos": True, "logprobs": 1} | options
         return SamplingParams(temperature=0, detokenize=False, **options)
 

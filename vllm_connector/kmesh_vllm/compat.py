@@ -107,6 +107,11 @@ def cacheable(request: Any) -> bool:
     )
 
 
+def transfer_params(request: Any) -> object:
+    """What the client said in ``kv_transfer_params``, whatever that is; None if nothing."""
+    return getattr(request, "kv_transfer_params", None)
+
+
 def tensor_parallel_rank() -> int:
     """This worker's rank within its tensor-parallel group."""
     from vllm.distributed import get_tensor_model_parallel_rank

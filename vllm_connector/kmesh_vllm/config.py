@@ -17,6 +17,8 @@ _MAY_BE_ZERO = (
     "store_buffer_bytes",
 )
 _TIERS = ("host", "gpu")
+_TYPES = {"str": str, "bool": bool, "int": int, "tuple[int, ...]": list}
+_MAX_SEPARATORS = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +48,10 @@ class Settings:
         flight_patience: a request waits for another's computation while it is to end within so
             many times what it would take alone.
         flight_wait_ms: and at most this long in all.
+        segment_separators: token ids that end a segment of a prompt, for requests that do not name
+            their segments.
+        store_segments: store the shared segments of requests that name a family as spans of their
+            own too.
     """
 
     socket_dir: str
@@ -64,6 +70,8 @@ class Settings:
     min_flight_tokens: int = 512
     flight_patience: int = 3
     flight_wait_ms: int = 60_000
+    segment_separators: tuple[int, ...] = ()
+    store_segments: bool = True
 
     @classmethod
     def read(cls, extra: Mapping[str, Any]) -> Settings:
@@ -80,7 +88,7 @@ class Settings:
         if not extra.get("socket_dir"):
             raise ConfigError("kv_connector_extra_config: socket_dir is missing")
         for name, value in extra.items():
-            wanted = {"str": str, "bool": bool, "int": int}[str(known[name].type)]
+            wanted = _TYPES[str(known[name].type)]
             # A bool is an int to Python, but not to whoever wrote the setting.
             if type(value) is not wanted:
                 raise ConfigError(
@@ -89,9 +97,24 @@ class Settings:
                 )
             if type(value) is int and value < (0 if name in _MAY_BE_ZERO else 1):
                 raise ConfigError(f"kv_connector_extra_config: {name} is {value}, too small")
-        settings = cls(**extra)
+            if isinstance(value, list):
+                _check_separators(name, value)
+        values: dict[str, Any] = dict(extra)
+        if "segment_separators" in values:
+            values["segment_separators"] = tuple(values["segment_separators"])
+        settings = cls(**values)
         if settings.tier not in _TIERS:
             raise ConfigError(
                 f"kv_connector_extra_config: tier is {settings.tier!r}, none of {_TIERS}"
             )
         return settings
+
+
+def _check_separators(name: str, value: list[Any]) -> None:
+    if len(value) > _MAX_SEPARATORS:
+        raise ConfigError(
+            f"kv_connector_extra_config: {name} has more than {_MAX_SEPARATORS} token ids"
+        )
+    for token in value:
+        if type(token) is not int or not 0 <= token <= 0xFFFFFFFF:
+            raise ConfigError(f"kv_connector_extra_config: {name} has {token!r}, no token id")

@@ -170,7 +170,11 @@ class KMeshConnector(KVConnectorBase_V1):  # type: ignore[misc]
 
     def on_new_request(self, request: Any) -> None:
         scheduler = self._of_scheduler()
+        params = compat.transfer_params(request)
         if not compat.cacheable(request):
+            scheduler.segmenting.declined(
+                request.request_id, params, "requests of this kind are neither restored nor stored"
+            )
             return
         adapter = ""
         if (lora := request.lora_request) is not None:
@@ -180,6 +184,9 @@ class KMeshConnector(KVConnectorBase_V1):  # type: ignore[misc]
                 reloaded=bool(getattr(lora, "load_inplace", False)),
             )
             if digest is None:
+                scheduler.segmenting.declined(
+                    request.request_id, params, "the content of its adapter is not known for sure"
+                )
                 return
             adapter = digest
         salt = salt_digest(request.cache_salt or "")
@@ -196,6 +203,7 @@ class KMeshConnector(KVConnectorBase_V1):  # type: ignore[misc]
             [Extra(*item) for item in compat.items(request)],
             may_load=not getattr(request, "skip_reading_prefix_cache", False),
             salt=bytes.fromhex(salt),
+            params=params,
         )
 
     def get_num_new_matched_tokens(

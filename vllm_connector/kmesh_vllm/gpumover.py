@@ -91,6 +91,8 @@ class GpuMover:
     """
 
     starts_only = True
+    # The GPU reads slabs only.
+    recipes = False
 
     def __init__(
         self,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from importlib.util import find_spec
 
 import numpy as np
 
@@ -48,6 +49,8 @@ class HostMover:
 
     starts_only = False
     devices = ("",)
+    # What the codec needs beside numpy.
+    recipes = find_spec("zstandard") is not None
 
     def __init__(self, layout: PagedLayout) -> None:
         self._layout = layout

@@ -14,6 +14,7 @@ from kmesh.errors import ProtocolError
 from kmesh.kernels.host import Status
 from kmesh.layout import TILE_BYTES, Shard
 from kmesh_vllm.counts import Counts
+from kmesh_vllm.decoding import Payload, decode_mirrors
 from kmesh_vllm.identity import Identity
 from kmesh_vllm.metadata import LoadPlan
 from kmesh_vllm.movers import Ids, Piece, Records, Slab, empty_records
@@ -50,7 +51,7 @@ class LoadJob:
         reach: position up to which the records go.
         bad: ranges of positions whose pages are not what they should be.
         corrupt: entries of the lease whose bytes were wrong.
-        slabs: memory that it reads.
+        slabs: memory that it reads. payloads: the same, of what was decoded for it.
     """
 
     plan: LoadPlan
@@ -63,6 +64,7 @@ class LoadJob:
     bad: list[tuple[int, int]] = field(default_factory=list)
     corrupt: list[int] = field(default_factory=list)
     slabs: list[Slab] = field(default_factory=list)
+    payloads: list[Payload] = field(default_factory=list)
 
 
 class Clerk:
@@ -101,6 +103,8 @@ class Clerk:
         stored, table = self._overlaps(plan.tp)
         heads = table[spans["part"]]
         wanted = heads[:, 2] > 0
+        decoded = decode_mirrors(plan, wanted, slab_of) if plan.mirrors else {}
+        numbered = np.flatnonzero(wanted)
         if not wanted.all():
             spans, heads = spans[wanted], heads[wanted]
         records = empty_records(len(spans))
@@ -129,6 +133,11 @@ class Clerk:
         start, tokens = spans["start"].astype(np.int64), spans["tokens"].astype(np.int64)
         end = np.minimum(plan.end - start, tokens)
         records["root"], records["length"], records["tokens"] = spans["root"], lengths, tokens
+        for number, payload in decoded.items():
+            record = records[np.searchsorted(numbered, number)]
+            record["address"], record["length"] = payload.data.ctypes.data, payload.data.size
+            record["sums_address"], record["root"] = payload.sums.ctypes.data, payload.root
+        job.payloads = list(decoded.values())
         records["token_begin"], records["token_end"] = np.maximum(plan.begin - start, 0), end
         records["position"] = start - base
         records["src_heads"] = stored.part_heads

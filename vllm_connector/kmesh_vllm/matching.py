@@ -49,6 +49,7 @@ class Matcher:
         flights: loads of this engine, by the keys that they bring.
         quarantine: keys whose loads failed.
         tiers: whose memory is looked in.
+        recipes: all workers can restore spans out of recipes.
     """
 
     def __init__(
@@ -65,6 +66,7 @@ class Matcher:
         self.flights = Flights()
         self.quarantine = Quarantine(settings.retry_after_ms / 1000, clock=clock)
         self.tiers = Tiers(settings.tier, settings.acquire_timeout_ms / 1000, clock)
+        self.recipes = False
         self._identity = identity
         self._settings = settings
         self._counts = counts
@@ -137,6 +139,7 @@ class Matcher:
                 timeout=timeout,
                 salt=state.salt,
                 device=hit.device,
+                recipes=self.recipes and not hit.device,
                 # What is on disk is waited for as a lease is, in the background.
                 wait=timeout * _DISK_SHARE,
             )

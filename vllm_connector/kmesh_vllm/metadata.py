@@ -29,6 +29,30 @@ def packed_ids(blocks: Sequence[int]) -> bytes:
     return array("q", blocks).tobytes()
 
 
+#: Of a load's spans, one that is a recipe: which, and the payload that it gives.
+MIRROR_RECORD = np.dtype(
+    [
+        ("record", np.uint32),  # number of its SPAN_RECORD
+        ("dense_length", np.uint64),
+        ("dense_root", np.uint64),
+    ]
+)
+#: What the recipes of a load refer to.
+BASE_RECORD = np.dtype(
+    [
+        ("key", np.uint8, 32),
+        ("part", np.uint32),  # as of SPAN_RECORD
+        ("slab", np.uint32),
+        ("offset", np.uint64),
+        ("length", np.uint64),
+        ("root", np.uint64),
+        ("generation", np.uint32),
+        ("tokens", np.uint32),
+        ("position", np.uint32),
+    ]
+)
+
+
 @dataclass(frozen=True, slots=True)
 class LoadPlan:
     """Restore tokens [begin, end) of a request.
@@ -40,6 +64,7 @@ class LoadPlan:
         spans: packed ``SPAN_RECORD``, in order of position; empty if the lease was lost.
         begin, end: positions in tokens; whole blocks.
         blocks: int64 ids of the blocks that hold [begin, end).
+        mirrors, bases: packed ``MIRROR_RECORD`` and ``BASE_RECORD``, if spans are recipes.
     """
 
     request: str
@@ -49,6 +74,8 @@ class LoadPlan:
     begin: int
     end: int
     blocks: bytes
+    mirrors: bytes = b""
+    bases: bytes = b""
 
     def records(self) -> npt.NDArray[np.void]:
         """``spans``, unpacked."""
@@ -116,16 +143,18 @@ class LoadReport:
         failed: positions (first token of the first bad block) of loads that failed, by request.
         reserved: positions (first tokens) of spans that were not stored since somebody else had
             them reserved, by request.
+        recipes: whether spans can be restored out of recipes. None: nothing new.
     """
 
     corrupt: dict[str, list[int]] = field(default_factory=dict)
     failed: dict[str, int] = field(default_factory=dict)
     reserved: dict[str, set[int]] = field(default_factory=dict)
     devices: tuple[str, ...] | None = None
+    recipes: bool | None = None
 
     def __bool__(self) -> bool:
         told = self.corrupt or self.failed or self.reserved
-        return bool(told or self.devices is not None)
+        return bool(told or self.devices is not None or self.recipes is not None)
 
     def merge(self, other: LoadReport) -> None:
         """Adds what another rank said."""
@@ -140,3 +169,7 @@ class LoadReport:
             self.devices = other.devices if self.devices is None else self.devices
         else:
             self.devices = tuple(d for d in self.devices if d in other.devices)
+        if self.recipes is None or other.recipes is None:
+            self.recipes = other.recipes if self.recipes is None else self.recipes
+        else:
+            self.recipes = self.recipes and other.recipes

@@ -138,7 +138,7 @@ class Reserver:
                     Held(answer.reservation[i], plan.tokens[i], lengths[i], base + plan.start[i])
                 )
         held = {plan.start[i] for i, reason in enumerate(answer.reason) if reason == _PENDING}
-        if held:
+        if held and plan.request:
             with self._lock:
                 self._reserved.setdefault(plan.request, set()).update(held)
         for reason, count in Counter(r for r in answer.reason if r).items():

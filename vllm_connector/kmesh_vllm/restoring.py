@@ -11,7 +11,7 @@ from kmesh.errors import KMeshError
 from kmesh.keys import KEY_BYTES
 from kmesh.lease import Lease
 from kmesh.session import Session
-from kmesh_vllm.metadata import SPAN_RECORD, LoadPlan, packed_ids
+from kmesh_vllm.metadata import BASE_RECORD, MIRROR_RECORD, SPAN_RECORD, LoadPlan, packed_ids
 from kmesh_vllm.requests import RequestState, Restore
 
 logger = logging.getLogger("kmesh_vllm")
@@ -37,7 +37,31 @@ def load_plan(state: RequestState, restore: Restore, lease: Lease, blocks: list[
         begin=restore.begin,
         end=restore.end,
         blocks=packed_ids(blocks),
+        mirrors=_mirrors(lease, len(records)),
+        bases=_bases(lease),
     )
+
+
+def _mirrors(lease: Lease, count: int) -> bytes:
+    """Which of the first entries of a lease are recipes."""
+    if not lease.bases:
+        return b""
+    lengths = np.asarray(lease.dense_length[:count], np.uint64)
+    numbers = np.flatnonzero(lengths)
+    mirrors = np.zeros(len(numbers), MIRROR_RECORD)
+    mirrors["record"], mirrors["dense_length"] = numbers, lengths[numbers]
+    mirrors["dense_root"] = np.asarray(lease.dense_root[:count], np.uint64)[numbers]
+    return mirrors.tobytes()
+
+
+def _bases(lease: Lease) -> bytes:
+    """What those refer to."""
+    bases = np.zeros(len(lease.bases), BASE_RECORD)
+    for record, ((part, key), place) in zip(bases, lease.bases.items(), strict=True):
+        record["key"], record["part"] = np.frombuffer(key, np.uint8), part
+        for name in ("slab", "offset", "length", "root", "generation", "tokens", "position"):
+            record[name] = getattr(place, name)
+    return bases.tobytes()
 
 
 def failed_keys(

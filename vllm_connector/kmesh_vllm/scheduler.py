@@ -22,6 +22,7 @@ from kmesh_vllm.metadata import LoadPlan, LoadReport, StepPlan
 from kmesh_vllm.patience import PATIENCE, Patience
 from kmesh_vllm.requests import Phase, RequestState
 from kmesh_vllm.restoring import failed_keys, load_plan, report_corrupt
+from kmesh_vllm.segmenting import Segmenting
 from kmesh_vllm.storing import keys_between, plan_again, plan_store
 
 
@@ -75,6 +76,7 @@ class SchedulerHalf:
             sharing=sharing,
             clock=clock,
         )
+        self.segmenting = Segmenting(settings, identity, self.counts, clock)
         self.reset_word = ""
 
     def __len__(self) -> int:
@@ -90,8 +92,13 @@ class SchedulerHalf:
         *,
         may_load: bool = True,
         salt: bytes = b"",
+        params: object = None,
     ) -> None:
-        """A new request whose prompt may be restored and stored."""
+        """A new request whose prompt may be restored and stored.
+
+        Args:
+            params: what its client said in ``kv_transfer_params``, whatever that is.
+        """
         state = self._states[request_id] = RequestState(
             request_id,
             tokens,
@@ -101,6 +108,7 @@ class SchedulerHalf:
             may_load=may_load and self._settings.load,
             may_store=self._settings.store,
         )
+        self.segmenting.heard(state, params)
         session = self._client.session
         if session is not None and (state.may_load or state.may_store):
             # While it waits in vLLM's queue, and not when its first token is waited for.
@@ -189,6 +197,7 @@ class SchedulerHalf:
             else:
                 state.blocks.extend(blocks)
             self._plan_store(step, state, computed + scheduled)
+        step.stores.extend(self.segmenting.take())
         return step
 
     def worked(self, report: LoadReport | None, finished: Iterable[str]) -> None:
@@ -196,6 +205,8 @@ class SchedulerHalf:
         if report is not None:
             if report.devices is not None:
                 self._matcher.tiers.hear(report.devices)
+            if report.recipes is not None:
+                self._matcher.recipes = report.recipes
             for request, entries in report.corrupt.items():
                 if state := self._loading.get(request):
                     state.corrupt.extend(e for e in entries if e not in state.corrupt)
@@ -211,13 +222,14 @@ class SchedulerHalf:
     def finished(self, request_id: str) -> dict[str, Any] | None:
         """A request has ended, in whatever state; returns what its client may know."""
         state = self._states.pop(request_id, None)
+        said = self.segmenting.finished(request_id)
         if state is None:
-            return None
+            return {"kmesh": said} if said else None
         self._matcher.flights.land(state)
         self.computing.finished(state)
         # A load under way keeps its lease: the workers still read.
         state.forget_restore()
-        return {"kmesh": {"restored_tokens": state.restored}}
+        return {"kmesh": {"restored_tokens": state.restored, **said}}
 
     def reset(self) -> None:
         """The weights or the cache are no longer what they were: nothing old is used again."""
@@ -281,6 +293,7 @@ class SchedulerHalf:
             )
             if plan is not None:
                 step.stores.append(plan)
+        self.segmenting.plan(state, session, computed, device)
 
     def _reserved(self, request: str, starts: Iterable[int]) -> None:
         """Spans were not stored, since somebody else had them reserved."""

@@ -170,6 +170,7 @@ def explain_json(answer: admin_pb2.ExplainResponse) -> render.Json:
                 "ended_ms": part.ended_ms,
                 "key": part.key.hex(),
                 "leases": part.leases,
+                "mirrors": part.mirrors,
             }
             for part in answer.shards
         ],
@@ -199,7 +200,8 @@ def _print(answer: admin_pb2.ExplainResponse) -> None:
             shard = part.shard
             where = f"layers {shard.layer_begin}:{shard.layer_end} "
             where += f"heads {shard.head_begin}:{shard.head_end}: "
-        print(f"{where}{part.tokens:,} tokens are served")
+        recipes = f", {part.mirrors:,} spans of them out of recipes" if part.mirrors else ""
+        print(f"{where}{part.tokens:,} tokens are served{recipes}")
         if part.verdict != admin_pb2.VERDICT_SERVED:
             begin = f"  the span at token {part.tokens:,}"
             print(f"{begin} ({part.key.hex()[:16]}) {_why(part, answer.remembered_ms)}")

@@ -76,6 +76,11 @@ def status_json(
         "span_bytes": status.span_bytes,
         "max_spans": status.max_spans,
         "index_entries": status.index_entries,
+        "families": status.families,
+        "mirrors": status.mirrors,
+        "mirror_bytes": status.mirror_bytes,
+        "mirror_dense_bytes": status.mirror_dense_bytes,
+        "base_spans": status.base_spans,
         "sessions": status.sessions,
         "leases": status.leases,
         "leased_bytes": status.leased_bytes,
@@ -203,6 +208,11 @@ def print_status(
         ("staging", f"{size(status.staging_bytes)} of {size(status.max_staging_bytes)}"),
         ("restarts", f"control {status.control_restarts}, worker {status.worker_restarts}"),
     ]
+    if status.families or status.mirrors:
+        text = f"{status.families:,}; {status.mirrors:,} mirrors take {size(status.mirror_bytes)}"
+        dense = size(status.mirror_dense_bytes)
+        bases = f"over {status.base_spans:,} base spans"
+        rows.insert(5, ("families", f"{text} instead of {dense}, {bases}"))
     if status.HasField("disk"):
         rows[4:4] = _disk_rows(status.disk)
     rows += [("warning", warning.text) for warning in status.warnings]
@@ -282,6 +292,9 @@ def span_json(span: admin_pb2.SpanInfo) -> Json:
         "device": span.device,
         "offset": span.offset,
         "length": span.length,
+        "dense_length": span.dense_length or None,
+        "bases": span.bases,
+        "mirrors": span.mirrors,
         "generation": span.generation,
         "leases": span.leases,
         "age_ms": span.age_ms,
@@ -299,6 +312,7 @@ def print_spans(spans: Sequence[admin_pb2.SpanInfo]) -> None:
             f"{span.layer_begin}:{span.layer_end}",
             f"{span.head_begin}:{span.head_end}",
             size(span.length),
+            _kept_as(span),
             str(span.leases),
             age(span.age_ms),
             age(span.idle_ms),
@@ -307,9 +321,16 @@ def print_spans(spans: Sequence[admin_pb2.SpanInfo]) -> None:
     ]
     columns = (
         *("key", "namespace", "state", ">tokens", ">layers", ">heads"),
-        *(">size", ">leases", ">age", ">idle"),
+        *(">size", "kept as", ">leases", ">age", ">idle"),
     )
     console().print(table("", columns, rows))
+
+
+def _kept_as(span: admin_pb2.SpanInfo) -> str:
+    """What a range holds, where that is not all that is to be said of it."""
+    if span.dense_length:
+        return f"recipe of {size(span.dense_length)} over {span.bases}"
+    return f"base of {span.mirrors:,}" if span.mirrors else "dense"
 
 
 def namespace_json(space: admin_pb2.NamespaceInfo) -> Json:

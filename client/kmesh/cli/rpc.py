@@ -10,11 +10,14 @@ import grpc
 from google.protobuf.message import Message
 
 from kmesh import errors
+from kmesh.families import Description
 from kmesh.keys import Namespace
 from kmesh.session import Role, Session
 from kmesh.v1 import (
     admin_pb2,
     admin_pb2_grpc,
+    families_pb2,
+    families_pb2_grpc,
     flights_pb2,
     flights_pb2_grpc,
     sessions_pb2,
@@ -26,6 +29,8 @@ GRPC_NAME = "grpc.sock"
 _SERVING = b"\x08\x01"
 #: Spans asked for in one List call.
 _PAGE = 1000
+#: Members asked for in one Describe call.
+_MEMBERS = 200
 #: Seconds that an eviction may take, however large.
 _LONG = 600.0
 
@@ -68,6 +73,7 @@ class Tool:
         self._channel = _channel(socket_dir)
         self._admin = admin_pb2_grpc.AdminStub(self._channel)
         self._sessions = sessions_pb2_grpc.SessionsStub(self._channel)
+        self._families = families_pb2_grpc.FamiliesStub(self._channel)
         self._flights = flights_pb2_grpc.FlightsStub(self._channel)
 
     def __enter__(self) -> Tool:
@@ -123,6 +129,32 @@ class Tool:
             if not token:
                 break
         return found, fetches
+
+    def families(self) -> list[families_pb2.FamilyInfo]:
+        """All families that we may see, the oldest first."""
+        found: list[families_pb2.FamilyInfo] = []
+        token = ""
+        while True:
+            request = families_pb2.ListFamiliesRequest(page_token=token)
+            answer = self._ask(self._families.List, request)
+            found.extend(answer.families)
+            token = answer.next_page_token
+            if not token:
+                return found
+
+    def family(self, number: int, limit: int) -> Description:
+        """A family, with at most ``limit`` members."""
+        members: list[families_pb2.MemberInfo] = []
+        token = ""
+        while True:
+            request = families_pb2.DescribeFamilyRequest(
+                id=number, limit=min(limit - len(members), _MEMBERS), page_token=token
+            )
+            answer = self._ask(self._families.Describe, request)
+            members.extend(answer.members)
+            token = answer.next_page_token
+            if not token or len(members) >= limit:
+                return Description(answer.family, tuple(members))
 
     def explain(self, request: admin_pb2.ExplainRequest) -> admin_pb2.ExplainResponse:
         """Why a prompt misses."""

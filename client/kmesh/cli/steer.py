@@ -35,6 +35,13 @@ def evict(
         str, typer.Option("--older-than", help="Only what was stored so long ago.")
     ] = "",
     idle: Annotated[str, typer.Option(help="Only what was not leased for so long.")] = "",
+    drop_mirrors: Annotated[
+        bool,
+        typer.Option(
+            "--drop-mirrors",
+            help="A base goes when its mirrors are dense: drop those that find no room.",
+        ),
+    ] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Only count.")] = False,
     yes: Annotated[bool, typer.Option("--yes", "-y", help="Don't ask.")] = False,
     as_json: AsJson = False,
@@ -59,6 +66,7 @@ def evict(
         min_age_ms=milliseconds(older) if older else 0,
         min_idle_ms=milliseconds(idle) if idle else 0,
         dry_run=dry_run,
+        drop_mirrors=drop_mirrors,
     )
     with connected(context) as tool:
         if namespace:
@@ -74,6 +82,7 @@ def evict(
                 "bytes": answer.bytes,
                 "leased": answer.leased,
                 "busy": answer.busy,
+                "held": answer.held,
                 "disk_spans": answer.disk_spans,
                 "disk_bytes": answer.disk_bytes,
             }

@@ -89,3 +89,12 @@ class SpanDescription:
         """Which fields are not those of ``other``; all of them are compared if none are named."""
         fields = names or tuple(field.name for field in dataclasses.fields(self))
         return [name for name in fields if getattr(self, name) != getattr(other, name)]
+
+
+def beside(
+    like: SpanDescription, key: bytes, tokens: int, position: int, generation: int
+) -> SpanDescription:
+    """Another span of the same family."""
+    return dataclasses.replace(
+        like, key=key, tokens=tokens, position=position, generation=generation
+    )

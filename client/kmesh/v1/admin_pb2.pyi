@@ -342,6 +342,11 @@ class StatusResponse(_message.Message):
     PAUSED_FIELD_NUMBER: _builtins.int
     HARDENED_FIELD_NUMBER: _builtins.int
     HANDLES_FIELD_NUMBER: _builtins.int
+    FAMILIES_FIELD_NUMBER: _builtins.int
+    MIRRORS_FIELD_NUMBER: _builtins.int
+    MIRROR_BYTES_FIELD_NUMBER: _builtins.int
+    MIRROR_DENSE_BYTES_FIELD_NUMBER: _builtins.int
+    BASE_SPANS_FIELD_NUMBER: _builtins.int
     GPUS_FIELD_NUMBER: _builtins.int
     DISK_FIELD_NUMBER: _builtins.int
     NOT_READY_FIELD_NUMBER: _builtins.int
@@ -369,6 +374,16 @@ class StatusResponse(_message.Message):
     """why slabs do not grow, or empty"""
     hardened: _builtins.bool
     """no other process can write a slab"""
+    families: _builtins.int
+    """declared"""
+    mirrors: _builtins.int
+    """spans that are kept as recipes"""
+    mirror_bytes: _builtins.int
+    """that these take"""
+    mirror_dense_bytes: _builtins.int
+    """that they would take dense"""
+    base_spans: _builtins.int
+    """that mirrors refer to, and hold"""
     @_builtins.property
     def slabs(self) -> _containers.RepeatedCompositeFieldContainer[Global___SlabInfo]: ...
     @_builtins.property
@@ -424,6 +439,11 @@ class StatusResponse(_message.Message):
         paused: _builtins.str = ...,
         hardened: _builtins.bool = ...,
         handles: _abc.Iterable[_common_pb2.TierHandles] | None = ...,
+        families: _builtins.int = ...,
+        mirrors: _builtins.int = ...,
+        mirror_bytes: _builtins.int = ...,
+        mirror_dense_bytes: _builtins.int = ...,
+        base_spans: _builtins.int = ...,
         gpus: _abc.Iterable[Global___GpuInfo] | None = ...,
         disk: Global___DiskInfo | None = ...,
         not_ready: _abc.Iterable[Global___Condition] | None = ...,
@@ -431,7 +451,7 @@ class StatusResponse(_message.Message):
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["disk", b"disk"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["control_restarts", b"control_restarts", "counters", b"counters", "disk", b"disk", "draining", b"draining", "epoch", b"epoch", "gpus", b"gpus", "handles", b"handles", "hardened", b"hardened", "index_entries", b"index_entries", "leased_bytes", b"leased_bytes", "leases", b"leases", "max_spans", b"max_spans", "max_staging_bytes", b"max_staging_bytes", "not_ready", b"not_ready", "paused", b"paused", "reservations", b"reservations", "sessions", b"sessions", "slabs", b"slabs", "socket_dir", b"socket_dir", "span_bytes", b"span_bytes", "span_tokens", b"span_tokens", "spans", b"spans", "staging_bytes", b"staging_bytes", "tenants", b"tenants", "uptime_ms", b"uptime_ms", "version", b"version", "warnings", b"warnings", "worker_restarts", b"worker_restarts"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["base_spans", b"base_spans", "control_restarts", b"control_restarts", "counters", b"counters", "disk", b"disk", "draining", b"draining", "epoch", b"epoch", "families", b"families", "gpus", b"gpus", "handles", b"handles", "hardened", b"hardened", "index_entries", b"index_entries", "leased_bytes", b"leased_bytes", "leases", b"leases", "max_spans", b"max_spans", "max_staging_bytes", b"max_staging_bytes", "mirror_bytes", b"mirror_bytes", "mirror_dense_bytes", b"mirror_dense_bytes", "mirrors", b"mirrors", "not_ready", b"not_ready", "paused", b"paused", "reservations", b"reservations", "sessions", b"sessions", "slabs", b"slabs", "socket_dir", b"socket_dir", "span_bytes", b"span_bytes", "span_tokens", b"span_tokens", "spans", b"spans", "staging_bytes", b"staging_bytes", "tenants", b"tenants", "uptime_ms", b"uptime_ms", "version", b"version", "warnings", b"warnings", "worker_restarts", b"worker_restarts"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -660,6 +680,9 @@ class SpanInfo(_message.Message):
     AGE_MS_FIELD_NUMBER: _builtins.int
     IDLE_MS_FIELD_NUMBER: _builtins.int
     DEVICE_FIELD_NUMBER: _builtins.int
+    DENSE_LENGTH_FIELD_NUMBER: _builtins.int
+    BASES_FIELD_NUMBER: _builtins.int
+    MIRRORS_FIELD_NUMBER: _builtins.int
     key: _builtins.bytes
     namespace: _builtins.bytes
     slab: _builtins.int
@@ -681,6 +704,12 @@ class SpanInfo(_message.Message):
     """since last leased, or since commit"""
     device: _builtins.str
     """UUID of the GPU that it is on; empty: host memory"""
+    dense_length: _builtins.int
+    """payload bytes that a recipe gives; 0: it is no recipe"""
+    bases: _builtins.int
+    """spans that a recipe refers to"""
+    mirrors: _builtins.int
+    """recipes that refer to it, and hold it"""
     def __init__(
         self,
         *,
@@ -701,10 +730,13 @@ class SpanInfo(_message.Message):
         age_ms: _builtins.int = ...,
         idle_ms: _builtins.int = ...,
         device: _builtins.str = ...,
+        dense_length: _builtins.int = ...,
+        bases: _builtins.int = ...,
+        mirrors: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["age_ms", b"age_ms", "device", b"device", "generation", b"generation", "head_begin", b"head_begin", "head_end", b"head_end", "idle_ms", b"idle_ms", "key", b"key", "layer_begin", b"layer_begin", "layer_end", b"layer_end", "leases", b"leases", "length", b"length", "namespace", b"namespace", "offset", b"offset", "slab", b"slab", "start", b"start", "state", b"state", "tokens", b"tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["age_ms", b"age_ms", "bases", b"bases", "dense_length", b"dense_length", "device", b"device", "generation", b"generation", "head_begin", b"head_begin", "head_end", b"head_end", "idle_ms", b"idle_ms", "key", b"key", "layer_begin", b"layer_begin", "layer_end", b"layer_end", "leases", b"leases", "length", b"length", "mirrors", b"mirrors", "namespace", b"namespace", "offset", b"offset", "slab", b"slab", "start", b"start", "state", b"state", "tokens", b"tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -868,6 +900,7 @@ class ShardExplanation(_message.Message):
     ENDED_MS_FIELD_NUMBER: _builtins.int
     KEY_FIELD_NUMBER: _builtins.int
     LEASES_FIELD_NUMBER: _builtins.int
+    MIRRORS_FIELD_NUMBER: _builtins.int
     spans: _builtins.int
     """full spans at the beginning that are served"""
     tokens: _builtins.int
@@ -882,6 +915,8 @@ class ShardExplanation(_message.Message):
     """that key"""
     leases: _builtins.int
     """of the last span that is served"""
+    mirrors: _builtins.int
+    """of the spans at the beginning that are served, kept as recipes"""
     @_builtins.property
     def shard(self) -> _common_pb2.Shard:
         """absent when no shard of these keys is known"""
@@ -897,10 +932,11 @@ class ShardExplanation(_message.Message):
         ended_ms: _builtins.int = ...,
         key: _builtins.bytes = ...,
         leases: _builtins.int = ...,
+        mirrors: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["shard", b"shard"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cause", b"cause", "ended_ms", b"ended_ms", "key", b"key", "leases", b"leases", "shard", b"shard", "spans", b"spans", "tokens", b"tokens", "verdict", b"verdict"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cause", b"cause", "ended_ms", b"ended_ms", "key", b"key", "leases", b"leases", "mirrors", b"mirrors", "shard", b"shard", "spans", b"spans", "tokens", b"tokens", "verdict", b"verdict"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1044,6 +1080,7 @@ class EvictRequest(_message.Message):
     MIN_AGE_MS_FIELD_NUMBER: _builtins.int
     MIN_IDLE_MS_FIELD_NUMBER: _builtins.int
     DRY_RUN_FIELD_NUMBER: _builtins.int
+    DROP_MIRRORS_FIELD_NUMBER: _builtins.int
     namespace: _builtins.bytes
     """32-byte digest"""
     keys: _builtins.bytes
@@ -1055,6 +1092,10 @@ class EvictRequest(_message.Message):
     """only what was last leased at least so long ago"""
     dry_run: _builtins.bool
     """count, and change nothing"""
+    drop_mirrors: _builtins.bool
+    """Spans that recipes refer to go when these were made dense. Where there is
+    no room for that, drop the recipe instead of keeping both.
+    """
     def __init__(
         self,
         *,
@@ -1064,10 +1105,11 @@ class EvictRequest(_message.Message):
         min_age_ms: _builtins.int = ...,
         min_idle_ms: _builtins.int = ...,
         dry_run: _builtins.bool = ...,
+        drop_mirrors: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["all", b"all", "dry_run", b"dry_run", "keys", b"keys", "min_age_ms", b"min_age_ms", "min_idle_ms", b"min_idle_ms", "namespace", b"namespace"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["all", b"all", "drop_mirrors", b"drop_mirrors", "dry_run", b"dry_run", "keys", b"keys", "min_age_ms", b"min_age_ms", "min_idle_ms", b"min_idle_ms", "namespace", b"namespace"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1081,6 +1123,7 @@ class EvictResponse(_message.Message):
     BYTES_FIELD_NUMBER: _builtins.int
     LEASED_FIELD_NUMBER: _builtins.int
     BUSY_FIELD_NUMBER: _builtins.int
+    HELD_FIELD_NUMBER: _builtins.int
     DISK_SPANS_FIELD_NUMBER: _builtins.int
     DISK_BYTES_FIELD_NUMBER: _builtins.int
     spans: _builtins.int
@@ -1091,6 +1134,8 @@ class EvictResponse(_message.Message):
     """chosen, but refused: somebody leases them"""
     busy: _builtins.int
     """chosen, but being written or verified"""
+    held: _builtins.int
+    """chosen, and go when the recipes that refer to them were made dense"""
     disk_spans: _builtins.int
     """files that were removed with them"""
     disk_bytes: _builtins.int
@@ -1102,12 +1147,13 @@ class EvictResponse(_message.Message):
         bytes: _builtins.int = ...,
         leased: _builtins.int = ...,
         busy: _builtins.int = ...,
+        held: _builtins.int = ...,
         disk_spans: _builtins.int = ...,
         disk_bytes: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["busy", b"busy", "bytes", b"bytes", "disk_bytes", b"disk_bytes", "disk_spans", b"disk_spans", "leased", b"leased", "spans", b"spans"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["busy", b"busy", "bytes", b"bytes", "disk_bytes", b"disk_bytes", "disk_spans", b"disk_spans", "held", b"held", "leased", b"leased", "spans", b"spans"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

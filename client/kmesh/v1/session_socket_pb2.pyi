@@ -9,6 +9,7 @@ Export carry a file descriptor, exactly one.
 from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message
 from kmesh.v1 import common_pb2 as _common_pb2
+from kmesh.v1 import families_pb2 as _families_pb2
 from kmesh.v1 import flights_pb2 as _flights_pb2
 from kmesh.v1 import sessions_pb2 as _sessions_pb2
 from kmesh.v1 import spans_pb2 as _spans_pb2
@@ -45,6 +46,12 @@ class Request(_message.Message):
     AWAIT_FLIGHT_FIELD_NUMBER: _builtins.int
     LEAVE_FIELD_NUMBER: _builtins.int
     LAND_FIELD_NUMBER: _builtins.int
+    DECLARE_FAMILY_FIELD_NUMBER: _builtins.int
+    JOIN_FAMILY_FIELD_NUMBER: _builtins.int
+    FORK_MEMBER_FIELD_NUMBER: _builtins.int
+    DISSOLVE_FAMILY_FIELD_NUMBER: _builtins.int
+    DESCRIBE_FAMILY_FIELD_NUMBER: _builtins.int
+    LIST_FAMILIES_FIELD_NUMBER: _builtins.int
     id: _builtins.int
     """chosen by the client, unique while pending"""
     deadline_ms: _builtins.int
@@ -81,6 +88,18 @@ class Request(_message.Message):
     def leave(self) -> _flights_pb2.LeaveRequest: ...
     @_builtins.property
     def land(self) -> _flights_pb2.LandRequest: ...
+    @_builtins.property
+    def declare_family(self) -> _families_pb2.DeclareFamilyRequest: ...
+    @_builtins.property
+    def join_family(self) -> _families_pb2.JoinFamilyRequest: ...
+    @_builtins.property
+    def fork_member(self) -> _families_pb2.ForkMemberRequest: ...
+    @_builtins.property
+    def dissolve_family(self) -> _families_pb2.DissolveFamilyRequest: ...
+    @_builtins.property
+    def describe_family(self) -> _families_pb2.DescribeFamilyRequest: ...
+    @_builtins.property
+    def list_families(self) -> _families_pb2.ListFamiliesRequest: ...
     def __init__(
         self,
         *,
@@ -102,12 +121,18 @@ class Request(_message.Message):
         await_flight: _flights_pb2.AwaitRequest | None = ...,
         leave: _flights_pb2.LeaveRequest | None = ...,
         land: _flights_pb2.LandRequest | None = ...,
+        declare_family: _families_pb2.DeclareFamilyRequest | None = ...,
+        join_family: _families_pb2.JoinFamilyRequest | None = ...,
+        fork_member: _families_pb2.ForkMemberRequest | None = ...,
+        dissolve_family: _families_pb2.DissolveFamilyRequest | None = ...,
+        describe_family: _families_pb2.DescribeFamilyRequest | None = ...,
+        list_families: _families_pb2.ListFamiliesRequest | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["abort", b"abort", "acquire", b"acquire", "attach_index", b"attach_index", "attach_slab", b"attach_slab", "attach_staging", b"attach_staging", "await_flight", b"await_flight", "body", b"body", "claim", b"claim", "commit", b"commit", "export_span", b"export_span", "hello", b"hello", "land", b"land", "leave", b"leave", "ping", b"ping", "release", b"release", "report_corrupt", b"report_corrupt", "reserve", b"reserve"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["abort", b"abort", "acquire", b"acquire", "attach_index", b"attach_index", "attach_slab", b"attach_slab", "attach_staging", b"attach_staging", "await_flight", b"await_flight", "body", b"body", "claim", b"claim", "commit", b"commit", "declare_family", b"declare_family", "describe_family", b"describe_family", "dissolve_family", b"dissolve_family", "export_span", b"export_span", "fork_member", b"fork_member", "hello", b"hello", "join_family", b"join_family", "land", b"land", "leave", b"leave", "list_families", b"list_families", "ping", b"ping", "release", b"release", "report_corrupt", b"report_corrupt", "reserve", b"reserve"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["abort", b"abort", "acquire", b"acquire", "attach_index", b"attach_index", "attach_slab", b"attach_slab", "attach_staging", b"attach_staging", "await_flight", b"await_flight", "body", b"body", "claim", b"claim", "commit", b"commit", "deadline_ms", b"deadline_ms", "export_span", b"export_span", "hello", b"hello", "id", b"id", "land", b"land", "leave", b"leave", "ping", b"ping", "release", b"release", "report_corrupt", b"report_corrupt", "reserve", b"reserve"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["abort", b"abort", "acquire", b"acquire", "attach_index", b"attach_index", "attach_slab", b"attach_slab", "attach_staging", b"attach_staging", "await_flight", b"await_flight", "body", b"body", "claim", b"claim", "commit", b"commit", "deadline_ms", b"deadline_ms", "declare_family", b"declare_family", "describe_family", b"describe_family", "dissolve_family", b"dissolve_family", "export_span", b"export_span", "fork_member", b"fork_member", "hello", b"hello", "id", b"id", "join_family", b"join_family", "land", b"land", "leave", b"leave", "list_families", b"list_families", "ping", b"ping", "release", b"release", "report_corrupt", b"report_corrupt", "reserve", b"reserve"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_body: _TypeAlias = _typing.Literal["hello", "attach_index", "attach_slab", "attach_staging", "ping", "export_span", "acquire", "release", "reserve", "commit", "abort", "report_corrupt", "claim", "await_flight", "leave", "land"]  # noqa: Y015
+    _WhichOneofReturnType_body: _TypeAlias = _typing.Literal["hello", "attach_index", "attach_slab", "attach_staging", "ping", "export_span", "acquire", "release", "reserve", "commit", "abort", "report_corrupt", "claim", "await_flight", "leave", "land", "declare_family", "join_family", "fork_member", "dissolve_family", "describe_family", "list_families"]  # noqa: Y015
     _WhichOneofArgType_body: _TypeAlias = _typing.Literal["body", b"body"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_body) -> _WhichOneofReturnType_body | None: ...
 
@@ -138,6 +163,12 @@ class Response(_message.Message):
     AWAIT_FLIGHT_FIELD_NUMBER: _builtins.int
     LEAVE_FIELD_NUMBER: _builtins.int
     LAND_FIELD_NUMBER: _builtins.int
+    DECLARE_FAMILY_FIELD_NUMBER: _builtins.int
+    JOIN_FAMILY_FIELD_NUMBER: _builtins.int
+    FORK_MEMBER_FIELD_NUMBER: _builtins.int
+    DISSOLVE_FAMILY_FIELD_NUMBER: _builtins.int
+    DESCRIBE_FAMILY_FIELD_NUMBER: _builtins.int
+    LIST_FAMILIES_FIELD_NUMBER: _builtins.int
     id: _builtins.int
     epoch: _builtins.int
     """this daemon's boot epoch"""
@@ -177,6 +208,18 @@ class Response(_message.Message):
     def leave(self) -> _flights_pb2.LeaveResponse: ...
     @_builtins.property
     def land(self) -> _flights_pb2.LandResponse: ...
+    @_builtins.property
+    def declare_family(self) -> _families_pb2.DeclareFamilyResponse: ...
+    @_builtins.property
+    def join_family(self) -> _families_pb2.JoinFamilyResponse: ...
+    @_builtins.property
+    def fork_member(self) -> _families_pb2.ForkMemberResponse: ...
+    @_builtins.property
+    def dissolve_family(self) -> _families_pb2.DissolveFamilyResponse: ...
+    @_builtins.property
+    def describe_family(self) -> _families_pb2.DescribeFamilyResponse: ...
+    @_builtins.property
+    def list_families(self) -> _families_pb2.ListFamiliesResponse: ...
     def __init__(
         self,
         *,
@@ -199,12 +242,18 @@ class Response(_message.Message):
         await_flight: _flights_pb2.AwaitResponse | None = ...,
         leave: _flights_pb2.LeaveResponse | None = ...,
         land: _flights_pb2.LandResponse | None = ...,
+        declare_family: _families_pb2.DeclareFamilyResponse | None = ...,
+        join_family: _families_pb2.JoinFamilyResponse | None = ...,
+        fork_member: _families_pb2.ForkMemberResponse | None = ...,
+        dissolve_family: _families_pb2.DissolveFamilyResponse | None = ...,
+        describe_family: _families_pb2.DescribeFamilyResponse | None = ...,
+        list_families: _families_pb2.ListFamiliesResponse | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["abort", b"abort", "acquire", b"acquire", "await_flight", b"await_flight", "body", b"body", "claim", b"claim", "commit", b"commit", "index", b"index", "land", b"land", "leave", b"leave", "pong", b"pong", "release", b"release", "report_corrupt", b"report_corrupt", "reserve", b"reserve", "slab", b"slab", "span", b"span", "staging", b"staging", "status", b"status", "welcome", b"welcome"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["abort", b"abort", "acquire", b"acquire", "await_flight", b"await_flight", "body", b"body", "claim", b"claim", "commit", b"commit", "declare_family", b"declare_family", "describe_family", b"describe_family", "dissolve_family", b"dissolve_family", "fork_member", b"fork_member", "index", b"index", "join_family", b"join_family", "land", b"land", "leave", b"leave", "list_families", b"list_families", "pong", b"pong", "release", b"release", "report_corrupt", b"report_corrupt", "reserve", b"reserve", "slab", b"slab", "span", b"span", "staging", b"staging", "status", b"status", "welcome", b"welcome"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["abort", b"abort", "acquire", b"acquire", "await_flight", b"await_flight", "body", b"body", "claim", b"claim", "commit", b"commit", "epoch", b"epoch", "id", b"id", "index", b"index", "land", b"land", "leave", b"leave", "pong", b"pong", "release", b"release", "report_corrupt", b"report_corrupt", "reserve", b"reserve", "slab", b"slab", "span", b"span", "staging", b"staging", "status", b"status", "welcome", b"welcome"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["abort", b"abort", "acquire", b"acquire", "await_flight", b"await_flight", "body", b"body", "claim", b"claim", "commit", b"commit", "declare_family", b"declare_family", "describe_family", b"describe_family", "dissolve_family", b"dissolve_family", "epoch", b"epoch", "fork_member", b"fork_member", "id", b"id", "index", b"index", "join_family", b"join_family", "land", b"land", "leave", b"leave", "list_families", b"list_families", "pong", b"pong", "release", b"release", "report_corrupt", b"report_corrupt", "reserve", b"reserve", "slab", b"slab", "span", b"span", "staging", b"staging", "status", b"status", "welcome", b"welcome"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_body: _TypeAlias = _typing.Literal["welcome", "index", "slab", "staging", "pong", "span", "acquire", "release", "reserve", "commit", "abort", "report_corrupt", "claim", "await_flight", "leave", "land"]  # noqa: Y015
+    _WhichOneofReturnType_body: _TypeAlias = _typing.Literal["welcome", "index", "slab", "staging", "pong", "span", "acquire", "release", "reserve", "commit", "abort", "report_corrupt", "claim", "await_flight", "leave", "land", "declare_family", "join_family", "fork_member", "dissolve_family", "describe_family", "list_families"]  # noqa: Y015
     _WhichOneofArgType_body: _TypeAlias = _typing.Literal["body", b"body"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_body) -> _WhichOneofReturnType_body | None: ...
 

@@ -35,6 +35,8 @@ class AcquireRequest(_message.Message):
     SHARDS_FIELD_NUMBER: _builtins.int
     PREFIX_FIELD_NUMBER: _builtins.int
     SALT_FIELD_NUMBER: _builtins.int
+    RECIPES_FIELD_NUMBER: _builtins.int
+    POSITIONS_FIELD_NUMBER: _builtins.int
     DEVICE_FIELD_NUMBER: _builtins.int
     WAIT_MS_FIELD_NUMBER: _builtins.int
     keys: _builtins.bytes
@@ -47,6 +49,13 @@ class AcquireRequest(_message.Message):
     """Digest of the request's salt (32 bytes), or empty. With the peer's uid it
     names the tenant: only what that tenant stored is found.
     """
+    recipes: _builtins.bool
+    """The caller can decode recipes (docs/recipe-format.md). Without it, a span
+    that is kept as one is REASON_PENDING while it is made dense, and
+    REASON_MISS if there is no room for that.
+    """
+    positions: _builtins.bool
+    """Say where spans were computed: `start` in the answer."""
     device: _builtins.str
     """Where to look: UUID of a GPU, or empty for host memory. The same key may be
     stored in both.
@@ -68,12 +77,14 @@ class AcquireRequest(_message.Message):
         shards: _abc.Iterable[_common_pb2.Shard] | None = ...,
         prefix: _builtins.bool = ...,
         salt: _builtins.bytes = ...,
+        recipes: _builtins.bool = ...,
+        positions: _builtins.bool = ...,
         device: _builtins.str = ...,
         wait_ms: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["device", b"device", "keys", b"keys", "prefix", b"prefix", "salt", b"salt", "shards", b"shards", "wait_ms", b"wait_ms"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["device", b"device", "keys", b"keys", "positions", b"positions", "prefix", b"prefix", "recipes", b"recipes", "salt", b"salt", "shards", b"shards", "wait_ms", b"wait_ms"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -91,6 +102,10 @@ class AcquireResponse(_message.Message):
     TOKENS_FIELD_NUMBER: _builtins.int
     GENERATION_FIELD_NUMBER: _builtins.int
     ROOT_FIELD_NUMBER: _builtins.int
+    DENSE_LENGTH_FIELD_NUMBER: _builtins.int
+    DENSE_ROOT_FIELD_NUMBER: _builtins.int
+    BASES_FIELD_NUMBER: _builtins.int
+    START_FIELD_NUMBER: _builtins.int
     lease: _builtins.int
     """0 when nothing was leased"""
     @_builtins.property
@@ -121,6 +136,27 @@ class AcquireResponse(_message.Message):
     def root(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """fold of the span's tile sums"""
 
+    @_builtins.property
+    def dense_length(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Only if one of the entries is a recipe; then for every entry. `length` and
+        `root` are of the recipe.
+        payload bytes that it gives; 0: no recipe
+        """
+
+    @_builtins.property
+    def dense_root(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """of that payload"""
+
+    @_builtins.property
+    def bases(self) -> _containers.RepeatedCompositeFieldContainer[Global___BasePlace]:
+        """what the recipes refer to, each once"""
+
+    @_builtins.property
+    def start(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Only if `positions` was asked for; then for every entry: position of the
+        span's first token where it was computed, as ReserveRequest said it.
+        """
+
     def __init__(
         self,
         *,
@@ -132,14 +168,65 @@ class AcquireResponse(_message.Message):
         tokens: _abc.Iterable[_builtins.int] | None = ...,
         generation: _abc.Iterable[_builtins.int] | None = ...,
         root: _abc.Iterable[_builtins.int] | None = ...,
+        dense_length: _abc.Iterable[_builtins.int] | None = ...,
+        dense_root: _abc.Iterable[_builtins.int] | None = ...,
+        bases: _abc.Iterable[Global___BasePlace] | None = ...,
+        start: _abc.Iterable[_builtins.int] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["generation", b"generation", "lease", b"lease", "length", b"length", "offset", b"offset", "reason", b"reason", "root", b"root", "slab", b"slab", "tokens", b"tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["bases", b"bases", "dense_length", b"dense_length", "dense_root", b"dense_root", "generation", b"generation", "lease", b"lease", "length", b"length", "offset", b"offset", "reason", b"reason", "root", b"root", "slab", b"slab", "start", b"start", "tokens", b"tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___AcquireResponse: _TypeAlias = AcquireResponse  # noqa: Y015
+
+@_typing.final
+class BasePlace(_message.Message):
+    """A span that recipes refer to. It is held as long as the lease."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SHARD_FIELD_NUMBER: _builtins.int
+    KEY_FIELD_NUMBER: _builtins.int
+    SLAB_FIELD_NUMBER: _builtins.int
+    OFFSET_FIELD_NUMBER: _builtins.int
+    LENGTH_FIELD_NUMBER: _builtins.int
+    GENERATION_FIELD_NUMBER: _builtins.int
+    ROOT_FIELD_NUMBER: _builtins.int
+    TOKENS_FIELD_NUMBER: _builtins.int
+    POSITION_FIELD_NUMBER: _builtins.int
+    shard: _builtins.int
+    """number of its shard in the request"""
+    key: _builtins.bytes
+    slab: _builtins.int
+    offset: _builtins.int
+    length: _builtins.int
+    generation: _builtins.int
+    root: _builtins.int
+    tokens: _builtins.int
+    position: _builtins.int
+    """of its first token, in the frame in which it was computed"""
+    def __init__(
+        self,
+        *,
+        shard: _builtins.int = ...,
+        key: _builtins.bytes = ...,
+        slab: _builtins.int = ...,
+        offset: _builtins.int = ...,
+        length: _builtins.int = ...,
+        generation: _builtins.int = ...,
+        root: _builtins.int = ...,
+        tokens: _builtins.int = ...,
+        position: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["generation", b"generation", "key", b"key", "length", b"length", "offset", b"offset", "position", b"position", "root", b"root", "shard", b"shard", "slab", b"slab", "tokens", b"tokens"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___BasePlace: _TypeAlias = BasePlace  # noqa: Y015
 
 @_typing.final
 class ReleaseRequest(_message.Message):

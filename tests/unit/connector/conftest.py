@@ -34,3 +34,10 @@ def engine(daemon: FakeDaemon) -> Iterator[Callable[..., MiniEngine]]:
     while engines:
         # Mappings go with the last reference.
         engines.pop().close()
+
+
+@pytest.fixture
+def patient(engine: Callable[..., MiniEngine]) -> Callable[..., MiniEngine]:
+    """As ``engine``: these wait long for a daemon that gets no processor."""
+    waits = ("acquire_timeout_ms", "load_timeout_ms", "reserve_timeout_ms")
+    return lambda name="engine", **more: engine(name, **(dict.fromkeys(waits, 30_000) | more))

@@ -39,6 +39,8 @@ def test_settings_have_defaults() -> None:
         "min_flight_tokens": 512,
         "flight_patience": 3,
         "flight_wait_ms": 60000,
+        "segment_separators": (),
+        "store_segments": True,
     }
 
 

@@ -103,7 +103,9 @@ class DiskWorld(World):
     ) -> fx.AcquireResult | None:
         """An Acquire that waits for the disk; None while it does."""
         self.arrivals[session, self.request + 1] = keys, [SHARD], salt
-        answer = self.ask(ev.Acquire, session, b"".join(keys), [SHARD], prefix, salt, 0, True)
+        answer = self.ask(
+            ev.Acquire, session, b"".join(keys), [SHARD], prefix, salt, 0, False, False, True
+        )
         assert answer is None or isinstance(answer, fx.AcquireResult)
         return answer
 
@@ -198,6 +200,7 @@ class DiskWorld(World):
         assert bool(answer.lease) == any(held)
         if answer.lease:
             self.leases[answer.lease] = session, held
+            self.based[answer.lease] = []
 
     # What must hold
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
-from collections.abc import Callable, Container
+from collections.abc import Callable, Mapping
 from typing import ClassVar
 
 import hypothesis.strategies as st
@@ -33,11 +33,12 @@ from kmesh_spand.core.codes import (
     Cause,
     Code,
     FlightCause,
+    MirrorFate,
     Reason,
     Standing,
     Verdict,
 )
-from kmesh_spand.core.record import decode
+from kmesh_spand.core.record import Record, decode
 from kmesh_spand.core.states import State
 from kmesh_spand.core.tags import tag
 from kmesh_spand.core.tenants import OWNER_BYTES, SHARED, Tenancy, tenant_name
@@ -67,10 +68,15 @@ MUST_REACH = ("hits", "released", "committed", "aborted", "recovered", "verified
 MUST_REACH += ("evicted", "discarded", "reserve_quota")
 MUST_REACH += ("flight_leads", "flight_joins", "flight_promotions", "flight_landed")
 MUST_REACH += ("flight_leaves", "flight_ended_not_stored")
+MUST_REACH += ("encodes", "densified")
 ENDS = [FlightCause.DONE, FlightCause.ABORTED, FlightCause.PREEMPTED, FlightCause.NOT_STORED]
 # Mostly the case in which something happens.
 seldom = st.sampled_from([False, False, False, True])
 lengths = st.integers(1, 3 * TILE_BYTES)
+# Of all spans that are a family's: two tiles each.
+DTYPE, HEAD_DIM, DENSE = "bfloat16", 64, 2 * TILE_BYTES
+FAMILIES = ["one", "two"]
+fates = st.sampled_from(list(MirrorFate))
 salts = st.sampled_from([b"", b"", SALT])
 
 
@@ -122,15 +128,26 @@ class CoreMachine(RuleBasedStateMachine):
         return [key((name, salt)) if salt else name for name in keys]
 
     def expect(
-        self, name: bytes, shard: int, who: Who, stored: Container[object] | None = None
+        self,
+        name: bytes,
+        shard: int,
+        who: Who,
+        stored: Mapping[tuple[bytes, int, Who], Record] | None = None,
+        recipes: bool | None = None,
     ) -> set[Reason]:
         """What a tenant's lookup may say of a name: nobody else's spans are in it.
 
-        ``stored`` is what ``World.records`` says, where it is asked about many names.
+        ``stored`` is what ``World.records`` says, where it is asked about many names. ``recipes``:
+        whether who asks takes them; None: it is not asked for bytes.
         """
         world = self.world
-        if (name, shard, who) in (world.records() if stored is None else stored):
+        stored = world.records() if stored is None else stored
+        if (name, shard, who) in stored:
             found = (who[0], 0, tag(name, shard)) in world.index
+            record = stored[name, shard, who]
+            if found and recipes is not None and record.root in world.recipes:
+                # What it refers to may be suspect just now.
+                return {Reason.OK, Reason.PENDING} if recipes else {Reason.PENDING, Reason.MISS}
             return {Reason.OK} if found else {Reason.PENDING}
         writing = [want for want in world.wanted.values() if (want.shard, want.who) == (shard, who)]
         if any(want.key == name for want in writing):
@@ -161,16 +178,26 @@ class CoreMachine(RuleBasedStateMachine):
         shards=st.lists(st.sampled_from(SHARDS), min_size=1, max_size=2),
         prefix=st.booleans(),
         salt=salts,
+        recipes=st.booleans(),
     )
     def acquire(
-        self, data: st.DataObject, keys: list[bytes], shards: list[int], prefix: bool, salt: bytes
+        self,
+        data: st.DataObject,
+        keys: list[bytes],
+        shards: list[int],
+        prefix: bool,
+        salt: bytes,
+        recipes: bool,
     ) -> None:
+        self.causes.add(Cause.PRESSURE)
         session = self.pick(data, self.world.open)
         keys = self.salted(keys, salt)
         who = self.world.who(session, salt)
         stored = self.world.records()
-        expected = [self.expect(name, shard, who, stored) for name in keys for shard in shards]
-        answer = self.world.acquire(session, keys, shards, prefix, salt)
+        expected = [
+            self.expect(name, shard, who, stored, recipes) for name in keys for shard in shards
+        ]
+        answer = self.world.acquire(session, keys, shards, prefix, salt, recipes=recipes)
         assert len(answer.reason) == len(expected)
         whole = len(expected)
         if prefix:
@@ -185,13 +212,14 @@ class CoreMachine(RuleBasedStateMachine):
 
     @precondition(having("index"))
     @precondition(having("open"))
-    @rule(data=st.data())
-    def acquire_stored(self, data: st.DataObject) -> None:
+    @rule(data=st.data(), recipes=st.booleans())
+    def acquire_stored(self, data: st.DataObject, recipes: bool) -> None:
+        self.causes.add(Cause.PRESSURE)
         world = self.world
         name, shard, (_, salt) = data.draw(st.sampled_from(sorted(world.records())))
         session = self.pick(data, world.open)
-        expected = self.expect(name, shard, world.who(session, salt))
-        answer = world.acquire(session, [name], [shard], salt=salt)
+        expected = self.expect(name, shard, world.who(session, salt), recipes=recipes)
+        answer = world.acquire(session, [name], [shard], salt=salt, recipes=recipes)
         assert set(answer.reason) <= expected
 
     @precondition(having("leases"))
@@ -283,6 +311,7 @@ class CoreMachine(RuleBasedStateMachine):
         status, evicted = world.core.status(), world.core.counters["evicted"]
         others = self.others(who)
         free = not (self.grace or world.wanted or world.copies or world.verifies or world.leases)
+        free = free and not (world.encodes or world.keeps or world.densifies)
         answer = world.reserve(
             session, keys, length=length, tokens=tokens, sub_keys=sub_keys, shard=shard, salt=salt
         )
@@ -516,13 +545,148 @@ class CoreMachine(RuleBasedStateMachine):
             }
         self.world.copy_ends(job, not fail)
 
+    # Families
+
+    def _declare(self, session: int, family: str, base: list[bytes], salt: bytes) -> fx.Result:
+        answer = self.world.ask(
+            ev.Declare,
+            session,
+            family,
+            NAMESPACE,
+            DTYPE,
+            HEAD_DIM,
+            [SHARD],
+            b"".join(base),
+            (),
+            False,
+            salt,
+        )
+        assert answer is not None
+        return answer
+
+    @precondition(having("open"))
+    @rule(
+        data=st.data(),
+        family=st.sampled_from(FAMILIES),
+        base=st.lists(st.sampled_from(FULL), min_size=1, max_size=2, unique=True),
+        salt=salts,
+    )
+    def declare(self, data: st.DataObject, family: str, base: list[bytes], salt: bytes) -> None:
+        session = self.pick(data, self.world.open)
+        answer = self._declare(session, family, self.salted(base, salt), salt)
+        assert isinstance(answer, fx.DeclareResult | fx.Refused)
+        if isinstance(answer, fx.Refused):
+            assert answer.field.startswith("base")
+
+    @precondition(having("open"))
+    @rule(
+        data=st.data(),
+        family=st.sampled_from(FAMILIES),
+        member=st.sampled_from(["a", "b"]),
+        keys=st.lists(st.sampled_from(FULL), min_size=1, max_size=3, unique=True),
+        salt=salts,
+        fork=seldom,
+    )
+    def join_family(
+        self,
+        data: st.DataObject,
+        family: str,
+        member: str,
+        keys: list[bytes],
+        salt: bytes,
+        fork: bool,
+    ) -> None:
+        world = self.world
+        session = self.pick(data, world.open)
+        packed = b"".join(self.salted(keys, salt))
+        if fork:
+            answer = world.ask(ev.Fork, session, family, member, member + "'", packed, (), salt)
+        else:
+            answer = world.ask(
+                ev.Join, session, family, member, NAMESPACE, packed, [SHARD], (), salt
+            )
+        assert isinstance(answer, fx.JoinResult | fx.Refused)
+
+    @precondition(having("open"))
+    @rule(data=st.data(), names=st.permutations(FULL), keep=st.booleans(), salt=salts)
+    def mirror(self, data: st.DataObject, names: list[bytes], keep: bool, salt: bytes) -> None:
+        """What takes chance too long: a base, a member, a recipe."""
+        world = self.world
+        session = self.pick(data, world.open)
+        for name in names[:2]:
+            self._store(data, session, name, SHARD, DENSE, False, salt)
+        base, member = self.salted(names[:2], salt)
+        self._declare(session, "one", [base], salt)
+        world.ask(ev.Join, session, "one", member.hex(), NAMESPACE, member, (), (), salt)
+        for job in list(world.encodes):
+            world.encode_ends(job)
+        for job in list(world.keeps) if keep else ():
+            world.keep_ends(job)
+
+    @precondition(having("open"))
+    @rule(data=st.data(), family=st.sampled_from(FAMILIES), fate=fates, salt=salts)
+    def dissolve(self, data: st.DataObject, family: str, fate: MirrorFate, salt: bytes) -> None:
+        self.causes |= {Cause.PRESSURE, Cause.OPERATOR}
+        session = self.pick(data, self.world.open)
+        answer = self.world.ask(ev.Dissolve, session, family, fate, salt)
+        assert isinstance(answer, fx.DissolveResult | fx.Refused)
+
+    @precondition(having("encodes"))
+    @rule(
+        data=st.data(),
+        length=st.integers(1, DENSE),
+        used=st.sampled_from([0, 1, 1, 2]),
+        fail=seldom,
+    )
+    def encode_ends(self, data: st.DataObject, length: int, used: int, fail: bool) -> None:
+        self.causes.add(Cause.PRESSURE)
+        self.world.encode_ends(self.pick(data, self.world.encodes), length, used, ok=not fail)
+
+    @precondition(having("keeps"))
+    @rule(data=st.data(), fail=seldom)
+    def keep_ends(self, data: st.DataObject, fail: bool) -> None:
+        self.world.keep_ends(self.pick(data, self.world.keeps), ok=not fail)
+
+    @precondition(having("densifies"))
+    @rule(data=st.data(), fail=seldom)
+    def densify_ends(self, data: st.DataObject, fail: bool) -> None:
+        self.causes |= {Cause.CORRUPT, Cause.PRESSURE, Cause.OPERATOR}
+        self.world.densify_ends(self.pick(data, self.world.densifies), ok=not fail)
+
+    @precondition(having("mirrors"))
+    @precondition(having("open"))
+    @rule(data=st.data(), fail=seldom)
+    def want_dense(self, data: st.DataObject, fail: bool) -> None:
+        """A mirror is asked for by somebody who takes no recipes."""
+        self.causes |= {Cause.CORRUPT, Cause.PRESSURE, Cause.OPERATOR}
+        world = self.world
+        record = data.draw(st.sampled_from(world.mirrors))
+        who = world.who_of(record.slab)
+        assert who is not None
+        mine = [session for session in sorted(world.open) if world.who(session, who[1]) == who]
+        if mine and record.state is State.COMMITTED:
+            answer = world.acquire(mine[0], [record.key], [record.shard], salt=who[1])
+            assert set(answer.reason) <= {Reason.PENDING, Reason.MISS}
+            for job in list(world.densifies):
+                world.densify_ends(job, ok=not fail)
+
+    @rule(data=st.data(), drop=st.booleans())
+    def evict_bases(self, data: st.DataObject, drop: bool) -> None:
+        self.causes |= {Cause.PRESSURE, Cause.OPERATOR}
+        world = self.world
+        rows = [row for row in world.core.spans(now_ms=world.now) if row.mirrors]
+        if rows:
+            row = data.draw(st.sampled_from(rows))
+            spans = [(row.slot, row.generation), (row.slot, row.generation + 1)]
+            world.send(ev.EvictBases(spans, drop))
+
     @precondition(having("verifies"))
     @rule(data=st.data(), lost=seldom)
     def verify_ends(self, data: st.DataObject, lost: bool) -> None:
         self.verify_one(self.pick(data, self.world.verifies), lost)
 
     def verify_one(self, job: int, lost: bool = False) -> None:
-        self.causes.add(Cause.CORRUPT)
+        self.causes |= {Cause.CORRUPT, Cause.RECOVERY}
         self.world.verify_ends(job, not lost)
 
     @precondition(having("wipes"))
@@ -561,15 +725,17 @@ class CoreMachine(RuleBasedStateMachine):
                 for row in world.core.spans(now_ms=world.now)
                 if row.key in keys or row.slot in named
             ]
-            rows = [row for row in rows if row.state not in ("orphaned", "doomed")]
+            gone = ("orphaned", "doomed", "draft", "retired")
+            rows = [row for row in rows if row.state not in gone]
         else:
             idle = 64 if aged else 0
             swept = sweep.part(0, 100, NAMESPACE, min_idle_ms=idle, now_ms=world.now)
             if aged:
                 rows = [row for row in rows if not row.leases and row.idle_ms >= idle]
         assert swept.next_slot is None
-        assert len(swept.slots) + swept.leased + swept.busy >= len(rows)
+        assert len(swept.slots) + swept.leased + swept.busy + len(swept.bases) >= len(rows)
         may = {row.slot for row in rows if row.state in ("committed", "recovered")}
+        may -= {row - 1 for row in world.core._store.holds}
         assert set(swept.slots) == {row.slot for row in rows if not row.leases} & may
         assert swept.size == sum(row.length for row in rows if row.slot in swept.slots)
         lies = [row.slot for row in rows if row.leases] + [-1, 10**6]
@@ -583,6 +749,7 @@ class CoreMachine(RuleBasedStateMachine):
         """A drain that is cancelled at once: nobody computes for others in between."""
         if not drain:
             return
+        self.causes |= {Cause.PRESSURE, Cause.OPERATOR}
         self.world.send(ev.Drain())
         assert not any(flight.leader for flight in self.world.core.flights.by_id.values())
         self.world.led.clear()
@@ -708,7 +875,7 @@ class CoreMachine(RuleBasedStateMachine):
         self.reached.update(world.core.counters)
         assert not world.waiting
         left = {row.state for row in world.core.spans(now_ms=world.now)}
-        assert left <= {"committed", "doomed"}, "a job never ended"
+        assert left <= {"committed", "doomed", "retired"}, "a job never ended"
         for session in list(world.open):
             world.close(session)
         world.settle()
@@ -729,6 +896,15 @@ class FlightMachine(CoreMachine):
 
     reserve = reserve_tail = reserve_beyond_quota = store = commit = abort = copy_ends = None
     acquire_stored = release = report = flip = verify_ends = restart = grace_ends = None
+    declare = join_family = mirror = dissolve = encode_ends = keep_ends = densify_ends = None
+    evict_bases = want_dense = None
+
+
+class FamilyMachine(CoreMachine):
+    """Walks that are about families: nobody waits for anybody, and little else is written."""
+
+    claim = join = leader_stores = leave = land = reserve_beyond_quota = None
+    reserve = reserve_tail = commit = abort = None
 
 
 def walks(machine: type[RuleBasedStateMachine], number: int, how: settings) -> None:
@@ -744,7 +920,7 @@ def test_core_walks(run_seed: int) -> None:
     CoreMachine.reached = Counter()
     # Walks of one seed are like each other, so there are several.
     for number in range(run_seed, run_seed + 18):
-        for machine, count in ((CoreMachine, 25), (FlightMachine, 10)):
+        for machine, count in ((CoreMachine, 25), (FlightMachine, 10), (FamilyMachine, 10)):
             few = settings(max_examples=count, stateful_step_count=60, deadline=None)
             walks(machine, number, few)
         missed = {name for name in MUST_REACH if not CoreMachine.reached[name]}

@@ -17,6 +17,7 @@ from kmesh_spand.core.batch import Batch
 from kmesh_spand.core.codes import Arrival, FlightCause, Standing
 from kmesh_spand.core.config import CoreConfig, DiskConfig
 from kmesh_spand.core.core import Core
+from kmesh_spand.core.mirrors import BaseFact, RecipeFacts
 from kmesh_spand.core.policy import Policy
 from kmesh_spand.core.record import Record
 from kmesh_spand.core.record import decode as _decode
@@ -58,6 +59,14 @@ class Wanted:
 
 
 @dataclass(frozen=True)
+class Recipe:
+    """A recipe's content: which it gives, and which spans it names."""
+
+    dense: int
+    facts: RecipeFacts
+
+
+@dataclass(frozen=True)
 class Held:
     """One leased entry, as its client knows it."""
 
@@ -93,6 +102,7 @@ class World:
         self.memory: dict[tuple[int, int], int] = {}
         self.catalog: dict[int, bytes] = {}
         self.contents: dict[int, Wanted] = {}
+        self.recipes: dict[int, Recipe] = {}
         self.session = self.request = self.content = 0
         self._reset(policy)
         for slab, size in slabs.items():
@@ -112,6 +122,12 @@ class World:
         self.wanted: dict[int, Wanted] = {}
         self.copies: dict[int, tuple[fx.Copy, int]] = {}
         self.verifies: dict[int, fx.Verify] = {}
+        self.encodes: dict[int, fx.Encode] = {}
+        self.made: dict[int, tuple[fx.Encode, int, list[int]]] = {}
+        self.keeps: dict[int, fx.KeepRecipe] = {}
+        self.densifies: dict[int, fx.Densify] = {}
+        # What leases hold beside their own spans.
+        self.based: dict[int, list[Held]] = {}
         self.leases: dict[int, tuple[int, list[Held | None]]] = {}
         # Who leads which flight, and for what each session waits, as clients know it.
         self.led: dict[int, int] = {}
@@ -176,12 +192,22 @@ class World:
         prefix: bool = False,
         salt: bytes = b"",
         tier: int = 0,
+        recipes: bool = False,
     ) -> fx.AcquireResult:
         """Acquire, and check that what was leased are the bytes stored under those keys."""
         shards = shards or [SHARD]
-        answer = self.ask(ev.Acquire, session, b"".join(keys), shards, prefix, salt, tier)
+        answer = self.ask(ev.Acquire, session, b"".join(keys), shards, prefix, salt, tier, recipes)
         assert isinstance(answer, fx.AcquireResult), answer
         held: list[Held | None] = []
+        based: dict[tuple[int, bytes], Held] = {}
+        for base in answer.bases:
+            assert self.contents[base.root].key == base.key
+            assert (base.shard, base.key) not in based
+            place = Held(base.slab, base.offset // TILE_BYTES, tiles(base.length), base.root)
+            based[base.shard, base.key] = place
+        dense = list(zip(answer.dense_length, answer.dense_root, strict=True))
+        assert len(dense) in ((0, len(answer.reason)) if recipes else (0,))
+        dense = dense or [(0, 0)] * len(answer.reason)
         for entry, reason in enumerate(answer.reason):
             row = [
                 column[entry]
@@ -195,11 +221,20 @@ class World:
                 )
             ]
             if reason:
-                assert not any(row)
+                assert not any((*row, *dense[entry]))
                 held.append(None)
                 continue
             slab, offset, length, tokens, generation, root = row
             assert generation
+            recipe, count = self.recipes.get(root), tiles(length)
+            assert (recipe is not None) == (dense[entry][0] > 0), "a recipe that nobody asked for"
+            held.append(Held(slab, offset // TILE_BYTES, count, root))
+            if recipe is not None:
+                for fact in recipe.facts.bases:
+                    base_held = based[entry % len(shards), fact.key]
+                    assert base_held.root == fact.root
+                length, root = dense[entry]
+                assert root == recipe.dense, "another span's recipe"
             found = self.contents[root]
             name, shard = keys[entry // len(shards)], shards[entry % len(shards)]
             assert name in (found.key, *found.sub_keys)
@@ -207,11 +242,11 @@ class World:
             assert found.who == self.who_of(slab) == self.who(session, salt)
             assert self.core.may_map(slab, self.uids[session])
             assert self.tiers.get(slab, 0) == tier
-            held.append(Held(slab, offset // TILE_BYTES, tiles(length), root))
         assert bool(answer.lease) == any(held)
         if answer.lease:
             assert answer.lease not in self.leases
             self.leases[answer.lease] = session, held
+            self.based[answer.lease] = list(based.values())
         self.check_bytes()
         return answer
 
@@ -342,7 +377,75 @@ class World:
         good = all(self.memory.get((verify.slab, tile)) == verify.root for tile in read)
         if good and answered:
             self.flipped -= {(verify.slab, tile) for tile in read}
-        self.send(ev.VerifyDone(job, good if answered else None))
+        facts = None
+        if good and answered and verify.recipe:
+            recipe = self.recipes.get(verify.root)
+            good, facts = recipe is not None, recipe.facts if recipe else None
+        self.send(ev.VerifyDone(job, good if answered else None, facts))
+
+    @property
+    def mirrors(self) -> list[Record]:
+        """What the catalog has of recipes."""
+        return [record for record in map(self.record, self.catalog) if record.dense]
+
+    def _intact(self, *places: fx.Payload) -> bool:
+        """Whether what a job reads is what it was told; it is unless a test damaged it."""
+        intact = True
+        for place in places:
+            first = place.offset // TILE_BYTES
+            held = Held(place.slab, first, tiles(place.length), place.root)
+            self.check_held(held)
+            intact &= all(
+                self.memory[held.slab, tile] == held.root
+                for tile in range(first, first + held.count)
+            )
+        return intact
+
+    def encode_ends(self, job: int, length: int = 1000, used: int = 1, *, ok: bool = True) -> None:
+        """An encoding is done: a recipe over the first ``used`` bases, or nothing (0)."""
+        encode = self.encodes.pop(job)
+        bases = list(encode.bases)[:used]
+        if not ok or not self._intact(encode.span, *bases):
+            self.send(ev.RecodeFailed(job))
+        elif not used:
+            self.send(ev.NotEncoded(job, "a test says so"))
+        else:
+            self.made[job] = encode, length, list(range(len(bases)))
+            self.send(ev.Encoded(job, length, range(len(bases))))
+
+    def keep_ends(self, job: int, *, ok: bool = True) -> None:
+        """A recipe was written, or could not be."""
+        keep = self.keeps.pop(job)
+        encode, _, used = self.made.pop(job)
+        if not ok:
+            self.send(ev.RecodeFailed(job))
+            return
+        self.content += 1
+        bases = [encode.bases[number] for number in used]
+        facts = [BaseFact(b.key, b.generation, b.root, b.tokens, b.position) for b in bases]
+        span = encode.span
+        self.recipes[self.content] = Recipe(span.root, RecipeFacts(span.length, span.root, facts))
+        self._fill(keep.slab, keep.offset, keep.length, self.content)
+        self.send(ev.RecipeKept(job, self.content))
+
+    def densify_ends(self, job: int, *, ok: bool = True) -> None:
+        """A recipe was decoded, or its worker died."""
+        densify = self.densifies.pop(job)
+        if not ok:
+            self.send(ev.RecodeFailed(job))
+            return
+        good = self._intact(densify.mirror, *densify.bases)
+        if good:
+            assert self.recipes[densify.mirror.root].dense == densify.root
+            self._fill(densify.slab, densify.offset, densify.length, densify.root)
+        self.send(ev.Densified(job, good))
+
+    def _fill(self, slab: int, offset: int, length: int, word: int) -> None:
+        first = offset // TILE_BYTES
+        for tile in range(first, first + tiles(length)):
+            assert tile < self.sizes[slab]
+            self.memory[slab, tile] = word
+            self.flipped.discard((slab, tile))
 
     def wipe_ends(self, job: int, ok: bool = True) -> None:
         """A slab was wiped, or could not be."""
@@ -356,7 +459,13 @@ class World:
         """Let every job end well."""
         for job in list(self.wipes):
             self.wipe_ends(job)
-        while self.copies or self.verifies:
+        while self.copies or self.verifies or self.encodes or self.keeps or self.densifies:
+            for job in list(self.encodes):
+                self.encode_ends(job)
+            for job in list(self.keeps):
+                self.keep_ends(job)
+            for job in list(self.densifies):
+                self.densify_ends(job)
             for job in list(self.copies):
                 self.copy_ends(job)
             for job in list(self.verifies):
@@ -405,6 +514,19 @@ class World:
                 self._write(effect, PARTIAL)
             case fx.Verify():
                 self.verifies[effect.job] = effect
+            case fx.Encode():
+                assert self._intact(effect.span, *effect.bases) in (True, False)
+                assert self.contents[effect.span.root].key == effect.span.key
+                self.encodes[effect.job] = effect
+            case fx.KeepRecipe(job, slab, offset, length):
+                assert self.made[job][1] == length
+                self._fill(slab, offset, length, PARTIAL)
+                self.keeps[job] = effect
+            case fx.ForgetRecipe(job):
+                del self.made[job]
+            case fx.Densify():
+                self._fill(effect.slab, effect.offset, effect.length, PARTIAL)
+                self.densifies[effect.job] = effect
             case fx.PutRecord(slot, data):
                 record = decode(data)
                 assert record is not None
@@ -434,7 +556,9 @@ class World:
                 assert who is not None
                 assert who[0] == group
                 for name in tags:
-                    assert (group, tier, name) not in self.index
+                    old = self.index.get((group, tier, name))
+                    # Only from one row to the other of the same span.
+                    assert old is None or self.record(old).key == self.record(slot).key
                     self.index[group, tier, name] = slot
                 self.wanted = {
                     n: want
@@ -464,11 +588,7 @@ class World:
         return None
 
     def _write(self, copy: fx.Copy, content: int) -> None:
-        first = copy.offset // TILE_BYTES
-        for tile in range(first, first + tiles(copy.length)):
-            assert tile < self.sizes[copy.slab]
-            self.memory[copy.slab, tile] = content
-            self.flipped.discard((copy.slab, tile))
+        self._fill(copy.slab, copy.offset, copy.length, content)
 
     # What must hold
 
@@ -502,8 +622,9 @@ class World:
 
     def check_bytes(self) -> None:
         """Every leased tile still holds what was stored, unless a test damaged it."""
-        for _, held in self.leases.values():
-            for item in held:
+        self.based = {n: held for n, held in self.based.items() if n in self.leases}
+        for number, (_, held) in self.leases.items():
+            for item in (*held, *self.based[number]):
                 if item:
                     self.check_held(item)
 

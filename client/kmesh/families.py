@@ -1,0 +1,400 @@
+"""Families as a client sees them: spans that differ little, kept as exact recipes over a base.
+
+    session.families.declare(Family("round-17", namespace, "bfloat16", 64, shards, base=keys))
+    session.families.join("round-17", "agent-3", keys, namespace)
+
+Spans are stored as always. Whether one is a dense payload or a recipe is the daemon's business:
+``Session.acquire(recipes=True)`` leases both, and ``kmesh.store.read_span`` gives either's payload.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from typing import Protocol, TypeVar
+
+from kmesh import errors
+from kmesh.calls import Procedure, body_of, shard_message
+from kmesh.kernels.rotary import Rotary
+from kmesh.keys import KEY_BYTES
+from kmesh.layout import DTYPE_BYTES, Shard
+from kmesh.v1 import families_pb2
+
+T = TypeVar("T")
+
+#: UTF-8 bytes of a family's or a member's name.
+NAME_BYTES = 128
+#: Base keys of one family.
+MAX_BASE = 512
+#: Runs of provenance in one call.
+MAX_RECOVERED = 1024
+#: Pairs of elements that a rotary embedding has at most.
+MAX_PAIRS = 1024
+
+
+class MirrorFate(enum.IntEnum):
+    """What becomes of recipes when their family is dissolved; numbers as ``kmesh.v1.MirrorFate``.
+
+    DENSE: they are made dense, and stay where there is no room. DENSE_OR_DROP: they are dropped
+    where there is no room. KEEP: they stay.
+    """
+
+    DENSE = 1
+    DENSE_OR_DROP = 2
+    KEEP = 3
+
+
+@dataclass(frozen=True, slots=True)
+class Family:
+    """What a family's spans have in common, and what its recipes may refer to.
+
+    Attributes:
+        name: 1 to 128 bytes that can be printed; a tenant's own.
+        namespace: 32-byte digest.
+        dtype: of the elements, a key of ``layout.DTYPE_BYTES``.
+        head_dim: elements of one head's K, and of its V.
+        shards: in which every span of the family is stored.
+        base: keys, 32 bytes each, of spans in the frame in which they were computed; at most 512.
+        rotary: how the model turns its keys; None: keys are never turned.
+        salt: digest of the requests' salt, 32 bytes, or empty.
+
+    Raises:
+        ConfigError: a field makes no sense; named by the message.
+    """
+
+    name: str
+    namespace: bytes
+    dtype: str
+    head_dim: int
+    shards: tuple[Shard, ...]
+    base: bytes
+    rotary: Rotary | None = None
+    salt: bytes = field(default=b"", repr=False)
+
+    def __post_init__(self) -> None:
+        _check_name("name", self.name)
+        _check_digest("namespace", self.namespace)
+        if self.dtype not in DTYPE_BYTES:
+            raise errors.ConfigError(f"dtype: {self.dtype!r} is none of {', '.join(DTYPE_BYTES)}")
+        if self.head_dim < 1:
+            raise errors.ConfigError(f"head_dim: {self.head_dim}")
+        if not self.shards:
+            raise errors.ConfigError("shards: none")
+        _check_keys("base", self.base, MAX_BASE)
+        if self.rotary is not None:
+            if self.rotary.dtype != self.dtype:
+                raise errors.ConfigError(f"rotary: turns keys of {self.rotary.dtype}")
+            if not 2 <= self.rotary.dim <= min(self.head_dim, 2 * MAX_PAIRS):
+                raise errors.ConfigError(f"rotary: {self.rotary.dim} elements are turned")
+        if self.salt:
+            _check_digest("salt", self.salt)
+
+
+@dataclass(frozen=True, slots=True)
+class Recovered:
+    """A run of tokens that a member took from the base; what recovery wrote down.
+
+    Keys were turned by the distance of the two positions. Tokens that were computed anew since
+    need not be left out: bytes are compared.
+
+    Attributes:
+        position: of the run's first token, as the member's spans count (``start``).
+        tokens: of the run.
+        base: key, 32 bytes, of the base span with the run's first token.
+        source: token of that span; the run goes on in the base keys behind it.
+        kernel: version of the arithmetic that turned them; 0 for the only one there is.
+    """
+
+    position: int
+    tokens: int
+    base: bytes
+    source: int
+    kernel: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Declared:
+    """``id`` is unique in an epoch. ``created``: it was not declared before. ``added``: base keys
+    that it did not have."""
+
+    id: int
+    created: bool
+    added: int
+
+
+@dataclass(frozen=True, slots=True)
+class Joined:
+    """``spans`` of the member (keys times shards), and how many of them are ``stored`` by now."""
+
+    spans: int
+    stored: int
+
+
+@dataclass(frozen=True, slots=True)
+class Dissolved:
+    """``members`` that it had, and how many of its spans were recipes."""
+
+    members: int
+    mirrors: int
+
+
+@dataclass(frozen=True, slots=True)
+class Description:
+    """A family as the daemon sees it: messages of ``kmesh.v1``, see there."""
+
+    family: families_pb2.FamilyInfo
+    members: tuple[families_pb2.MemberInfo, ...]
+
+
+# Calls as procedures; see ``kmesh.calls``.
+
+
+def declare(family: Family) -> Procedure[Declared]:
+    """Raises InvalidArgument for what contradicts an earlier declaration; names the field."""
+    rotary = None
+    if family.rotary is not None:
+        rotary = families_pb2.Rotary(
+            frequencies=family.rotary.frequencies, interleaved=family.rotary.interleaved
+        )
+    request = families_pb2.DeclareFamilyRequest(
+        family=family.name,
+        salt=family.salt,
+        namespace=family.namespace,
+        dtype=family.dtype,
+        head_dim=family.head_dim,
+        shards=[shard_message(shard) for shard in family.shards],
+        base=family.base,
+        rotary=rotary,
+    )
+    answer = body_of(families_pb2.DeclareFamilyResponse, (yield request))
+    return Declared(answer.id, answer.created, answer.added)
+
+
+def join(
+    family: str,
+    member: str,
+    keys: bytes,
+    namespace: bytes,
+    shards: Sequence[Shard],
+    recovered: Sequence[Recovered],
+    salt: bytes,
+) -> Procedure[Joined]:
+    """Raises NotFound for a family that is not declared."""
+    _check_name("member", member)
+    _check_keys("keys", keys)
+    _check_digest("namespace", namespace)
+    request = families_pb2.JoinFamilyRequest(
+        family=family,
+        salt=salt,
+        member=member,
+        namespace=namespace,
+        keys=keys,
+        shards=[shard_message(shard) for shard in shards],
+        provenance=_provenance(recovered),
+    )
+    answer = body_of(families_pb2.JoinFamilyResponse, (yield request))
+    return Joined(answer.spans, answer.stored)
+
+
+def fork(
+    family: str, parent: str, member: str, keys: bytes, recovered: Sequence[Recovered], salt: bytes
+) -> Procedure[Joined]:
+    """Raises NotFound for a family or a parent that is not there."""
+    _check_name("member", member)
+    if keys:
+        _check_keys("keys", keys)
+    request = families_pb2.ForkMemberRequest(
+        family=family,
+        salt=salt,
+        parent=parent,
+        member=member,
+        keys=keys,
+        provenance=_provenance(recovered),
+    )
+    answer = body_of(families_pb2.ForkMemberResponse, (yield request))
+    return Joined(answer.spans, answer.stored)
+
+
+def dissolve(family: str, mirrors: MirrorFate, salt: bytes) -> Procedure[Dissolved]:
+    """Raises NotFound for a family that is not declared."""
+    request = families_pb2.DissolveFamilyRequest(
+        family=family, salt=salt, mirrors=families_pb2.MirrorFate.ValueType(mirrors)
+    )
+    answer = body_of(families_pb2.DissolveFamilyResponse, (yield request))
+    return Dissolved(answer.members, answer.mirrors)
+
+
+def describe(family: str, salt: bytes) -> Procedure[Description]:
+    """Raises NotFound for a family that is not declared."""
+    token, members = "", list[families_pb2.MemberInfo]()
+    while True:
+        request = families_pb2.DescribeFamilyRequest(family=family, salt=salt, page_token=token)
+        answer = body_of(families_pb2.DescribeFamilyResponse, (yield request))
+        members.extend(answer.members)
+        token = answer.next_page_token
+        if not token:
+            return Description(answer.family, tuple(members))
+
+
+def list_all() -> Procedure[tuple[families_pb2.FamilyInfo, ...]]:
+    """All families that the session may see."""
+    token, found = "", list[families_pb2.FamilyInfo]()
+    while True:
+        request = families_pb2.ListFamiliesRequest(page_token=token)
+        answer = body_of(families_pb2.ListFamiliesResponse, (yield request))
+        found.extend(answer.families)
+        token = answer.next_page_token
+        if not token:
+            return tuple(found)
+
+
+class Run(Protocol):
+    def __call__(self, procedure: Procedure[T], timeout: float | None, /) -> T: ...
+
+
+class Start(Protocol):
+    def __call__(self, procedure: Procedure[T], timeout: float | None, /) -> Future[T]: ...
+
+
+class Families:
+    """A session's calls about families. Errors are those of ``Session``'s calls, and:
+
+    ConfigError for malformed arguments, InvalidArgument with the field at fault, NotFound for a
+    family or a member that is not there. What is declared lives as long as the daemon's epoch:
+    after a reconnect to a new one it is declared again.
+
+    Args:
+        run: runs a procedure to its end.
+        start: starts one.
+    """
+
+    def __init__(self, run: Run, start: Start) -> None:
+        self._run = run
+        self._start = start
+
+    def declare(self, family: Family, timeout: float | None = None) -> Declared:
+        """Makes a family known, or adds base keys to one that is the same otherwise.
+
+        Neither its base nor its members need to be stored by then.
+
+        Raises:
+            InvalidArgument: it is declared otherwise, or a base key is a recipe itself.
+            TooLarge: its base has over 512 keys.
+        """
+        return self._run(declare(family), timeout)
+
+    def declare_async(self, family: Family, timeout: float | None = None) -> Future[Declared]:
+        """As ``declare``, without waiting."""
+        return self._start(declare(family), timeout)
+
+    def join(
+        self,
+        family: str,
+        member: str,
+        keys: bytes,
+        namespace: bytes,
+        *,
+        shards: Sequence[Shard] = (),
+        recovered: Sequence[Recovered] = (),
+        salt: bytes = b"",
+        timeout: float | None = None,
+    ) -> Joined:
+        """Adds a member: its spans are kept as recipes where that is smaller.
+
+        A span may be stored before or after. It is served dense until its recipe is there.
+
+        Args:
+            keys: 32 bytes each, in order, at least one. A member of that name is extended if its
+                keys are the first of these.
+            namespace: must be the family's.
+            shards: must be the family's, if given.
+            recovered: in order of position. None at all: runs of equal tokens are looked for.
+        """
+        made = join(family, member, keys, namespace, shards, recovered, salt)
+        return self._run(made, timeout)
+
+    def join_async(
+        self,
+        family: str,
+        member: str,
+        keys: bytes,
+        namespace: bytes,
+        *,
+        shards: Sequence[Shard] = (),
+        recovered: Sequence[Recovered] = (),
+        salt: bytes = b"",
+        timeout: float | None = None,
+    ) -> Future[Joined]:
+        """As ``join``, without waiting."""
+        made = join(family, member, keys, namespace, shards, recovered, salt)
+        return self._start(made, timeout)
+
+    def fork(
+        self,
+        family: str,
+        parent: str,
+        member: str,
+        keys: bytes = b"",
+        *,
+        recovered: Sequence[Recovered] = (),
+        salt: bytes = b"",
+        timeout: float | None = None,
+    ) -> Joined:
+        """Adds a member that has all spans of ``parent``, and ``keys`` behind them."""
+        made = fork(family, parent, member, keys, recovered, salt)
+        return self._run(made, timeout)
+
+    def dissolve(
+        self,
+        family: str,
+        mirrors: MirrorFate = MirrorFate.DENSE,
+        *,
+        salt: bytes = b"",
+        timeout: float | None = None,
+    ) -> Dissolved:
+        """Forgets a family at once; its recipes are made dense in the background, or stay."""
+        return self._run(dissolve(family, mirrors, salt), timeout)
+
+    def describe(
+        self, family: str, *, salt: bytes = b"", timeout: float | None = None
+    ) -> Description:
+        """A family and all of its members."""
+        return self._run(describe(family, salt), timeout)
+
+    def list(self, timeout: float | None = None) -> tuple[families_pb2.FamilyInfo, ...]:
+        """All families that the session may see."""
+        return self._run(list_all(), timeout)
+
+
+def _check_name(name: str, value: str) -> None:
+    if not 0 < len(value.encode(errors="replace")) <= NAME_BYTES or not value.isprintable():
+        raise errors.ConfigError(f"{name}: not 1 to {NAME_BYTES} bytes that can be printed")
+
+
+def _check_digest(name: str, value: bytes) -> None:
+    if len(value) != 32:
+        raise errors.ConfigError(f"{name}: not a digest of 32 bytes")
+
+
+def _check_keys(name: str, keys: bytes, most: int = 0) -> None:
+    if not keys or len(keys) % KEY_BYTES:
+        raise errors.ConfigError(f"{name}: not a multiple of {KEY_BYTES} bytes, or none")
+    if most and len(keys) > most * KEY_BYTES:
+        raise errors.ConfigError(f"{name}: over {most} keys")
+
+
+def _provenance(recovered: Sequence[Recovered]) -> list[families_pb2.Provenance]:
+    if len(recovered) > MAX_RECOVERED:
+        raise errors.ConfigError(f"recovered: over {MAX_RECOVERED} runs")
+    return [
+        families_pb2.Provenance(
+            position=run.position,
+            tokens=run.tokens,
+            base=run.base,
+            source=run.source,
+            kernel=run.kernel,
+        )
+        for run in recovered
+    ]

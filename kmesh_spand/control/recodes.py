@@ -1,0 +1,158 @@
+"""Recipes as control sees them being made: jobs of the store worker that are on their way."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import astuple
+
+from kmesh_spand import ipc
+from kmesh_spand.core import effects, events
+from kmesh_spand.core.mirrors import BaseFact, RecipeFacts
+
+Recode = effects.Encode | effects.KeepRecipe | effects.Densify
+#: Bytes a second that an encoding manages on the slowest machine that is served.
+_SLOWEST = 20e6
+
+
+class Recodes:
+    """Sends jobs, turns answers into events, and fails those that a worker leaves behind.
+
+    Jobs that a worker was not told yet are told the next one. A recipe that was made and not
+    written is lost with its worker.
+
+    Args:
+        event: where events for the core go.
+    """
+
+    def __init__(self, event: Callable[[events.Event], None]) -> None:
+        self._event = event
+        self._untold: dict[int, ipc.AnyMessage] = {}
+        self._told: dict[int, int] = {}
+        self._made: set[int] = set()
+
+    def __len__(self) -> int:
+        """Answers that are owed."""
+        return len(self._told) + len(self._untold)
+
+    @property
+    def told(self) -> bool:
+        """Whether the present worker has a job of ours."""
+        return bool(self._told)
+
+    @property
+    def seconds(self) -> float:
+        """What its jobs may take, beside others."""
+        return sum(self._told.values()) / _SLOWEST
+
+    def begin(self, job: Recode, send: Callable[[ipc.AnyMessage], None] | None) -> None:
+        """A job of the core's; ``send`` is None while there is no worker that takes it."""
+        message, size = _message(job)
+        self._made.discard(job.job)
+        if send is None:
+            self._untold[job.job] = message
+        else:
+            self._told[job.job] = size
+            send(message)
+
+    def forget(self, job: int, send: Callable[[ipc.AnyMessage], None] | None) -> None:
+        """What was made is not wanted."""
+        self._made.discard(job)
+        if send is not None:
+            send(ipc.ForgetRecipe(job))
+
+    def started(self, send: Callable[[ipc.AnyMessage], None]) -> None:
+        """A worker takes jobs: it gets those that wait."""
+        untold, self._untold = self._untold, {}
+        for job, message in untold.items():
+            self._told[job] = 0
+            send(message)
+
+    def gone(self) -> None:
+        """The worker is gone, with what it was doing and what it had made."""
+        lost = [*self._told, *self._made]
+        self._told.clear()
+        self._made.clear()
+        for job in lost:
+            self._event(events.RecodeFailed(job))
+
+    def failed(self, job: int) -> bool:
+        """A job could not be done; False if it is none of ours."""
+        if self._told.pop(job, None) is None:
+            return False
+        self._event(events.RecodeFailed(job))
+        return True
+
+    def hear(self, message: ipc.AnyMessage) -> bool:
+        """Takes an answer; False if it is none to us."""
+        match message:
+            case ipc.Encoded():
+                if self._answered(message.job):
+                    self._made.add(message.job)
+                    self._event(events.Encoded(message.job, message.length, message.used))
+            case ipc.NotEncoded():
+                if self._answered(message.job):
+                    self._event(events.NotEncoded(message.job, message.why))
+            case ipc.RecipeKept():
+                if self._answered(message.job):
+                    self._event(events.RecipeKept(message.job, message.root))
+            case ipc.Densified():
+                if self._answered(message.job):
+                    self._event(events.Densified(message.job, message.good))
+            case _:
+                return False
+        return True
+
+    def _answered(self, job: int) -> bool:
+        return self._told.pop(job, None) is not None
+
+
+def facts(message: ipc.Verified) -> RecipeFacts | None:
+    """What was read in a recipe."""
+    if not message.bases:
+        return None
+    bases = [
+        BaseFact(fact.key, fact.generation, fact.root, fact.tokens, fact.position)
+        for fact in message.bases
+    ]
+    return RecipeFacts(message.length, message.root, bases)
+
+
+def _message(job: Recode) -> tuple[ipc.AnyMessage, int]:
+    """As it is sent, and the bytes that it is about."""
+    match job:
+        case effects.Encode():
+            encode = ipc.Encode(
+                job.job,
+                _payload(job.span),
+                job.namespace,
+                job.dtype,
+                job.head_dim,
+                job.shard,
+                _payloads(job.bases),
+                list(job.frequencies),
+                job.interleaved,
+                [(piece.token, piece.tokens, piece.base, piece.source) for piece in job.pieces],
+            )
+            # Without provenance all of the base is searched.
+            return encode, job.span.length + sum(base.length for base in job.bases)
+        case effects.KeepRecipe():
+            return ipc.KeepRecipe(job.job, job.slab, job.offset, job.length), job.length
+        case effects.Densify():
+            densify = ipc.Densify(
+                job.job,
+                _payload(job.mirror),
+                _payloads(job.bases),
+                job.slab,
+                job.offset,
+                job.length,
+                job.root,
+            )
+            return densify, job.length
+
+
+def _payload(place: effects.Payload) -> ipc.Payload:
+    return ipc.Payload(*astuple(place))
+
+
+def _payloads(places: Sequence[effects.Payload]) -> list[ipc.Payload]:
+    return [_payload(place) for place in places]

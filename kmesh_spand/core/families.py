@@ -1,0 +1,396 @@
+"""Declare, Join, Fork, Dissolve: which spans are to be kept as recipes over which."""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter, OrderedDict, deque
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from kmesh_spand.core.batch import KEY_BYTES, Rows
+from kmesh_spand.core.checks import invalid, too_many
+from kmesh_spand.core.codes import Cause, Code, MirrorFate
+from kmesh_spand.core.config import CoreConfig
+from kmesh_spand.core.effects import DeclareResult, DissolveResult, JoinResult, Refused, Result
+from kmesh_spand.core.events import Declare, Dissolve, Fork, Join
+from kmesh_spand.core.family import Family, Member, Owner, Run, payload_bytes
+from kmesh_spand.core.familychecks import check_declare, check_member
+from kmesh_spand.core.recoder import Candidate, Recoder
+from kmesh_spand.core.sessions import Session
+from kmesh_spand.core.states import STORED, State
+from kmesh_spand.core.store import SpanStore
+from kmesh_spand.core.tags import scope
+
+#: What a second declaration must repeat.
+_FIXED = ("namespace", "dtype", "head_dim", "shards", "frequencies", "interleaved")
+_FIELDS = {"frequencies": "rotary.frequencies", "interleaved": "rotary.interleaved"}
+
+
+@dataclass(frozen=True, slots=True)
+class _Place:
+    """What a key is to a family: a span of that member's, or of the base (None)."""
+
+    family: Family
+    member: Member | None
+
+
+class FamilyBook:
+    """All families. They are names in memory: what was made for them stays without them.
+
+    The store tells it what becomes of spans (``Watch``); the recoder asks it what to do next.
+    The group's oldest families are forgotten when it has too many: those that were not declared,
+    joined or forked into for longest.
+
+    Attributes:
+        by_id: every family. group_spans: spans that the families of a group of uids name.
+    """
+
+    def __init__(self, config: CoreConfig, store: SpanStore, recoder: Recoder) -> None:
+        self._config = config
+        self._store = store
+        self._recoder = recoder
+        self._ids = itertools.count(1)
+        self.by_id: dict[int, Family] = {}
+        self._by_name: OrderedDict[tuple[Owner, str], Family] = OrderedDict()
+        self._places: dict[Owner, dict[bytes, list[_Place]]] = {}
+        self.group_spans: Counter[int] = Counter()
+        self._ready: deque[Candidate] = deque()
+        self._scans: OrderedDict[tuple[int, str], None] = OrderedDict()
+        self._starved: set[int] = set()
+        recoder.source = self
+
+    def __len__(self) -> int:
+        return len(self.by_id)
+
+    def find(self, owner: Owner, name: str) -> Family | None:
+        """The family of that name."""
+        return self._by_name.get((owner, name))
+
+    # Requests
+
+    def declare(self, session: Session, event: Declare) -> Result:
+        """Make a family known, or add to its base."""
+        if refused := check_declare(event, self._config):
+            return refused
+        owner = session.group, event.salt
+        keys = _split(event.base)
+        for number, key in enumerate(keys):
+            if why := self._unfit(owner, event, key):
+                return invalid(f"base[{number}]", why)
+        family = self.find(owner, event.family)
+        if family is not None:
+            for name in _FIXED:
+                given = getattr(event, name)
+                if getattr(family, name) != (tuple(given) if name == "shards" else given):
+                    return invalid(_FIELDS.get(name, name), "the family was declared with another")
+            if refused := too_many("base", len(family.base.keys() | keys), self._config.max_base):
+                return refused
+        created = family is None
+        if family is None:
+            family = Family(
+                next(self._ids),
+                owner,
+                event.family,
+                event.namespace,
+                event.dtype,
+                event.head_dim,
+                tuple(event.shards),
+                event.frequencies,
+                event.interleaved,
+                self._store.now_ms,
+            )
+            self.by_id[family.id] = self._by_name[owner, event.family] = family
+        self._touch(family)
+        added = family.add_base(keys)
+        self._count(family, sum(self._register(key, family, None) for key in keys))
+        for member in family.members.values() if added else ():
+            self._scans[family.id, member.name] = None
+        self._make_room(family)
+        return DeclareResult(family.id, created, added)
+
+    def join(self, session: Session, event: Join) -> Result:
+        """Add a member, or extend one."""
+        family = self.find((session.group, event.salt), event.family)
+        if family is None:
+            return Refused(Code.NOT_FOUND, "no such family", "family")
+        if event.namespace != family.namespace:
+            return invalid("namespace", "is not the family's")
+        if event.shards and tuple(event.shards) != family.shards:
+            return invalid("shards", "are not the family's")
+        if not event.keys:
+            return invalid("keys", "a member without spans")
+        known = family.members.get(event.member)
+        before = known.keys if known else ()
+        if refused := self._check_member(family, event.member, event.keys, event.runs, known):
+            return refused
+        keys = _split(event.keys)
+        if keys[: len(before)] != before:
+            return invalid("member", "there is one of that name with other keys")
+        runs = tuple(event.runs) or (known.runs if known else ())
+        parent = known.parent if known else ""
+        return self._add(family, Member(event.member, keys, runs, parent))
+
+    def fork(self, session: Session, event: Fork) -> Result:
+        """Add a member that has all spans of another one."""
+        family = self.find((session.group, event.salt), event.family)
+        if family is None:
+            return Refused(Code.NOT_FOUND, "no such family", "family")
+        parent = family.members.get(event.parent)
+        if parent is None:
+            return Refused(Code.NOT_FOUND, "no such member", "parent")
+        if event.member in family.members:
+            return invalid("member", "there is one of that name")
+        if refused := self._check_member(family, event.member, event.keys, event.runs, None):
+            return refused
+        keys, runs = parent.keys + _split(event.keys), parent.runs + tuple(event.runs)
+        if len(keys) > self._config.max_family_spans:
+            return invalid("keys", "more than a family may have, with the parent's")
+        if any(a.position + a.tokens > b.position for a, b in itertools.pairwise(runs)):
+            return invalid("provenance[0].position", "is among the parent's")
+        return self._add(family, Member(event.member, keys, runs, event.parent))
+
+    def dissolve(self, session: Session, event: Dissolve) -> Result:
+        """Forget a family; its mirrors are made dense, or stay."""
+        family = self.find((session.group, event.salt), event.family)
+        if family is None:
+            return Refused(Code.NOT_FOUND, "no such family", "family")
+        if event.fate not in (0, *MirrorFate):
+            return invalid("mirrors", f"{event.fate} is no fate")
+        members = len(family.members)
+        mirrors = [row for row in self.rows(family) if row in self._store.mirrors.by_row]
+        self._forget(family)
+        if event.fate != MirrorFate.KEEP:
+            table, places = self._store.table, self._places.get(family.owner, {})
+            for row in mirrors:
+                if table.key_of(row) not in places:
+                    self._recoder.ask(row, drop=event.fate == MirrorFate.DENSE_OR_DROP)
+        return DissolveResult(members, len(mirrors))
+
+    def _unfit(self, owner: Owner, event: Declare, key: bytes) -> str:
+        """Why a key that is stored can't be in a base, or nothing."""
+        store, table = self._store, self._store.table
+        tenant = store.tenants.find(*owner)
+        for shard in event.shards if tenant is not None else ():
+            assert tenant is not None
+            row = table.find(key, scope(tenant.number, shard))
+            if table.state[row] == State.ALIAS:
+                return "is the beginning of a longer span"
+            if table.state[row] not in STORED:
+                continue
+            if row in store.mirrors.by_row:
+                return "is a recipe itself"
+            if table.spaces.value(table.space[row]) != event.namespace:
+                return "is of another namespace"
+            sized = payload_bytes(event.dtype, event.head_dim, table.tokens[row], shard)
+            if table.length[row] != sized:
+                return f"has {table.length[row]} bytes, not {sized} for its tokens"
+        return ""
+
+    def _check_member(
+        self, family: Family, name: str, packed: bytes, runs: Sequence[Run], known: Member | None
+    ) -> Refused | None:
+        config = self._config
+        if refused := check_member(name, packed, runs, family.base, config):
+            return refused
+        count = len(packed) // KEY_BYTES
+        if known is None and len(family.members) >= config.max_members:
+            return Refused(Code.EXHAUSTED, f"{config.max_members} members are in it", "member")
+        if family.spans + count * len(family.shards) > config.max_family_spans:
+            most = config.max_family_spans
+            return Refused(Code.EXHAUSTED, f"a family has at most {most} spans", "keys")
+        for number, key in enumerate(_split(packed)):
+            for shard, row in zip(family.shards, self._found(family, key), strict=True):
+                if why := self._strange(family, row, shard):
+                    return invalid(f"keys[{number}]", why)
+        return None
+
+    def _strange(self, family: Family, row: int, shard: int) -> str:
+        """Why a stored span can't be of a family, or nothing."""
+        store, table = self._store, self._store.table
+        if table.state[row] not in STORED:
+            return ""
+        if table.spaces.value(table.space[row]) != family.namespace:
+            return "is of another namespace"
+        length = store.mirrors.dense(row) or table.length[row]
+        wanted = family.payload_bytes(table.tokens[row], shard)
+        return f"has {length} bytes, not {wanted} for its tokens" if length != wanted else ""
+
+    def _found(self, family: Family, key: bytes) -> list[int]:
+        """The spans of a key, one for each shard, or 0."""
+        store, tenant = self._store, self._store.tenants.find(*family.owner)
+        if tenant is None:
+            return [0] * len(family.shards)
+        return [
+            store.resolve(store.table.find(key, scope(tenant.number, shard)))
+            for shard in family.shards
+        ]
+
+    def _add(self, family: Family, member: Member) -> JoinResult:
+        before = family.members.get(member.name)
+        family.members[member.name] = member
+        self._touch(family)
+        fresh = member.keys[len(before.keys) :] if before else member.keys
+        if member.parent:
+            fresh = member.keys
+        added = 0
+        for key in fresh:
+            added += self._register(key, family, member)
+        self._count(family, added)
+        self._scans[family.id, member.name] = None
+        self._make_room(family)
+        spans = len(member.keys) * len(family.shards)
+        stored = sum(1 for _ in self._stored(family, member.keys))
+        return JoinResult(spans, stored)
+
+    # What is known of keys
+
+    def _register(self, key: bytes, family: Family, member: Member | None) -> bool:
+        """A key is a family's; False if it was. What is of the base is no member's."""
+        places = self._places.setdefault(family.owner, {}).setdefault(key, [])
+        for number, place in enumerate(places):
+            if place.family is family:
+                if member is None and place.member is not None:
+                    places[number] = _Place(family, None)
+                return False
+        places.append(_Place(family, None if key in family.base else member))
+        return True
+
+    def _count(self, family: Family, keys: int) -> None:
+        family.spans += keys * len(family.shards)
+        self.group_spans[family.owner[0]] += keys * len(family.shards)
+
+    def _touch(self, family: Family) -> None:
+        self._by_name.move_to_end((family.owner, family.name))
+
+    def _make_room(self, newest: Family) -> None:
+        """Forget a group's oldest families while it has too many."""
+        group = newest.owner[0]
+        while True:
+            mine = [family for family in self._by_name.values() if family.owner[0] == group]
+            if (
+                len(mine) <= self._config.max_families
+                and self.group_spans[group] <= self._config.max_group_spans
+            ) or mine[0] is newest:
+                return
+            self._forget(mine[0])
+            self._store.counters["families_forgotten"] += 1
+
+    def _forget(self, family: Family) -> None:
+        del self.by_id[family.id], self._by_name[family.owner, family.name]
+        self.group_spans[family.owner[0]] -= family.spans
+        if not self.group_spans[family.owner[0]]:
+            del self.group_spans[family.owner[0]]
+        places = self._places[family.owner]
+        keys = {key for member in family.members.values() for key in member.keys}
+        for key in keys | family.base.keys():
+            left = [place for place in places[key] if place.family is not family]
+            if left:
+                places[key] = left
+            else:
+                del places[key]
+        if not places:
+            del self._places[family.owner]
+        self._starved.discard(family.id)
+
+    def is_base(self, row: int) -> bool:
+        """Whether a span is of some family's base: it is never made a recipe."""
+        tenant = self._store.tenant_of(row)
+        places = self._places.get((tenant.group, tenant.salt), {})
+        key = self._store.table.key_of(row)
+        return any(place.member is None for place in places.get(key, ()))
+
+    def rows(self, family: Family, keys: Sequence[bytes] | None = None) -> list[int]:
+        """Stored spans of a family, or of some of its keys, each once; the base's left out."""
+        if keys is None:
+            keys = list({key: None for m in family.members.values() for key in m.keys})
+        own = [key for key in keys if key not in family.base]
+        return list(dict.fromkeys(row for _, row in self._stored(family, own)))
+
+    def base_rows(self, family: Family, keys: Sequence[bytes] | None = None) -> list[int]:
+        """Stored spans of a family's base, or of some of its keys, each once."""
+        keys = list(family.base) if keys is None else keys
+        return list(dict.fromkeys(row for _, row in self._stored(family, keys)))
+
+    def _stored(self, family: Family, keys: Sequence[bytes]) -> Iterator[tuple[int, int]]:
+        """(shard, row) of every stored span of these keys."""
+        store, table = self._store, self._store.table
+        tenant = store.tenants.find(*family.owner)
+        if tenant is None or not keys:
+            return
+        packed = b"".join(keys)
+        for shard in family.shards:
+            for found in table.find_all(packed, scope(tenant.number, shard))[0]:
+                row = store.resolve(found)
+                if table.state[row] in STORED:
+                    yield shard, row
+
+    def base(self, family: Family, shard: int) -> Rows | None:
+        """Rows of a family's base in a shard, by number; None unless all of it is served, dense."""
+        store, table = self._store, self._store.table
+        tenant = store.tenants.find(*family.owner)
+        if tenant is None:
+            return None
+        rows, _ = table.find_all(family.base_keys, scope(tenant.number, shard))
+        states = table.batch.gather_bytes(rows, table.state)
+        if states.count(State.COMMITTED) < len(family.base) or store.mirrors.among(rows):
+            return None
+        return rows
+
+    # What is to be done
+
+    def stored(self, row: int) -> None:
+        """A span is committed."""
+        tenant, table = self._store.tenant_of(row), self._store.table
+        places = self._places.get((tenant.group, tenant.salt))
+        if places is None or tenant.tier:
+            return
+        for name in (row, *self._store.aliases(row)):
+            for place in places.get(table.key_of(name), ()):
+                family, member = place.family, place.member
+                if member is not None:
+                    self._ready.append(Candidate(row, table.generation[row], family, member))
+                elif family.id in self._starved:
+                    self._starved.remove(family.id)
+                    for waiting in family.members:
+                        self._scans[family.id, waiting] = None
+
+    def gone(self, row: int, cause: Cause) -> None:
+        """A name is about to go: what was found out about its span goes with it."""
+        self._recoder.verdicts.pop(row, None)
+
+    def starved(self, family: Family) -> None:
+        """A family's spans can't be looked at before more of its base is stored."""
+        self._starved.add(family.id)
+
+    def next(self) -> Candidate | None:
+        """A span that may be worth a recipe, of a family that is there still."""
+        while True:
+            while self._ready:
+                candidate = self._ready.popleft()
+                if candidate.family.id in self.by_id:
+                    return candidate
+            if not self._scans:
+                return None
+            (number, name), _ = self._scans.popitem(last=False)
+            family = self.by_id.get(number)
+            if family is not None:
+                self._scan(family, family.members[name])
+
+    def _scan(self, family: Family, member: Member) -> None:
+        table, mirrors = self._store.table, self._store.mirrors
+        own = [key for key in member.keys if key not in family.base]
+        ready = {shard for shard in family.shards if self.base(family, shard) is not None}
+        if len(ready) < len(family.shards):
+            self.starved(family)
+        for shard, row in self._stored(family, own):
+            if (
+                shard in ready
+                and table.state[row] == State.COMMITTED
+                and row not in mirrors.by_row
+                and row not in self._recoder.verdicts
+            ):
+                self._ready.append(Candidate(row, table.generation[row], family, member))
+
+
+def _split(packed: bytes) -> tuple[bytes, ...]:
+    return tuple(packed[at : at + KEY_BYTES] for at in range(0, len(packed), KEY_BYTES))

@@ -1,0 +1,115 @@
+"""What the core shows of families."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable
+
+from kmesh_spand.core.families import FamilyBook
+from kmesh_spand.core.family import Family, Member
+from kmesh_spand.core.recoder import Recoder
+from kmesh_spand.core.store import SpanStore
+from kmesh_spand.core.tenants import tenant_name
+from kmesh_spand.core.views import FamilyRow, MemberRow
+
+
+class FamilyViews:
+    """Looks, changes nothing. O(spans of what is shown)."""
+
+    def __init__(self, store: SpanStore, book: FamilyBook, recoder: Recoder) -> None:
+        self._store = store
+        self._book = book
+        self._recoder = recoder
+
+    def find(
+        self, *, number: int = 0, name: str = "", salt: bytes = b"", group: int, every: bool
+    ) -> Family | None:
+        """A family by its number, or by its tenant's name for it.
+
+        Args:
+            group: whose.
+            every: anybody's, if a number names it.
+        """
+        if not number:
+            return self._book.find((group, salt), name)
+        found = self._book.by_id.get(number)
+        return found if found and (every or found.owner[0] == group) else None
+
+    def rows(
+        self, after: int, limit: int, *, now_ms: int, group: int | None = None
+    ) -> list[FamilyRow]:
+        """Up to ``limit`` families with a number above ``after``, in order.
+
+        Args:
+            group: whose; None for all.
+        """
+        shown = (
+            family
+            for number, family in self._book.by_id.items()
+            if number > after and group in (None, family.owner[0])
+        )
+        return [self.row(family, now_ms) for family in itertools.islice(shown, limit)]
+
+    def row(self, family: Family, now_ms: int) -> FamilyRow:
+        """A family as a whole: each of its spans counts once."""
+        book, mirrors = self._book, self._store.mirrors.by_row
+        base, own = book.base_rows(family), book.rows(family)
+        dense, stored = self._sizes([*base, *own])
+        keys = {key for member in family.members.values() for key in member.keys}
+        return FamilyRow(
+            id=family.id,
+            name=family.name,
+            tenant=tenant_name(*family.owner),
+            namespace=family.namespace,
+            dtype=family.dtype,
+            head_dim=family.head_dim,
+            shards=family.shards,
+            base_spans=len(family.base) * len(family.shards),
+            base_stored=len(base),
+            base_bytes=self._sizes(base)[1],
+            members=len(family.members),
+            spans=len(keys - family.base.keys()) * len(family.shards),
+            mirrors=sum(row in mirrors for row in own),
+            dense_bytes=dense,
+            stored_bytes=stored,
+            age_ms=max(0, now_ms - family.began_ms),
+        )
+
+    def members(self, family: Family, first: int, limit: int) -> list[MemberRow]:
+        """Members from number ``first`` on, in the order in which they joined."""
+        found = itertools.islice(family.members.values(), first, first + limit)
+        return [self._member(family, member) for member in found]
+
+    def _member(self, family: Family, member: Member) -> MemberRow:
+        book, mirrors = self._book, self._store.mirrors.by_row
+        base = book.base_rows(family, [key for key in member.keys if key in family.base])
+        own = book.rows(family, member.keys)
+        refusals = [
+            why for row in own if row not in mirrors and (why := self._recoder.refused(row))
+        ]
+        dense, stored = self._sizes([*base, *own])
+        recipes = sum(row in mirrors for row in own)
+        spans = len(member.keys) * len(family.shards)
+        return MemberRow(
+            name=member.name,
+            parent=member.parent,
+            master=family.base.keys() <= set(member.keys),
+            spans=spans,
+            base=len(base),
+            mirrors=recipes,
+            dense=len(own) - recipes,
+            waiting=max(0, spans - len(base) - len(own)),
+            refused=len(refusals),
+            dense_bytes=dense,
+            stored_bytes=stored,
+            refusal=refusals[-1] if refusals else "",
+        )
+
+    def _sizes(self, rows: Iterable[int]) -> tuple[int, int]:
+        """Bytes that spans would take dense, and that they take."""
+        length, mirrors = self._store.table.length, self._store.mirrors
+        dense = stored = 0
+        for row in rows:
+            stored += length[row]
+            dense += mirrors.dense(row) or length[row]
+        return dense, stored

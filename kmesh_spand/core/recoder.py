@@ -1,0 +1,400 @@
+"""Recipes out of spans, and spans out of recipes: a few jobs at a time, off every hot path.
+
+A job reads what it holds and writes a range of its own, a *draft*. When it is done, the draft takes
+the names of the span over that it was made of; that one ends with its last lease.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from kmesh.layout import TILE_BYTES, tiles
+from kmesh_spand.core.batch import Rows
+from kmesh_spand.core.codes import Cause, Reason
+from kmesh_spand.core.config import CoreConfig
+from kmesh_spand.core.effects import Densify, Encode, ForgetRecipe, KeepRecipe, Payload
+from kmesh_spand.core.eviction import Evictor
+from kmesh_spand.core.family import Family, Member
+from kmesh_spand.core.provenance import pieces
+from kmesh_spand.core.states import State, Trigger
+from kmesh_spand.core.store import SpanStore
+
+#: Jobs for one span that may fail for reasons of their own.
+_MAX_TRIES = 2
+_U32 = 0xFFFF_FFFF
+#: Characters that are kept of what a worker says.
+_WHY_LENGTH = 200
+_U64 = (1 << 64) - 1
+_PRIVATE = "nothing of it was recovered"
+_LARGE = "a recipe would not be smaller by 64 KiB"
+_FAILED = "the job failed"
+_ASKED = "it was asked for dense"
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """A dense span, of that generation, that may be worth a recipe."""
+
+    row: int
+    generation: int
+    family: Family
+    member: Member
+
+
+class Source(Protocol):
+    """Knows which spans are worth looking at."""
+
+    def next(self) -> Candidate | None: ...
+    def is_base(self, row: int) -> bool: ...
+    def base(self, family: Family, shard: int) -> Rows | None: ...
+    def starved(self, family: Family) -> None: ...
+
+
+@dataclass(slots=True)
+class EncodeJob:
+    """``bases``: rows that are held for it. ``draft``: 0 until there is a recipe."""
+
+    candidate: Candidate
+    bases: Sequence[int]
+    draft: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class DensifyJob:
+    """``drop``: without room, the mirror goes."""
+
+    row: int
+    draft: int
+    drop: bool
+
+
+class Recoder:
+    """Encodes what its source names, and makes dense what somebody asks for.
+
+    Attributes:
+        encodes, densifies: jobs in flight.
+        wishes: mirrors that wait to be made dense: generation, and whether they may be dropped.
+        verdicts: for spans that stay dense, their generation, and why.
+        draining: nothing new begins.
+        source: what may be worth a recipe.
+    """
+
+    source: Source
+
+    def __init__(self, config: CoreConfig, store: SpanStore, job_ids: Iterator[int]) -> None:
+        self._config = config
+        self._store = store
+        self._job_ids = job_ids
+        self._evictor = Evictor(store, config.patience_ms)
+        self._tries: dict[tuple[int, int], int] = {}
+        self.encodes: dict[int, EncodeJob] = {}
+        self.densifies: dict[int, DensifyJob] = {}
+        self.wishes: OrderedDict[int, tuple[int, bool]] = OrderedDict()
+        self.verdicts: dict[int, tuple[int, str]] = {}
+        self._again: list[Candidate] = []
+        self.draining = False
+
+    def pump(self) -> None:
+        """Begins as many jobs as may be in flight."""
+        if self.draining:
+            return
+        mirrors, table = self._store.mirrors.by_row, self._store.table
+        while self.wishes and len(self.densifies) < self._config.max_densify:
+            row, (generation, drop) = self.wishes.popitem(last=False)
+            if row in mirrors and table.generation[row] == generation:
+                self._densify(row, drop)
+        while len(self.encodes) < self._config.max_encodes:
+            candidate = self._again.pop() if self._again else self.source.next()
+            if candidate is None:
+                return
+            self._encode(candidate)
+
+    # Recipes
+
+    def refused(self, row: int) -> str:
+        """Why a span stays dense; empty if nobody has looked at it yet."""
+        generation, why = self.verdicts.get(row, (0, ""))
+        return why if generation == self._store.table.generation[row] else ""
+
+    def _refuse(self, row: int, why: str) -> None:
+        self.verdicts[row] = self._store.table.generation[row], why
+        self._store.counters["encode_refused"] += 1
+
+    def _is(self, row: int, generation: int) -> bool:
+        """Whether a row is still that span, served and dense, and nothing refers to it."""
+        store, table = self._store, self._store.table
+        return (
+            table.state[row] == State.COMMITTED
+            and table.generation[row] == generation
+            and row not in store.mirrors.by_row
+            and row not in store.mirrors.of_base
+            and not self.source.is_base(row)
+        )
+
+    def _encode(self, candidate: Candidate) -> None:
+        store, table, family = self._store, self._store.table, candidate.family
+        row = candidate.row
+        if not self._is(row, candidate.generation) or self.refused(row):
+            return
+        if any(job.candidate.row == row for job in self.encodes.values()):
+            return
+        shard = store.shard(row)
+        base = self.source.base(family, shard)
+        if base is None:
+            self.source.starved(family)
+            return
+        space = table.spaces.value(table.space[row])
+        for number in (row, *base):
+            sized = family.payload_bytes(table.tokens[number], shard)
+            if table.length[number] != sized or table.space[number] != table.space[row]:
+                self._refuse(row, f"its layout, or that of the base, is not {family.dtype}'s")
+                return
+        if space != family.namespace:
+            self._refuse(row, "it is of another namespace")
+            return
+        if tiles(table.length[row]) < 2:
+            self._refuse(row, _LARGE)
+            return
+        rows, found = list(base), pieces(table, row, base, family, candidate.member.runs)
+        if candidate.member.runs:
+            if not found:
+                self._refuse(row, _PRIVATE)
+                return
+            numbers = {number: i for i, number in enumerate(sorted({p.base for p in found}))}
+            rows = [base[number] for number in numbers]
+            found = [piece.of(numbers) for piece in found]
+        job = next(self._job_ids)
+        self.encodes[job] = EncodeJob(candidate, rows)
+        store.hold((row, *rows))
+        store.out.append(
+            Encode(
+                job,
+                self.payload(row),
+                family.namespace,
+                family.dtype,
+                family.head_dim,
+                shard,
+                [self.payload(number) for number in rows],
+                family.frequencies,
+                family.interleaved,
+                found,
+            )
+        )
+
+    def payload(self, row: int) -> Payload:
+        """Where a span lies, and what it is."""
+        table = self._store.table
+        return Payload(
+            table.key_of(row),
+            table.slab[row],
+            table.tile[row] * TILE_BYTES,
+            table.length[row],
+            table.generation[row],
+            table.root[row],
+            table.tokens[row],
+            table.start[row],
+        )
+
+    def encoded(self, number: int, length: int, used: Sequence[int]) -> None:
+        """There is a recipe: it gets a range, if it is still wanted and small enough."""
+        job = self.encodes.get(number)
+        if job is None or job.draft:
+            return
+        store, table, row = self._store, self._store.table, job.candidate.row
+        count = len(job.bases)
+        good = 0 < length <= _U32 and bool(used) and all(0 <= base < count for base in used)
+        if not good or not self._stands(job):
+            self._end_encode(number, forget=True)
+            return
+        if tiles(length) >= tiles(table.length[row]):
+            self._refuse(row, _LARGE)
+            self._end_encode(number, forget=True)
+            return
+        kept = [job.bases[base] for base in sorted(set(used))]
+        store.hold(kept)
+        store.let_go(job.bases)
+        job.bases = kept
+        job.draft = self._draft(row, length)
+        if not job.draft:
+            store.counters["encode_no_room"] += 1
+            self._end_encode(number, forget=True)
+            return
+        at = table.tile[job.draft] * TILE_BYTES
+        store.out.append(KeepRecipe(number, table.slab[job.draft], at, length))
+
+    def _stands(self, job: EncodeJob) -> bool:
+        states = self._store.table.state
+        return (
+            not self.draining
+            and self._is(job.candidate.row, job.candidate.generation)
+            and all(states[base] == State.COMMITTED for base in job.bases)
+        )
+
+    def _draft(self, row: int, length: int) -> int:
+        """A row with a range of so many bytes, to take another's names over; 0: no room."""
+        store, table = self._store, self._store.table
+        place = self._evictor.place(tiles(length), store.tenant_of(row))
+        if isinstance(place, Reason):
+            return 0
+        draft, slab, tile = place
+        table.label(draft, table.key_of(row), table.scopes.value(table.scope[row]))
+        table.space[draft] = table.spaces.take(table.spaces.value(table.space[row]))
+        table.generation[draft] = table.generation[draft] + 1 & _U32
+        table.tokens[draft], table.start[draft] = table.tokens[row], table.start[row]
+        table.slab[draft], table.tile[draft] = slab, tile
+        table.length[draft] = length
+        store.move(draft, Trigger.DRAFT)
+        return draft
+
+    def not_encoded(self, number: int, why: str) -> None:
+        """A payload stays as it is."""
+        job = self.encodes.get(number)
+        if job is not None:
+            if self._is(job.candidate.row, job.candidate.generation):
+                self._refuse(job.candidate.row, why[:_WHY_LENGTH])
+            self._end_encode(number)
+
+    def kept(self, number: int, root: int) -> None:
+        """A recipe lies in its range: it takes over, if what it was made of still stands."""
+        job = self.encodes.get(number)
+        if job is None or not job.draft:
+            return
+        store, table, row = self._store, self._store.table, job.candidate.row
+        if self._stands(job):
+            draft, job.draft = job.draft, 0
+            table.root[draft] = root & _U64
+            store.mirrors.add(draft, table.length[row], table.root[row], job.bases)
+            store.take_over(row, draft)
+            store.counters["encodes"] += 1
+        self._end_encode(number)
+
+    def _end_encode(self, number: int, *, forget: bool = False) -> None:
+        store, job = self._store, self.encodes.pop(number)
+        if job.draft:
+            store.move(job.draft, Trigger.FAILED)
+        if forget:
+            store.out.append(ForgetRecipe(number))
+        store.let_go((job.candidate.row, *job.bases))
+
+    # Spans
+
+    def ask(self, row: int, *, drop: bool = False) -> bool:
+        """Have a mirror made dense, soon; False if there is no room for that.
+
+        Args:
+            drop: without room, it goes.
+        """
+        generation = self._store.table.generation[row]
+        if any(job.row == row for job in self.densifies.values()):
+            return True
+        if self.draining:
+            return False
+        if row in self.wishes or len(self.densifies) >= self._config.max_densify:
+            drop |= self.wishes.get(row, (0, False))[1]
+            self.wishes[row] = generation, drop
+            return True
+        return self._densify(row, drop)
+
+    def _densify(self, row: int, drop: bool) -> bool:
+        store, table = self._store, self._store.table
+        mirror = store.mirrors.by_row[row]
+        if table.state[row] != State.COMMITTED or not store.mirrors.usable(row):
+            self._stays(row)
+            return False
+        store.hold([row])
+        draft = self._draft(row, mirror.length)
+        if not draft:
+            store.counters["densify_no_room"] += 1
+            if not drop:
+                self._stays(row)
+            store.let_go([row])
+            if drop:
+                store.mirrors.drop(row, Cause.OPERATOR)
+            return False
+        job = next(self._job_ids)
+        self.densifies[job] = DensifyJob(row, draft, drop)
+        bases = [self.payload(base) for base in mirror.bases]
+        at = table.tile[draft] * TILE_BYTES
+        store.out.append(
+            Densify(
+                job, self.payload(row), bases, table.slab[draft], at, mirror.length, mirror.root
+            )
+        )
+        return True
+
+    def _stays(self, row: int) -> None:
+        """A mirror stays one, so its base stays too."""
+        for base in self._store.mirrors.by_row[row].bases:
+            self._store.condemned.pop(base, None)
+
+    def densified(self, number: int, good: bool) -> None:
+        """A payload lies in its range, or the recipe did not give it."""
+        job = self.densifies.pop(number, None)
+        if job is None:
+            return
+        store, table = self._store, self._store.table
+        mirror = store.mirrors.by_row[job.row]
+        served = table.state[job.row] == State.COMMITTED
+        if good and served and store.mirrors.usable(job.row):
+            table.root[job.draft] = mirror.root
+            store.take_over(job.row, job.draft)
+            self.verdicts[job.draft] = table.generation[job.draft], _ASKED
+            store.counters["densified"] += 1
+        else:
+            store.move(job.draft, Trigger.FAILED)
+            if not good and served:
+                store.counters["corrupt"] += 1
+                store.mirrors.drop(job.row, Cause.CORRUPT)
+        store.let_go([job.row])
+
+    # Failures
+
+    def failed(self, number: int) -> None:
+        """A job could not be done, for a reason of its own: once more, and then no more."""
+        store, table = self._store, self._store.table
+        if number in self.encodes:
+            candidate = self.encodes[number].candidate
+            self._end_encode(number)
+            store.counters["encode_failed"] += 1
+            if self._once_more(candidate.row, candidate.generation):
+                self._again.append(candidate)
+            elif self._is(candidate.row, candidate.generation):
+                self.verdicts[candidate.row] = candidate.generation, _FAILED
+        elif number in self.densifies:
+            job = self.densifies.pop(number)
+            store.move(job.draft, Trigger.FAILED)
+            store.counters["densify_failed"] += 1
+            if self._once_more(job.row, table.generation[job.row]):
+                self.wishes[job.row] = table.generation[job.row], job.drop
+            else:
+                self._stays(job.row)
+            store.let_go([job.row])
+
+    def _once_more(self, row: int, generation: int) -> bool:
+        tries = self._tries.pop((row, generation), 0) + 1
+        if tries < _MAX_TRIES:
+            self._tries[row, generation] = tries
+        return tries < _MAX_TRIES
+
+    def evict_bases(self, spans: Sequence[tuple[int, int]], *, drop: bool) -> None:
+        """Bases (slot and generation) go once their mirrors were made dense.
+
+        Args:
+            drop: mirrors for which there is no room go too; otherwise they stay, and their base.
+        """
+        store, table = self._store, self._store.table
+        for slot, generation in spans:
+            row = slot + 1
+            if table.generation[row] != generation:
+                continue
+            mirrors = store.mirrors.of_base.get(row)
+            if mirrors:
+                store.condemned[row] = generation
+                for mirror in sorted(mirrors):
+                    if mirror in store.mirrors.by_row:
+                        self.ask(mirror, drop=drop)
+            elif store.may_evict(row):
+                store.discard(row)

@@ -1,0 +1,170 @@
+"""Recipes in slabs of host memory: made, kept, read and decoded by the store worker.
+
+The codec is loaded with the first job: a daemon without families goes without it.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from kmesh import _host
+from kmesh.errors import RecipeError
+from kmesh.layout import Shard
+from kmesh_spand import ipc
+from kmesh_spand.hoststore import HostStore
+
+if TYPE_CHECKING:
+    from kmesh.codec import Base, Encoder, Recipe, SpanDescription
+
+#: Spans that one recipe may refer to: those of a family's base.
+MAX_BASES = 512
+_ALONE = "it shares nothing with the base that is worth a recipe"
+
+
+class Recipes:
+    """Answers jobs. What was encoded is kept until it is written or forgotten.
+
+    Args:
+        store: the slabs. Ranges are checked by it.
+    """
+
+    def __init__(self, store: HostStore) -> None:
+        self._store = store
+        self._made: dict[int, bytes] = {}
+        self._encoding = threading.Lock()
+        # Of the family that was encoded last: its base is searched once.
+        self._encoder: tuple[object, Encoder] | None = None
+
+    def encode(self, job: ipc.Encode) -> ipc.AnyMessage:
+        """A recipe that gave its payload back, or why there is none."""
+        from kmesh.codec import Provenance
+
+        try:
+            with self._encoding:
+                encoder = self._encoder_of(job)
+                provenance = [
+                    Provenance(
+                        token,
+                        tokens,
+                        job.bases[number].key,
+                        source,
+                        job.span.position + token - job.bases[number].position - source,
+                    )
+                    for token, tokens, number, source in job.pieces
+                ]
+                span = _describe(job.span, job)
+                made = encoder.encode(span, self._view(job.span), provenance)
+        except RecipeError as wrong:
+            return ipc.NotEncoded(job.job, str(wrong))
+        if not made.depends:
+            return ipc.NotEncoded(job.job, _ALONE)
+        keys = [segment.tobytes() for segment in made.recipe.segments["key"]]
+        roots = {place.key: place.root for place in job.bases}
+        if made.recipe.head["payload_root"] != job.span.root or any(
+            roots[key] != root
+            for key, root in zip(keys, made.recipe.segments["root"].tolist(), strict=True)
+        ):
+            raise ValueError("what a recipe was made of is not what was stored")
+        self._made[job.job] = made.data
+        numbers = {place.key: number for number, place in enumerate(job.bases)}
+        return ipc.Encoded(job.job, len(made.data), [numbers[key] for key in keys])
+
+    def keep(self, job: ipc.KeepRecipe) -> ipc.RecipeKept:
+        """A recipe into its range, with its sums."""
+        data = self._made.pop(job.job)
+        if len(data) != job.length:
+            raise ValueError(f"the recipe has {len(data)} bytes, not {job.length}")
+        payload, sums = self._store.place(job.slab, job.offset, job.length)
+        return ipc.RecipeKept(
+            job.job, _host.copy_with_sums(payload, _host.address(data), len(data), sums)
+        )
+
+    def forget(self, job: int) -> None:
+        """A recipe is not wanted."""
+        self._made.pop(job, None)
+
+    def densify(self, job: ipc.Densify) -> ipc.Densified:
+        """A payload into its range, if its recipe gives it."""
+        from kmesh.codec import decode
+
+        try:
+            recipe = self._read(job.mirror)
+            if recipe is None or recipe.description.payload_bytes != job.length:
+                return ipc.Densified(job.job, False)
+            found = decode(recipe, self._base(job.bases, recipe.description), max_bytes=job.length)
+        except RecipeError:
+            return ipc.Densified(job.job, False)
+        payload, sums = self._store.place(job.slab, job.offset, job.length)
+        root = _host.copy_with_sums(payload, found.ctypes.data, job.length, sums)
+        return ipc.Densified(job.job, root == job.root)
+
+    def facts(self, job: ipc.Verify) -> ipc.Verified:
+        """What a recipe says whose bytes match their sums."""
+        from kmesh.codec import Recipe
+
+        try:
+            recipe = Recipe(bytes(self._store.view(job.slab, job.offset, job.length)))
+        except RecipeError:
+            return ipc.Verified(job.job, False)
+        if not 0 < len(recipe.segments) <= MAX_BASES:
+            return ipc.Verified(job.job, False)
+        names = ("key", "generation", "root", "tokens", "position")
+        rows = zip(*(recipe.segments[name].tolist() for name in names), strict=True)
+        bases = [ipc.Fact(*row) for row in rows]
+        length = recipe.description.payload_bytes
+        return ipc.Verified(job.job, True, length, recipe.head["payload_root"], bases)
+
+    def _encoder_of(self, job: ipc.Encode) -> Encoder:
+        from kmesh.codec import Encoder
+        from kmesh.kernels.rotary import Rotary
+
+        same = (job.namespace, job.dtype, job.head_dim, job.shard, job.bases, job.frequencies)
+        if self._encoder is None or self._encoder[0] != same:
+            base = self._base(job.bases, _describe(job.span, job))
+            rotary = None
+            if job.frequencies:
+                rotary = Rotary(tuple(job.frequencies), job.interleaved, job.dtype)
+            self._encoder = same, Encoder(base, rotary)
+        return self._encoder[1]
+
+    def _base(self, places: Sequence[ipc.Payload], like: SpanDescription) -> Base:
+        from kmesh.codec import Base, Segment
+        from kmesh.codec.description import beside
+
+        return Base(
+            Segment(
+                beside(like, place.key, place.tokens, place.position, place.generation),
+                self._view(place),
+            )
+            for place in places
+        )
+
+    def _read(self, place: ipc.Payload) -> Recipe | None:
+        """A recipe, unless its bytes do not match their sums. RecipeError if it is none."""
+        from kmesh.codec import Recipe
+
+        data = bytes(self._view(place))
+        _, sums = self._store.place(place.slab, place.offset, place.length)
+        if not _host.verify(_host.address(data), len(data), sums, place.root):
+            return None
+        return Recipe(data)
+
+    def _view(self, place: ipc.Payload) -> memoryview:
+        return self._store.view(place.slab, place.offset, place.length)
+
+
+def _describe(place: ipc.Payload, job: ipc.Encode) -> SpanDescription:
+    from kmesh.codec import SpanDescription
+
+    return SpanDescription(
+        key=place.key,
+        namespace=job.namespace,
+        dtype=job.dtype,
+        shard=Shard.from_code(job.shard),
+        head_dim=job.head_dim,
+        tokens=place.tokens,
+        position=place.position,
+        generation=place.generation,
+    )

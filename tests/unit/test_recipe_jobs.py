@@ -1,0 +1,219 @@
+"""What the store worker does with recipes, and what it makes of those that are none."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+
+from kmesh import _host, layout
+from kmesh.layout import Shard, sums_offset
+from kmesh_spand import ipc
+from kmesh_spand.hoststore import HostStore, Slab
+from kmesh_spand.memory import make_memfd
+from kmesh_spand.recipes import Recipes
+
+SIZE = 1 << 20
+SHARD = Shard(0, 2, 0, 2)
+#: A span of 64 tokens, whose heads have 64 elements of bfloat16.
+LENGTH = 2 * 2 * 2 * 64 * 2 * 64
+NAMESPACE = b"n" * 32
+
+
+class Bench:
+    """One slab with spans in it, and what works on them."""
+
+    def __init__(self, slab: Slab) -> None:
+        self.slab = slab
+        self.store = HostStore([slab], 0)
+        self.recipes = Recipes(self.store)
+        self.jobs = 0
+
+    def put(self, name: bytes, offset: int, payload: bytes) -> ipc.Payload:
+        place, sums = self.store.place(0, offset, len(payload))
+        root = _host.copy_with_sums(place, _host.address(payload), len(payload), sums)
+        return ipc.Payload(name.ljust(32), 0, offset, len(payload), 3, root, 64, 0)
+
+    def encode(
+        self, span: ipc.Payload, base: list[ipc.Payload], pieces: tuple[tuple[int, ...], ...] = ()
+    ) -> ipc.AnyMessage:
+        self.jobs += 1
+        return self.recipes.encode(
+            ipc.Encode(
+                self.jobs,
+                span,
+                NAMESPACE,
+                "bfloat16",
+                64,
+                SHARD.code(),
+                base,
+                [],
+                False,
+                list(pieces),  # type: ignore[arg-type]
+            )
+        )
+
+    def verify(self, mirror: ipc.Payload) -> ipc.Verified:
+        return self.recipes.facts(ipc.Verify(1, 0, mirror.offset, mirror.length, mirror.root, True))
+
+
+@pytest.fixture
+def bench() -> Iterator[Bench]:
+    fd = make_memfd("kmesh-test", SIZE)
+    slab = Slab(fd, SIZE, None)
+    made = Bench(slab)
+    yield made
+    # What was encoded last sees its base in the slab.
+    vars(made).clear()
+    slab.mapping.close()
+    os.close(fd)
+
+
+@pytest.fixture
+def family(bench: Bench) -> tuple[ipc.Payload, ipc.Payload, bytes]:
+    """A base, a member that is half the same, and the member's payload."""
+    rng = np.random.default_rng(1)
+    base = rng.bytes(LENGTH)
+    step, half = 8192, 4096
+    own = b"".join(base[at : at + half] + rng.bytes(half) for at in range(0, LENGTH, step))
+    return bench.put(b"base", 0, base), bench.put(b"own", LENGTH, own), own
+
+
+def kept(
+    bench: Bench, base: ipc.Payload, own: ipc.Payload, offset: int = 2 * LENGTH
+) -> ipc.Payload:
+    made = bench.encode(own, [base])
+    assert isinstance(made, ipc.Encoded)
+    assert made.used == [0]
+    answer = bench.recipes.keep(ipc.KeepRecipe(made.job, 0, offset, made.length))
+    return ipc.Payload(own.key, 0, offset, made.length, 4, answer.root, 64, 0)
+
+
+def test_there_and_back(bench: Bench, family: tuple[ipc.Payload, ipc.Payload, bytes]) -> None:
+    base, own, payload = family
+    mirror = kept(bench, base, own)
+    assert mirror.length < LENGTH
+    fact = ipc.Fact(base.key, base.generation, base.root, 64, 0)
+    assert bench.verify(mirror) == ipc.Verified(1, True, LENGTH, own.root, [fact])
+    target = 4 * LENGTH
+    job = ipc.Densify(9, mirror, [base], 0, target, LENGTH, own.root)
+    assert bench.recipes.densify(job) == ipc.Densified(9, True)
+    assert bytes(bench.store.view(0, target, LENGTH)) == payload
+    assert bench.store.verify(0, target, LENGTH, own.root)
+
+
+def test_what_shares_nothing_stays(bench: Bench) -> None:
+    base = bench.put(b"base", 0, os.urandom(LENGTH))
+    own = bench.put(b"own", LENGTH, os.urandom(LENGTH))
+    answer = bench.encode(own, [base])
+    assert isinstance(answer, ipc.NotEncoded)
+    assert "worth a recipe" in answer.why
+
+
+def test_turned_keys_need_a_rotary(
+    bench: Bench, family: tuple[ipc.Payload, ipc.Payload, bytes]
+) -> None:
+    base, own, _ = family
+    answer = bench.encode(own, [base], ((0, 32, 0, 16),))
+    assert isinstance(answer, ipc.NotEncoded)
+    assert "no rotary" in answer.why
+
+
+def test_memory_that_changed_makes_no_recipe(
+    bench: Bench, family: tuple[ipc.Payload, ipc.Payload, bytes]
+) -> None:
+    """Of what was read, roots are those that were stored, or it is not kept."""
+    base, own, _ = family
+    bench.slab.mapping.view(own.offset + 9, 1)[:] = b"\x55"
+    with pytest.raises(ValueError, match="not what was stored"):
+        bench.encode(own, [base])
+    bench.recipes.forget(1)
+
+
+def test_a_base_that_changed_gives_no_payload(
+    bench: Bench, family: tuple[ipc.Payload, ipc.Payload, bytes]
+) -> None:
+    base, own, _ = family
+    mirror = kept(bench, base, own)
+    bench.slab.mapping.view(base.offset, 1)[:] = b"\x55"
+    job = ipc.Densify(1, mirror, [base], 0, 4 * LENGTH, LENGTH, own.root)
+    assert bench.recipes.densify(job) == ipc.Densified(1, False)
+
+
+@pytest.mark.parametrize("what", ["generation", "key", "position", "none"])
+def test_another_base_gives_no_payload(
+    bench: Bench, family: tuple[ipc.Payload, ipc.Payload, bytes], what: str
+) -> None:
+    base, own, _ = family
+    mirror = kept(bench, base, own)
+    change = {"generation": 9, "key": b"x" * 32, "position": 5}
+    fields = {name: getattr(base, name) for name in base.__struct_fields__}
+    bases = [] if what == "none" else [ipc.Payload(**{**fields, what: change[what]})]
+    job = ipc.Densify(1, mirror, bases, 0, 4 * LENGTH, LENGTH, own.root)
+    assert bench.recipes.densify(job) == ipc.Densified(1, False)
+
+
+def test_bytes_that_are_no_recipe(bench: Bench) -> None:
+    """They have their sums; only what is in them is wrong."""
+    for payload in (b"x" * 300, os.urandom(5000), b"KMRECIPE" + bytes(400)):
+        mirror = bench.put(b"m", 0, payload)
+        assert bench.verify(mirror) == ipc.Verified(1, False)
+        job = ipc.Densify(1, mirror, [], 0, 4 * LENGTH, LENGTH, 1)
+        assert bench.recipes.densify(job) == ipc.Densified(1, False)
+
+
+def test_a_recipe_that_says_it_gives_more(
+    bench: Bench, family: tuple[ipc.Payload, ipc.Payload, bytes]
+) -> None:
+    """What the record says is the measure: a few bytes may claim to be many."""
+    base, own, _ = family
+    mirror = kept(bench, base, own)
+    job = ipc.Densify(1, mirror, [base], 0, 4 * LENGTH, LENGTH // 2, own.root)
+    assert bench.recipes.densify(job) == ipc.Densified(1, False)
+
+
+def test_every_flipped_bit_is_seen(
+    bench: Bench, family: tuple[ipc.Payload, ipc.Payload, bytes]
+) -> None:
+    base, own, _ = family
+    mirror = kept(bench, base, own)
+    rng = np.random.default_rng(3)
+    view = bench.slab.mapping.view(mirror.offset, mirror.length)
+    places = [*range(0, 600, 7), *rng.integers(0, mirror.length, 60).tolist()]
+    for at in places:
+        view[at] ^= 1 << at % 8
+        assert not bench.store.verify(0, mirror.offset, mirror.length, mirror.root)
+        job = ipc.Densify(1, mirror, [base], 0, 4 * LENGTH, LENGTH, own.root)
+        assert bench.recipes.densify(job) == ipc.Densified(1, False)
+        view[at] ^= 1 << at % 8
+    view.release()
+
+
+def test_ranges_that_no_span_can_have(
+    bench: Bench, family: tuple[ipc.Payload, ipc.Payload, bytes]
+) -> None:
+    base, own, _ = family
+    made = bench.encode(own, [base])
+    assert isinstance(made, ipc.Encoded)
+    capacity = sums_offset(SIZE)
+    assert capacity > layout.slab_capacity(SIZE) - 1
+    with pytest.raises(ValueError, match="outside the slab"):
+        bench.recipes.keep(ipc.KeepRecipe(made.job, 0, capacity // 65536 * 65536, made.length))
+    # It was given up with that.
+    with pytest.raises(KeyError):
+        bench.recipes.keep(ipc.KeepRecipe(made.job, 0, 0, made.length))
+    far = ipc.Payload(own.key, 0, 64 << 20, LENGTH, 3, 1, 64, 0)
+    with pytest.raises(ValueError, match="outside the slab"):
+        bench.encode(far, [base])
+
+
+def test_a_recipe_of_another_length_is_not_written(
+    bench: Bench, family: tuple[ipc.Payload, ipc.Payload, bytes]
+) -> None:
+    base, own, _ = family
+    made = bench.encode(own, [base])
+    assert isinstance(made, ipc.Encoded)
+    with pytest.raises(ValueError, match="bytes, not"):
+        bench.recipes.keep(ipc.KeepRecipe(made.job, 0, 2 * LENGTH, made.length - 1))
