@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import pytest
+from asking import A, B
 from disk_world import DiskWorld
+from test_mirrors import DENSE, declare, join, settle
 from world import SHARD, key
 
 from kmesh.layout import TILE_BYTES
@@ -403,4 +405,38 @@ def test_a_drain_waits_for_what_is_to_be_written() -> None:
     assert not world.core.idle
     world.spill_ends(next(iter(world.spills)))
     assert world.core.idle
+    world.check()
+
+
+def test_a_recipe_is_not_written_and_its_payload_stays_in_the_file() -> None:
+    world = DiskWorld({0: 24}, disk=DiskConfig(capacity=64 * ONE, max_files=64))
+    world.scan()
+    session = world.connect()
+    for name in (A, B):
+        world.store(session, [name], length=DENSE)
+        world.settle()
+    assert isinstance(declare(world, session, [A]), fx.DeclareResult)
+    assert join(world, session, [B]) == fx.JoinResult(1, 1)
+    settle(world)
+    assert world.core.status().mirrors == 1
+    before = dict(world.files)
+    assert len(before) == 2
+    # The file of a span that is a recipe now is as it was, also after a restart.
+    world.restart()
+    world.send(ev.GraceEnded())
+    world.scan()
+    world.settle()
+    assert world.core.status().mirrors == 1
+    assert world.files == before
+    world.check()
+    session = world.connect()
+    slot = next(row.slot for row in world.core.spans(now_ms=world.now) if row.key == B)
+    world.send(ev.Evict([slot]))
+    assert world.core.status().mirrors == 0
+    world.check()
+    assert world.acquire_waiting(session, [B]) is None
+    world.settle()
+    ((_, (held,)),) = world.leases.values()
+    assert held is not None
+    assert held.count == DENSE // TILE_BYTES
     world.check()
