@@ -67,6 +67,22 @@ def test_an_acquire_that_waits_is_answered_when_all_has_come() -> None:
     world.check()
 
 
+def test_what_is_here_makes_no_room_for_what_comes() -> None:
+    world = made(tiles=2)
+    session = world.connect()
+    for number in range(3):
+        world.store(session, names(number))
+        world.settle()
+    # Span 1 was used before span 2, and would be the first to go.
+    assert world.acquire_waiting(session, names(1, 0)) is None
+    world.check()
+    world.settle()
+    (lease,) = world.leases.values()
+    assert all(lease[1])
+    assert {row.key for row in world.core.spans(now_ms=world.now)} == {key(0), key(1)}
+    world.check()
+
+
 def test_64_sessions_that_want_one_file_read_it_once() -> None:
     world = made()
     first = world.connect()
