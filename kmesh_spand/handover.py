@@ -163,7 +163,7 @@ class Handover:
                 case _:
                     self._refuse(f"unexpected message {type(message).__name__}")
         except (EOFError, OSError) as failed:
-            logger.warning("upgrade: broken off: %s", failed or "the other daemon is gone")
+            logger.warning("upgrade: broken off: %s", str(failed) or "the other daemon is gone")
             self._part()
 
     def _offer(self, peer: socket.socket, ask: upgrade.Ask) -> None:

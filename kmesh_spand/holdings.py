@@ -16,6 +16,7 @@ from kmesh_spand.inherit import (
     Estate,
     Inherited,
     Named,
+    gpu_name,
     index_name,
     inherit,
     slab_name,
@@ -116,7 +117,7 @@ class Holdings:
         undo.callback(predecessor.close)
         named, predecessor.memory = predecessor.memory, []
         try:
-            inherited = inherit(named, self._settings, self._version)
+            inherited = inherit(named, self._settings, self._version, runs=True)
         except Unfit as differs:
             raise ConfigError(f"upgrade: the daemon that runs goes on: {differs}") from None
         undo.callback(inherited.close)
@@ -174,6 +175,8 @@ class Holdings:
             logger.warning("spans will not survive a restart of the daemon: %s", why)
             store.active = False
         self._put(self.named())
+        # Those that are still to be made are put when they are.
+        self._put(Named(gpu_name(n, device), slab.fd) for n, (slab, device) in self.gpu.items())
         store.settle()
 
     def _put(self, named: Iterator[Named]) -> None:

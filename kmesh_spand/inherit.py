@@ -102,22 +102,25 @@ class Inherited:
                 os.close(fd)
 
 
-def inherit(named: Iterable[Named], settings: Settings, version: str) -> Inherited:
+def inherit(
+    named: Iterable[Named], settings: Settings, version: str, *, runs: bool = False
+) -> Inherited:
     """Checks what an earlier daemon left.
 
     Args:
         named: owned by this function, and by what it returns.
+        runs: that daemon goes on with it, if it can't be used here.
 
     Raises:
-        Unfit: it can't be used, and why; nothing is held then, and readers of its indexes, as
-            far as there are any, know that they are over.
+        Unfit: it can't be used, and why; nothing is held then. Readers of its indexes, as far as
+            there are any, know that they are over, unless that daemon ``runs``.
     """
     items = list(named)
     try:
         return _check(items, settings, version)
     except BaseException as failed:
         for name, fd in items:
-            if _split(name)[0] == "index" and _index_flaw(fd) == "":
+            if not runs and _split(name)[0] == "index" and _index_flaw(fd) == "":
                 index.poison(fd)
             os.close(fd)
         if isinstance(failed, OSError):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import logging
 import os
 import socket
 
@@ -17,7 +18,10 @@ from kmesh_spand.settings import (
     Settings,
 )
 
+logger = logging.getLogger(__name__)
+
 _PID_BYTES = 32
+_BACKLOG = 128
 
 
 class Place:
@@ -63,15 +67,26 @@ class Place:
         return place
 
     def sign(self) -> None:
-        """Says in the lock whose it is, for whoever is refused."""
-        os.ftruncate(self.lock, 0)
-        os.pwrite(self.lock, f"{os.getpid()}\n".encode(), 0)
+        """Says whose it is: the lock to whoever is refused, the sockets to whoever connects."""
+        for listener in (self.sessions, self.upgrades):
+            # The kernel tells the process that listened last.
+            listener.listen(_BACKLOG)
+        try:
+            os.ftruncate(self.lock, 0)
+            os.pwrite(self.lock, f"{os.getpid()}\n".encode(), 0)
+        except OSError as failed:
+            # A full disk, say: it holds all the same.
+            logger.warning("%s can't be written: %s", LOCK_NAME, failed)
 
     def own(self, settings: Settings) -> None:
         """The sockets are this daemon's alone."""
         self.lent = False
         self.sign()
-        os.chmod(os.path.join(self._directory, SESSION_SOCKET), settings.socket_mode)
+        try:
+            os.chmod(os.path.join(self._directory, SESSION_SOCKET), settings.socket_mode)
+        except OSError as failed:
+            # Somebody has removed it. Whoever is connected is served.
+            logger.error("%s: %s", SESSION_SOCKET, failed)
 
     def renew(self, settings: Settings) -> None:
         """Listens anew: whoever made the sockets is gone, and may have removed them.
@@ -99,7 +114,9 @@ def _lock(directory: str) -> int:
     try:
         os.makedirs(directory, mode=0o700, exist_ok=True)
         lock = os.open(
-            os.path.join(directory, LOCK_NAME), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600
+            os.path.join(directory, LOCK_NAME),
+            os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW,
+            0o600,
         )
     except OSError as failed:
         raise ConfigError(f"socket_dir: {directory}: {failed.strerror}") from None
@@ -130,7 +147,7 @@ def _listen(directory: str, name: str, mode: int) -> socket.socket:
             os.umask(before)
         os.chmod(path, mode)
         listener.setblocking(False)
-        listener.listen(128)
+        listener.listen(_BACKLOG)
     except BaseException:
         listener.close()
         raise

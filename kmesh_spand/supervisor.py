@@ -88,13 +88,15 @@ class Supervisor:
             logger.error("could not start: %s", failed)
             self._end_prepared()
             return 1
+        except KeyboardInterrupt:
+            self._end_prepared()
+            _interrupt()
         try:
             self._loop()
         finally:
             self._close()
         if self._stop_signal == signal.SIGINT:
-            signal.signal(signal.SIGINT, signal.SIG_DFL)
-            os.kill(os.getpid(), signal.SIGINT)
+            _interrupt()
         return self._failed
 
     # Start and end.
@@ -388,7 +390,8 @@ class Supervisor:
             len(storage.slabs) + len(self._gpus.slabs),
             extra={"epoch": f"{storage.epoch:016x}", "version": self._version},
         )
-        if not self._ready:
+        # When told to stop, the daemon before this one had better go on.
+        if not self._ready and not self._stop_signal:
             self._ready = True
             self._holdings.serving()
             notify("READY=1")
@@ -475,3 +478,9 @@ class Supervisor:
         if self._disk is not None and not self._disk.take():
             logger.error("the other daemon still uses the disk tier's directory")
         self._control_at = time.monotonic()
+
+
+def _interrupt() -> None:
+    """Ends this process as a shell expects it of Ctrl-C."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    os.kill(os.getpid(), signal.SIGINT)

@@ -222,7 +222,7 @@ class Predecessor:
             message, _ = receive(self._sock)
             given = isinstance(message, Yours)
             if isinstance(message, Refused):
-                raise ConfigError(f"upgrade: the daemon that runs goes on: {message.text}")
+                raise OSError(f"upgrade: the daemon that runs goes on: {message.text}")
         except (ConnectionError, EOFError):
             logger.warning("upgrade: the other daemon is gone")
         except TimeoutError:

@@ -12,7 +12,8 @@ import random
 import pytest
 
 #: Where pytest's cache has it, as JSON: ``seed``, ``status`` (of pytest; None until it has ended
-#: by itself) and ``failed`` (node ids, each with the text of its first failure).
+#: by itself, with nothing left to run) and ``failed`` (node ids, each with the text of its first
+#: failure).
 KEY = "kmesh/last_run"
 SEED = "KMESH_TEST_SEED"
 
@@ -40,8 +41,10 @@ class LastRun:
         if report.failed:
             self._failed.setdefault(report.nodeid, report.longreprtext)
 
-    def pytest_sessionfinish(self, exitstatus: int) -> None:
-        self.write(int(exitstatus))
+    def pytest_sessionfinish(self, session: pytest.Session, exitstatus: int) -> None:
+        # After `-x` or `--maxfail` nobody knows of the others.
+        cut_short = session.shouldfail or session.shouldstop
+        self.write(None if cut_short else int(exitstatus))
 
 
 def pytest_configure(config: pytest.Config) -> None:

@@ -25,6 +25,7 @@ from kmesh_spand.core.states import State
 
 RECORD_BYTES = 128
 MAGIC = b"KMSR"
+#: Raised with each change: what one daemon has written, another reads after an upgrade.
 VERSION = 1
 
 _BODY = struct.Struct("<4sHBxIIIIIQIIQQ32s32s")

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import mmap
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -30,6 +32,11 @@ def assert_serves(daemon: Daemon) -> None:
     """It has all spans, bit for bit, and stores; it is the one that has the directory."""
     lock = daemon.socket_dir / "daemon.lock"
     wait_for(lambda: lock.read_text() == f"{daemon.pid}\n" and _answers(daemon))
+    for name in ("session.sock", "upgrade.sock"):
+        # The process that clients and the next daemon see, although another made the socket.
+        with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as sock:
+            sock.connect(str(daemon.socket_dir / name))
+            assert upgrade.peer(sock) == (daemon.pid, os.geteuid())
     assert_filled(daemon)
     daemon.wait_populated()
     with RawClient(daemon.socket_dir) as client:
@@ -183,6 +190,51 @@ def test_what_does_not_fit_is_refused(start_spand: Start, socket_dir: Path) -> N
     assert daemon.status().control_restarts == 0
 
 
+#: A daemon of another version: it hands on something more, or can't end its processes.
+_OTHER = """
+import os, sys
+from kmesh_spand.__main__ import main
+from kmesh_spand.holdings import Holdings
+from kmesh_spand.inherit import PREFIX, Named
+from kmesh_spand.supervisor import Supervisor
+named = Holdings.named
+def with_more(self):
+    yield from named(self)
+    yield Named(PREFIX + "more", self.manifest)
+def stuck(self):
+    return "process 1 was killed, and has not ended"
+{owner}.{name} = {instead}
+sys.exit(main())
+"""
+
+
+@pytest.mark.parametrize(
+    ("change", "status", "text"),
+    [
+        (("Holdings", "named", "with_more"), 2, "nothing is known of more"),
+        (("Supervisor", "halt", "stuck"), 1, "process 1 was killed, and has not ended"),
+    ],
+)
+def test_a_daemon_that_goes_on_goes_on_whole(
+    start_spand: Start, change: tuple[str, str, str], status: int, text: str
+) -> None:
+    """Those that read its index still believe it."""
+    owner, name, instead = change
+    code = _OTHER.format(owner=owner, name=name, instead=instead)
+    first = start_spand(command=(sys.executable, "-c", code), errors=True, **SETTINGS)
+    fill(first)
+    with RawClient(first.socket_dir) as client:
+        _, (fd,) = client.call(attach_index={})
+        with mmap.mmap(fd, 0, prot=mmap.PROT_READ) as index:
+            second = start_spand(command=UPGRADE, ready=False, errors=True, **SETTINGS)
+            assert second.process.wait(60) == status
+            assert f"upgrade: the daemon that runs goes on: {text}" in second.log()
+            assert index[40] == 0
+        assert client.read(key(1)) == payload(1)
+    assert_serves(first)
+    assert first.status().control_restarts == 0
+
+
 @pytest.mark.parametrize("why", ["hardened", "systemd"])
 def test_some_daemons_are_not_taken_over(start_spand: Start, socket_dir: Path, why: str) -> None:
     if why == "hardened":
@@ -283,6 +335,27 @@ def test_the_old_daemon_goes_on_when_the_new_one_can_not_serve(start_spand: Star
         assert second.process.wait(60) == 1
     assert "metrics_listen: " in second.log()
     wait_for(lambda: "upgrade: the other daemon does not serve; going on" in first.log())
+    assert_serves(first)
+
+
+@pytest.mark.parametrize("number", ["SIGTERM", "SIGINT"])
+@pytest.mark.parametrize(
+    "place", ["upgrade.Predecessor._take", "supervisor.Supervisor._start_control"]
+)
+def test_the_old_daemon_goes_on_when_the_new_one_is_told_to_stop(
+    start_spand: Start, place: str, number: str
+) -> None:
+    """Before it asks for anything, and when it has it all, but does not serve."""
+    first = start_spand(errors=True, **SETTINGS)
+    fill(first)
+    owner, name = place.rsplit(".", 1)
+    command = at(owner, name, number, "--upgrade")
+    second = start_spand(command=command, ready=False, **SETTINGS)
+    status = second.process.wait(60)
+    assert status in (0, -signal.Signals[number])
+    assert "upgrade: done" not in second.log()
+    # It says why, in whatever way it saw it.
+    wait_for(lambda: re.search(r"upgrade: broken off: \S", first.log()))
     assert_serves(first)
 
 

@@ -82,3 +82,18 @@ def test_gpu_memory_that_does_not_fit_is_made_anew(
     # Until the next restart, and after it.
     second.stop()
     assert read(manager.daemon(command=fake_gpu.COMMAND), gpu_device) == PAYLOADS
+
+
+def test_gpu_memory_of_a_daemon_without_a_store_is_stored_by_the_next(
+    manager: Managed, start_gpu: Start, gpu_device: Device
+) -> None:
+    first = start_gpu(command=fake_gpu.COMMAND)
+    with client(first, gpu_device) as ours:
+        assert ours.put([1, 2, 3, 4], PAYLOADS) == [0] * 4
+        assert ours.put([9], [b"host"], device="") == [0]
+    second = manager.daemon(command=(*fake_gpu.COMMAND, "--upgrade"))
+    assert first.process.wait(60) == 0
+    assert [name for name in manager.names if name.startswith("gpu")] == SLABS
+    assert read(second, gpu_device) == PAYLOADS
+    assert second.stop() == 0
+    assert read(manager.daemon(command=fake_gpu.COMMAND), gpu_device) == PAYLOADS

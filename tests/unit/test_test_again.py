@@ -142,6 +142,14 @@ def test_what_is_no_chance_is_not_tried_again(tmp_path: Path, mark: str, why: st
     assert suite.again() == (1, f"test-again: {why}\n")
 
 
+def test_a_run_that_ends_at_its_first_failure_is_not_tried_again(tmp_path: Path) -> None:
+    """Most of its tests did not run at all."""
+    suite = Suite(tmp_path, "bad")
+    assert suite.run("-x") == 1
+    (tmp_path / "bad").unlink()
+    assert suite.again() == (1, "test-again: the last run of the tests did not end by itself\n")
+
+
 def test_a_run_that_could_not_be_is_not_tried_again(tmp_path: Path) -> None:
     assert "did not end by itself" in tool.refusal(tool.last_run(tmp_path))
     file = tmp_path / tool.RUN

@@ -23,6 +23,7 @@ from kmesh.session import Role
 from kmesh_vllm import compat, logs
 from kmesh_vllm.adapters import Adapters
 from kmesh_vllm.config import Settings
+from kmesh_vllm.hostmover import HostMover
 from kmesh_vllm.identity import identify
 from kmesh_vllm.metadata import LoadReport, StepPlan
 from kmesh_vllm.scheduler import SchedulerHalf
@@ -110,6 +111,8 @@ class KMeshConnector(KVConnectorBase_V1):  # type: ignore[misc]
                 settings,
                 self._client,
                 sharing=bool(vllm_config.cache_config.enable_prefix_caching),
+                # Pages are where the model is.
+                recipes=HostMover.recipes and vllm_config.device_config.device_type == "cpu",
             )
             if settings.load and transfer.kv_load_failure_policy != "recompute":
                 logger.warning(

@@ -91,8 +91,6 @@ class GpuMover:
     """
 
     starts_only = True
-    # The GPU reads slabs only.
-    recipes = False
 
     def __init__(
         self,

@@ -49,7 +49,7 @@ class HostMover:
 
     starts_only = False
     devices = ("",)
-    # What the codec needs beside numpy.
+    #: Whether it takes payloads that were decoded out of recipes: the codec needs this.
     recipes = find_spec("zstandard") is not None
 
     def __init__(self, layout: PagedLayout) -> None:

@@ -44,12 +44,12 @@ class Matcher:
         computing: who sees to what is not there.
         sharing: vLLM's own prefix cache is on, so siblings can share the blocks of one load.
         patience: how long questions of one step wait for their leases.
+        recipes: workers can restore spans out of recipes.
 
     Attributes:
         flights: loads of this engine, by the keys that they bring.
         quarantine: keys whose loads failed.
         tiers: whose memory is looked in.
-        recipes: all workers can restore spans out of recipes.
     """
 
     def __init__(
@@ -61,12 +61,13 @@ class Matcher:
         patience: Patience,
         *,
         sharing: bool,
+        recipes: bool,
         clock: Callable[[], float],
     ) -> None:
         self.flights = Flights()
         self.quarantine = Quarantine(settings.retry_after_ms / 1000, clock=clock)
         self.tiers = Tiers(settings.tier, settings.acquire_timeout_ms / 1000, clock)
-        self.recipes = False
+        self._recipes = recipes
         self._identity = identity
         self._settings = settings
         self._counts = counts
@@ -139,7 +140,7 @@ class Matcher:
                 timeout=timeout,
                 salt=state.salt,
                 device=hit.device,
-                recipes=self.recipes and not hit.device,
+                recipes=self._recipes and not hit.device,
                 # What is on disk is waited for as a lease is, in the background.
                 wait=timeout * _DISK_SHARE,
             )

@@ -143,18 +143,16 @@ class LoadReport:
         failed: positions (first token of the first bad block) of loads that failed, by request.
         reserved: positions (first tokens) of spans that were not stored since somebody else had
             them reserved, by request.
-        recipes: whether spans can be restored out of recipes. None: nothing new.
     """
 
     corrupt: dict[str, list[int]] = field(default_factory=dict)
     failed: dict[str, int] = field(default_factory=dict)
     reserved: dict[str, set[int]] = field(default_factory=dict)
     devices: tuple[str, ...] | None = None
-    recipes: bool | None = None
 
     def __bool__(self) -> bool:
         told = self.corrupt or self.failed or self.reserved
-        return bool(told or self.devices is not None or self.recipes is not None)
+        return bool(told or self.devices is not None)
 
     def merge(self, other: LoadReport) -> None:
         """Adds what another rank said."""
@@ -169,7 +167,3 @@ class LoadReport:
             self.devices = other.devices if self.devices is None else self.devices
         else:
             self.devices = tuple(d for d in self.devices if d in other.devices)
-        if self.recipes is None or other.recipes is None:
-            self.recipes = other.recipes if self.recipes is None else self.recipes
-        else:
-            self.recipes = self.recipes and other.recipes

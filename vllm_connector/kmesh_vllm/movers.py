@@ -99,15 +99,12 @@ class Mover(Protocol):
         starts_only: ``restore`` only starts something and is called in the engine's thread alone;
             otherwise it does it, and is called in threads that may be kept.
         devices: whose memory it can read: UUIDs of GPUs, and "" for the daemon's host memory.
-        recipes: whether payloads may lie in memory of this process, decoded out of recipes.
     """
 
     @property
     def starts_only(self) -> bool: ...
     @property
     def devices(self) -> tuple[str, ...]: ...
-    @property
-    def recipes(self) -> bool: ...
 
     def attached(self, session: Session, number: int) -> Slab | None:
         """A slab whose memory can be read at once; None: ``attach`` it first. Never waits."""

@@ -39,6 +39,7 @@ class SchedulerHalf:
     Args:
         sharing: vLLM's own prefix cache is on, so siblings can share the blocks of one load.
         patience: seconds of one step in which questions wait for their leases.
+        recipes: workers can restore spans out of recipes.
     """
 
     def __init__(
@@ -49,6 +50,7 @@ class SchedulerHalf:
         *,
         sharing: bool = True,
         patience: float = PATIENCE,
+        recipes: bool = False,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._identity = identity
@@ -74,6 +76,7 @@ class SchedulerHalf:
             self.computing,
             self._patience,
             sharing=sharing,
+            recipes=recipes,
             clock=clock,
         )
         self.segmenting = Segmenting(settings, identity, self.counts, clock)
@@ -205,8 +208,6 @@ class SchedulerHalf:
         if report is not None:
             if report.devices is not None:
                 self._matcher.tiers.hear(report.devices)
-            if report.recipes is not None:
-                self._matcher.recipes = report.recipes
             for request, entries in report.corrupt.items():
                 if state := self._loading.get(request):
                     state.corrupt.extend(e for e in entries if e not in state.corrupt)

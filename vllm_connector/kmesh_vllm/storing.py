@@ -71,8 +71,10 @@ def plan_again(
     span, sub = session.welcome.span_tokens, session.welcome.sub_tokens
     prompt = len(state.tokens)
     full, tail = prompt // span, prompt % span // sub * sub
+    # Numbers of a daemon that had shorter spans may lie behind the prompt.
+    state.again.spans &= set(range(full + bool(tail)))
     wanted = [(number, span if number < full else tail) for number in sorted(state.again.spans)]
-    wanted = [one for one in wanted if one[1] and one[0] * span + one[1] <= computed]
+    wanted = [one for one in wanted if one[0] * span + one[1] <= computed]
     if not wanted:
         return None
     plan = _Wanted(state, session, block_tokens, wanted)

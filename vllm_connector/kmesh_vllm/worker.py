@@ -100,8 +100,6 @@ class WorkerHalf:
             self._saver = Saver(*common, self._settings, self.counts, device)
         if cache.device is not None:
             self._report.devices = mover.devices
-        elif mover.recipes:
-            self._report.recipes = True
 
     def _make_mover(self, cache: PagedCache) -> Mover:
         if cache.device is None:

@@ -77,6 +77,7 @@ class MiniEngine:
         heads_last: bool = False,
         sharing: bool = True,
         patience: float = 0.0,
+        recipes: bool = True,
         gpu: Gpu | None = None,
         clock: Callable[[], float] = time.monotonic,
         **settings: Any,
@@ -105,6 +106,7 @@ class MiniEngine:
             self.client,
             sharing=sharing,
             patience=patience,
+            recipes=recipes and gpu is None,
             clock=clock,
         )
         self.pages: list[dict[str, torch.Tensor]] = []

@@ -13,7 +13,7 @@ from kmesh.calls import ReserveBatch
 from kmesh.keys import KeyChain
 from kmesh.layout import Shard
 from kmesh.session import Role, Session
-from kmesh.testing import FakeDaemon
+from kmesh.testing import FakeDaemon, Limits
 
 DIGEST = NAMESPACE.digest()
 Make = Callable[..., MiniEngine]
@@ -161,3 +161,27 @@ def test_a_leader_lands_when_what_was_reserved_is_stored(engine: Make, daemon: F
     clock.now += 0.05
     assert decodes(first, 200) == 3
     assert answered(second, "r") == 160
+
+
+def test_a_daemon_with_longer_spans_is_told_nothing_of_what_it_has_not(
+    engine: Make, daemon: FakeDaemon
+) -> None:
+    """A span's number means other tokens there, or none of the prompt."""
+    clock = Clock()
+    one = engine("a", clock=clock)
+    holding = reserved(daemon, prompt(240))
+    one.scheduler.add("r", prompt(240), DIGEST)
+    one.prefill("r", 7, BLOCKS, 0, 224)
+    one.run(one.scheduler.plan([], [("r", [8], False, 224, 16)]))
+    assert heard(one)["r"] >= {0, 64, 128}
+    with FakeDaemon(Limits(span_tokens=128)) as other:
+        holding.close()
+        before, one.client.session = one.client.session, other.connect(namespace=NAMESPACE)
+        clock.now += 60
+        step = one.scheduler.plan([], [("r", [9, 10, 11, 12, 13, 14, 15, 16], False, 500, 1)])
+        stored = [(plan.start, plan.tokens) for plan in step.stores]
+        assert stored == [((0, 128), (128, 112))]
+        step = one.scheduler.plan([], [("r", [], False, 501, 1)])
+        assert step.stores == []
+        assert before is not None
+        before.close()

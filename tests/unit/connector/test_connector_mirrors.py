@@ -11,7 +11,7 @@ from test_connector_halves import prompt, stored_by
 from kmesh.families import Family
 from kmesh.keys import KeyChain
 from kmesh.testing import FakeDaemon
-from kmesh_vllm.metadata import MIRROR_RECORD, LoadReport
+from kmesh_vllm.metadata import MIRROR_RECORD
 
 DIGEST = NAMESPACE.digest()
 Make = Callable[..., MiniEngine]
@@ -39,23 +39,12 @@ def mirrored(daemon: FakeDaemon, engine: MiniEngine) -> list[int]:
     return member
 
 
-def told(engine: MiniEngine) -> None:
-    """Lets the workers say what they can, as with the first step."""
-    report = LoadReport()
-    for worker in engine.workers:
-        found = worker.report()
-        assert found is not None
-        report.merge(found)
-    engine.scheduler.worked(report, [])
-
-
 @pytest.mark.parametrize(("stored", "read"), [(1, 1), (2, 1), (1, 2), (2, 2)])
 def test_mirrors_are_restored_bit_for_bit(
     engine: Make, daemon: FakeDaemon, stored: int, read: int
 ) -> None:
     member = mirrored(daemon, engine("a", tp=stored))
     other = engine("b", tp=read)
-    told(other)
     other.scheduler.add("r", member, DIGEST)
     found = other.match("r", 0, TOKENS)
     assert found == 192
@@ -72,9 +61,9 @@ def test_mirrors_are_restored_bit_for_bit(
     until(lambda: daemon.leases == 0)
 
 
-def test_who_said_nothing_of_recipes_gets_none(engine: Make, daemon: FakeDaemon) -> None:
+def test_an_engine_that_decodes_no_recipes_gets_none(engine: Make, daemon: FakeDaemon) -> None:
     member = mirrored(daemon, engine("a"))
-    other = engine("b")
+    other = engine("b", recipes=False)
     other.scheduler.add("r", member, DIGEST)
     found = other.match("r", 0, TOKENS)
     blocks = list(range(5, 11))
@@ -92,7 +81,6 @@ def test_a_mirror_whose_base_is_bad_is_computed(engine: Make, daemon: FakeDaemon
     member = mirrored(daemon, writer)
     daemon.corrupt(keys(prompt(TOKENS)).key(1), writer.identity.sharding.shards[0])
     other = engine("b")
-    told(other)
     other.scheduler.add("r", member, DIGEST)
     found = other.match("r", 0, TOKENS)
     blocks = list(range(5, 11))
