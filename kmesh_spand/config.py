@@ -26,6 +26,7 @@ from kmesh import numa
 from kmesh.errors import ConfigError
 from kmesh.layout import SPAN_TOKENS, SUB_TOKENS, TILE_BYTES
 from kmesh_spand import units
+from kmesh_spand.core.diskfile import BLOCK_BYTES
 from kmesh_spand.settings import GPU_GRANULARITY, MIN_SLAB_BYTES, Settings
 
 ENV_PREFIX = "KMESH_SPAND_"
@@ -99,6 +100,19 @@ class Config(BaseSettings):
     gpu_slab_size: Size | None = _set(
         "GPU memory that is exported as one piece [an eighth of gpu_memory, 64MiB to 1GiB]",
         ge=GPU_GRANULARITY,
+    )
+    disk: str = _set("directory to which spans go that memory forgets [none]", "")
+    disk_bytes: Size = _set("what its files may take, headers included, such as 200GiB", 0, ge=0)
+    disk_spans: int | None = _set(
+        "spans that can be kept there [one for each 256KiB of disk_bytes]", ge=1, le=1 << 26
+    )
+    disk_threads: int = _set("threads that read files", 4, ge=1, le=256)
+    disk_sync: Literal["off", "file", "all"] = _set(
+        "what is flushed to the medium before a file counts: nothing, the file, its folder too",
+        "off",
+    )
+    disk_tenants: Quotas = _set(
+        "bytes that tenants may keep on disk, such as 1000=40GiB,default=10GiB", {}
     )
     max_sessions: int = _set("connections at a time", 1024, ge=1, le=1 << 20)
     staging_memory: Size | None = _set(
@@ -187,6 +201,12 @@ class Config(BaseSettings):
             gpu=tuple(self.gpu),
             gpu_memory=self.gpu_memory // GPU_GRANULARITY * GPU_GRANULARITY,
             gpu_slab_size=self.gpu_slab_size or _gpu_slab_size(self.gpu_memory),
+            disk=os.path.abspath(self.disk) if self.disk else "",
+            disk_bytes=self.disk_bytes // BLOCK_BYTES * BLOCK_BYTES,
+            disk_spans=self.disk_spans or _disk_spans(self.disk_bytes),
+            disk_threads=self.disk_threads,
+            disk_sync=self.disk_sync,
+            disk_tenants=self.disk_tenants,
             stuck_ms=self.stuck_ms,
             slow_call_ms=self.slow_call_ms,
             trace=self.trace,
@@ -211,6 +231,25 @@ def _gpu_slab_size(memory: int) -> int:
     return max(min(whole, max(64 << 20, min(1 << 30, eighth))), GPU_GRANULARITY)
 
 
+def _disk_spans(size: int) -> int:
+    return min(max(size // _MEMORY_OF_A_RECORD, 1024), 1 << 20)
+
+
+def _check_disk(settings: Settings) -> None:
+    if bool(settings.disk) != bool(settings.disk_bytes):
+        if settings.disk:
+            raise ConfigError("disk_bytes: how much of it? For example --disk-bytes 200GiB")
+        raise ConfigError("disk: which directory? For example --disk /var/lib/kmesh")
+    _check_quotas("disk_tenants", settings.disk_tenants, settings)
+
+
+def _check_quotas(name: str, quotas: Mapping[str, int], settings: Settings) -> None:
+    names = {name.partition(":")[0] for name in quotas} - {"default"}
+    known = {"all"} if settings.share == "all" else set(map(str, settings.allow_uids))
+    if strange := sorted(names - known):
+        raise ConfigError(f"{name}: {strange[0]} is not among those that may connect")
+
+
 def _check_gpus(settings: Settings) -> None:
     if bool(settings.gpu) != bool(settings.gpu_memory):
         if settings.gpu:
@@ -229,6 +268,7 @@ def _check_gpus(settings: Settings) -> None:
 
 def _check(settings: Settings) -> None:
     _check_gpus(settings)
+    _check_disk(settings)
     if len(os.fsencode(settings.socket_dir)) > _MAX_PATH:
         raise ConfigError(f"socket_dir: longer than {_MAX_PATH} bytes, too long for a socket")
     if settings.slab_size % TILE_BYTES:
@@ -237,10 +277,7 @@ def _check(settings: Settings) -> None:
         raise ConfigError(f"slab_size: over host_memory, {units.format_size(settings.host_memory)}")
     if settings.span_tokens % SUB_TOKENS:
         raise ConfigError(f"span_tokens: not a multiple of {SUB_TOKENS}")
-    names = {name.partition(":")[0] for name in settings.tenants} - {"default"}
-    known = {"all"} if settings.share == "all" else set(map(str, settings.allow_uids))
-    if strange := sorted(names - known):
-        raise ConfigError(f"tenants: {strange[0]} is not among those that may connect")
+    _check_quotas("tenants", settings.tenants, settings)
     groups = len(settings.tenancy().groups)
     if groups > len(settings.slab_sizes()):
         raise ConfigError(

@@ -19,6 +19,7 @@ _SIZES = {
     "memory_headroom",
     "gpu_memory",
     "gpu_slab_size",
+    "disk_bytes",
 }
 
 
@@ -95,7 +96,7 @@ def to_toml(loaded: Loaded) -> str:
         value: Any = getattr(loaded.settings, name)
         if name == "hugepages":
             text = '"auto"' if value else '"off"'
-        elif name == "tenants":
+        elif name in ("tenants", "disk_tenants"):
             text = units.format_quotas(value)
         elif isinstance(value, bool):
             text = str(value).lower()
@@ -117,7 +118,7 @@ def _value(name: str, value: Any) -> str:
         return units.format_size(value)
     if name == "socket_mode":
         return f"{value:04o}"
-    if name in ("tenants", "gpu"):
+    if name in ("tenants", "disk_tenants", "gpu"):
         return "none"
     if isinstance(value, bool):
         return str(value).lower()

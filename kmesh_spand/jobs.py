@@ -70,16 +70,16 @@ class Crews(NamedTuple):
             RuntimeError: there can't be as many.
         """
         sizes = {"copy": copy_threads, "verify": 1, "export": 1, "recode": 1}
-        return cls(*(_pool(threads, name).submit for name, threads in sizes.items()))
+        return cls(*(pool(threads, name).submit for name, threads in sizes.items()))
 
 
-def _pool(threads: int, name: str) -> ThreadPoolExecutor:
+def pool(threads: int, name: str) -> ThreadPoolExecutor:
     """A pool whose threads are there: one that is missed later would leave its job behind."""
-    pool = ThreadPoolExecutor(threads, name)
+    made = ThreadPoolExecutor(threads, name)
     together = threading.Barrier(threads)
     for _ in range(threads):
-        pool.submit(together.wait)
-    return pool
+        made.submit(together.wait)
+    return made
 
 
 class JobWorker:

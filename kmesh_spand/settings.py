@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 import msgspec
 
+from kmesh_spand.core.config import DiskConfig
 from kmesh_spand.core.tenants import SHARED, Tenancy
 
 LOCK_NAME = "daemon.lock"
@@ -67,6 +68,12 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     gpu: tuple[str, ...]
     gpu_memory: int
     gpu_slab_size: int
+    disk: str
+    disk_bytes: int
+    disk_spans: int
+    disk_threads: int
+    disk_sync: str
+    disk_tenants: dict[str, int]
     stuck_ms: int
     slow_call_ms: int
     trace: str
@@ -80,6 +87,20 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
         if self.share == "all":
             return Tenancy((SHARED,), True, quotas, default)
         return Tenancy(tuple(sorted(set(self.allow_uids))), False, quotas, default)
+
+    def disk_limits(self) -> DiskConfig | None:
+        """Of the tier below host memory; None if there is none."""
+        if not self.disk:
+            return None
+        quotas = dict(self.disk_tenants)
+        default = quotas.pop("default", 0)
+        return DiskConfig(
+            capacity=self.disk_bytes,
+            max_files=self.disk_spans,
+            max_reads=2 * self.disk_threads,
+            quotas=quotas,
+            default_quota=default,
+        )
 
     def slab_sizes(self) -> list[int]:
         """Bytes of each slab; the last one takes what is left, unless that is too little."""

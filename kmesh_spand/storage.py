@@ -67,7 +67,7 @@ def catalog_bytes(settings: Settings) -> int:
 
 def table_bytes(settings: Settings) -> int:
     """Bytes of the catalog and of all indexes."""
-    index = index_size(capacity_for(settings.max_spans))
+    index = index_size(capacity_for(_entries(settings)))
     return catalog_bytes(settings) + len(settings.tenancy().groups) * index
 
 
@@ -115,6 +115,11 @@ def _dma_bufs(slabs: list[Memory], mappings: list[Region], settings: Settings) -
     return DmaBufs(made)
 
 
+def _entries(settings: Settings) -> int:
+    """Names that an index may have to hold."""
+    return settings.max_spans + (settings.disk_spans if settings.disk else 0)
+
+
 class Storage:
     """Slabs and catalog for good, and the indexes of the running epoch.
 
@@ -137,7 +142,7 @@ class Storage:
     def __init__(
         self, settings: Settings, inherited: tuple[list[Memory], Memory] | None = None
     ) -> None:
-        self._entries = settings.max_spans
+        self._entries = _entries(settings)
         self._groups = settings.tenancy().groups
         self.writable: list[Region] | None = None
         self.slabs: list[Memory] = []

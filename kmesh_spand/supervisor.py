@@ -16,6 +16,7 @@ import time
 from kmesh.errors import ConfigError
 from kmesh_spand import child, ipc, logs
 from kmesh_spand.backoff import Backoff
+from kmesh_spand.diskdir import Directory, open_directory
 from kmesh_spand.fdstore import FdStore
 from kmesh_spand.gpukeeper import GpuKeeper
 from kmesh_spand.handover import Handover
@@ -72,6 +73,7 @@ class Supervisor:
         self._gpus = GpuKeeper(settings, self._tell_control, self._store)
         self._holdings: Holdings
         self._handover = Handover(self)
+        self._disk: Directory | None = None
 
     def run(self) -> int:
         """Serves until told to stop. Returns the exit status; re-raises SIGINT."""
@@ -115,6 +117,12 @@ class Supervisor:
         self._holdings = held = Holdings(
             settings, self._version, self._store, upgrade=self._upgrade
         )
+        if settings.disk:
+            try:
+                self._disk = open_directory(settings.disk)
+            except BaseException:
+                held.close()
+                raise
         self._gpus.begin(held.life.held, held.gpu)
         self._handover.begin(held.place, held.manifest, held.life)
 
@@ -133,6 +141,8 @@ class Supervisor:
         self._forget_control()
         self._handover.close()
         self._holdings.close()
+        if self._disk is not None:
+            self._disk.close()
         logger.info("stopped")
 
     # The loop.
@@ -297,14 +307,18 @@ class Supervisor:
         storage = self._holdings.storage
         slabs = [(slab.fd, slab.size) for slab in storage.slabs]
         writable = storage.writable
+        disk = self._disk
 
         def main() -> int:
             logs.configure("worker", level=settings.log_level, form=settings.log_format)
             from kmesh_spand import worker
 
-            return worker.run(settings, theirs, slabs, writable)
+            return worker.run(settings, theirs, slabs, writable, disk)
 
         keep = [*(fd for fd, _ in slabs), theirs.fileno(), self._holdings.life.held]
+        if disk is not None:
+            # The lock too: no other daemon may use it while this process still writes.
+            keep += [disk.fd, disk.lock]
         with theirs:
             self._worker_pid = child.fork_or_close(ours, "worker", keep, main)
         message = ipc.NewWorker(self._worker_restarts, self._worker_pid, self._worker_killed_by)
@@ -452,6 +466,8 @@ class Supervisor:
             time.sleep(_HALT_POLL_SECONDS)
         self._control_at = None
         self._holdings.place.lent = True
+        if self._disk is not None:
+            self._disk.release()
         return ""
 
     def resume(self) -> None:
@@ -459,6 +475,8 @@ class Supervisor:
         self._halting = False
         self._holdings.place.lent = False
         self._holdings.place.sign()
+        if self._disk is not None and not self._disk.take():
+            logger.error("the other daemon still uses the disk tier's directory")
         self._control_at = time.monotonic()
 
 

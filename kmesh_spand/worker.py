@@ -18,6 +18,9 @@ from kmesh import layout
 from kmesh.mapping import Mapping
 from kmesh_spand import ipc, memory
 from kmesh_spand.budget import Gate
+from kmesh_spand.diskcrew import DiskCrew
+from kmesh_spand.diskdir import Directory
+from kmesh_spand.diskstore import DiskStore
 from kmesh_spand.hoststore import HostStore, Slab
 from kmesh_spand.jobs import Crews, Job, JobWorker, Store
 from kmesh_spand.recipes import Recipes
@@ -37,6 +40,7 @@ class Worker(JobWorker):
     Args:
         slabs: fd and size of each.
         writable: their mappings, inherited, where new ones would be refused.
+        disk: where files are; None: there are none.
 
     Raises:
         OSError: a slab can't be mapped.
@@ -48,6 +52,7 @@ class Worker(JobWorker):
         control: socket.socket,
         slabs: Sequence[tuple[int, int]],
         writable: Sequence[Mapping] | None,
+        disk: Directory | None = None,
     ) -> None:
         super().__init__(control, settings.verify_rate)
         self._settings = settings
@@ -55,6 +60,8 @@ class Worker(JobWorker):
         self._slabs = [Slab(*slab, mapping) for slab, mapping in zip(slabs, mappings, strict=True)]
         self._store = HostStore(self._slabs, settings.memory_headroom)
         self._recipes = Recipes(self._store)
+        self._files = disk
+        self._disk: DiskCrew | None = None
         self._gate = Gate(settings.memory_headroom, self._paused)
         self._filler = threading.Thread(target=self._populate, name="populate", daemon=True)
 
@@ -62,9 +69,21 @@ class Worker(JobWorker):
         """The process's life."""
         try:
             crews = Crews.hired(self._settings.copy_threads)
+            if self._files is not None:
+                self._disk = self._disk_crew(self._files)
         except RuntimeError as lacking:
             self._lacks(lacking)
         self.serve(crews)
+
+    def _disk_crew(self, files: Directory) -> DiskCrew:
+        store = DiskStore(
+            files.fd,
+            files.id,
+            self._store,
+            self._settings.disk_bytes,
+            self._settings.disk_sync,
+        )
+        return DiskCrew(store, self._settings.disk_threads, self._send)
 
     def stores(self) -> tuple[Store, Store]:
         return self._store, self._store
@@ -73,7 +92,7 @@ class Worker(JobWorker):
         if isinstance(message, ipc.ForgetRecipe):
             # Behind what made it.
             crews.recode(self._recipes.forget, message.job)
-        else:
+        elif self._disk is None or not self._disk.take(message):
             super().take(message, fd, crews)
 
     def done(self, job: Job) -> ipc.AnyMessage:
@@ -163,10 +182,11 @@ def run(
     channel: socket.socket,
     slabs: Sequence[tuple[int, int]],
     writable: Sequence[Mapping] | None,
+    disk: Directory | None = None,
 ) -> int:
     """Entry of the process; arguments as of ``Worker``."""
     try:
-        worker = Worker(settings, channel, slabs, writable)
+        worker = Worker(settings, channel, slabs, writable, disk)
     except OSError as failed:
         logger.error("slabs can't be mapped: %s", failed.strerror)
         return 1

@@ -329,10 +329,11 @@ class AsyncSession:
         device: str = "",
         recipes: bool = False,
         positions: bool = False,
+        wait: float = 0.0,
     ) -> Lease:
         forget = self._channel.forget
         procedure = calls.acquire(
-            self.welcome, keys, shards, prefix, forget, salt, device, recipes, positions
+            self.welcome, keys, shards, prefix, forget, salt, device, recipes, positions, wait
         )
         return await self._run(procedure, timeout)
 

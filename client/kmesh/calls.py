@@ -7,6 +7,7 @@ sockets nor threads. ``Session`` and ``AsyncSession`` drive the same ones.
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TypeVar
@@ -151,6 +152,8 @@ def hello(message: sessions_pb2.Hello) -> Procedure[Welcome]:
 
 
 _told: set[str] = set()
+#: What its milliseconds fit into 32 bits with.
+_MAX_WAIT = 1e6
 
 
 def _tell(agreement: Agreement) -> None:
@@ -171,11 +174,14 @@ def acquire(
     device: str = "",
     recipes: bool = False,
     positions: bool = False,
+    wait: float = 0.0,
 ) -> Procedure[Lease]:
     """Raises ConfigError for malformed arguments, else what the daemon says."""
     if len(keys) % KEY_BYTES:
         raise errors.ConfigError("keys: not a multiple of 32 bytes")
     _check_salt(salt)
+    if not 0 <= wait <= _MAX_WAIT:
+        raise errors.ConfigError(f"wait: not between 0 and {_MAX_WAIT:.0f} seconds")
     if not 0 < len(shards) <= limits.max_batch:
         raise errors.ConfigError(f"shards: {len(shards)}, not between 1 and {limits.max_batch}")
 
@@ -198,6 +204,7 @@ def acquire(
                 device=device,
                 recipes=recipes,
                 positions=positions,
+                wait_ms=math.ceil(wait * 1000),
             )
             answer = body_of(spans_pb2.AcquireResponse, (yield request))
             try:

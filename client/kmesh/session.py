@@ -197,6 +197,7 @@ class Session:
         device: str = "",
         recipes: bool = False,
         positions: bool = False,
+        wait: float = 0.0,
     ) -> Lease:
         """Leases every (key, shard).
 
@@ -210,12 +211,15 @@ class Session:
             recipes: spans that are kept as recipes may be given as such, to be decoded here.
             positions: ``Lease.start`` is to say where they were computed.
                 Otherwise such a span is REASON_PENDING while the daemon makes it dense.
+            wait: seconds for which the answer may be held back until spans that are only on disk
+                are in memory; at most nine tenths of ``timeout``. With 0 they are misses of which
+                ``reason`` says PENDING: they are brought, and are hits later.
 
         Raises:
             ConfigError: an argument is malformed.
         """
         return self._run(
-            self._acquire(keys, shards, prefix, salt, device, recipes, positions), timeout
+            self._acquire(keys, shards, prefix, salt, device, recipes, positions, wait), timeout
         )
 
     def acquire_async(
@@ -229,10 +233,11 @@ class Session:
         device: str = "",
         recipes: bool = False,
         positions: bool = False,
+        wait: float = 0.0,
     ) -> Future[Lease]:
         """As ``acquire``, without waiting. The future can't be cancelled: release its lease."""
         return self._start(
-            self._acquire(keys, shards, prefix, salt, device, recipes, positions), timeout
+            self._acquire(keys, shards, prefix, salt, device, recipes, positions, wait), timeout
         )
 
     def release(self, lease: Lease) -> None:
@@ -421,10 +426,11 @@ class Session:
         device: str,
         recipes: bool,
         positions: bool,
+        wait: float,
     ) -> Procedure[Lease]:
         forget = self._channel.forget
         return calls.acquire(
-            self.welcome, keys, shards, prefix, forget, salt, device, recipes, positions
+            self.welcome, keys, shards, prefix, forget, salt, device, recipes, positions, wait
         )
 
     def _run(self, procedure: Procedure[T], timeout: float | None) -> T:

@@ -6,6 +6,7 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 
 from kmesh.index import IndexWriter, on_device
+from kmesh_spand.control.diskjobs import DiskJobs
 from kmesh_spand.control.staging import StagingPool
 from kmesh_spand.control.workers import Workers
 from kmesh_spand.core import effects
@@ -28,6 +29,7 @@ class Applier:
         reply: where answers go.
         note: told of spans that came and went.
         device: UUID of the GPU that a tier is.
+        disk: what writes and reads files; None: there is no disk tier.
     """
 
     def __init__(
@@ -40,6 +42,7 @@ class Applier:
         reply: Callable[[effects.Reply], None],
         note: Callable[[effects.SpanCommitted | effects.SpanEnded], None],
         device: Callable[[int], str] = lambda tier: "",
+        disk: DiskJobs | None = None,
     ) -> None:
         self.index_full = 0
         self._catalog = catalog
@@ -50,6 +53,7 @@ class Applier:
         self._reply = reply
         self._note = note
         self._device = device
+        self._disk = disk
 
     def apply(self, batch: Sequence[effects.Effect]) -> None:
         """Carries out one batch. Answers see its changes: they go out after the index's version."""
@@ -99,11 +103,23 @@ class Applier:
                 self._worker.forget_recipe(effect.job)
             case effects.DropStaging():
                 self._staging.drop(effect.session)
+            case effects.Spill() | effects.Fetch() | effects.Unlink():
+                self._on_disk(effect)
             case effects.SpanCommitted() | effects.SpanEnded():
                 self._note(effect)
             case effects.Reply():
                 raise AssertionError("replies come last")
         return None
+
+    def _on_disk(self, effect: effects.Spill | effects.Fetch | effects.Unlink) -> None:
+        assert self._disk is not None
+        match effect:
+            case effects.Spill():
+                self._disk.write(effect)
+            case effects.Fetch():
+                self._disk.read(effect)
+            case effects.Unlink():
+                self._disk.remove(effect)
 
     def _tags(self, effect: effects.Publish | effects.Unpublish) -> Sequence[int]:
         if not effect.tier:

@@ -42,6 +42,9 @@ def _refused(code: int) -> str:
 #: Codes that only clients give: for what moved under them, or is gone.
 _CLIENTS_OWN = (common_pb2.CODE_STALE, common_pb2.CODE_UNAVAILABLE)
 
+#: A part of its deadline that an Acquire waits for the disk at most.
+_LAST_MOMENT = 0.9
+
 _REQUESTS = {name: f"requests_{name}" for name in translate.NAMES.values()}
 _COUNTERS = (
     "connections_refused",
@@ -62,6 +65,7 @@ class _Pending:
     done: Done
     call: Call
     timer: asyncio.TimerHandle | None = None
+    hurry: asyncio.TimerHandle | None = None
     late: bool = False
 
 
@@ -212,6 +216,11 @@ class Handler:
         if number in self._pending:
             seconds = (deadline_ms or self.settings.deadline_ms) / 1000
             pending.timer = self._loop.call_later(seconds, self._too_late, number, body)
+            if isinstance(body, spans_pb2.AcquireRequest):
+                # With what is there by then, rather than with nothing when it is too late.
+                wait = min(body.wait_ms / 1000, seconds * _LAST_MOMENT)
+                hurry = events.Hurry(session, number)
+                pending.hurry = self._loop.call_later(wait, self.event, hurry)
 
     def owes(self, session: int) -> bool:
         """Whether requests of a session wait for their answer."""
@@ -294,6 +303,10 @@ class Handler:
         pending = self._pending.get(reply.request)
         if pending is None:
             return
+        if pending.late and isinstance(reply.result, effects.AcquireResult) and reply.result.lease:
+            # Nobody learns of it.
+            unheard = events.Release(reply.session, 0, [reply.result.lease])
+            self._loop.call_soon(self.event, unheard)
         try:
             body = translate.to_message(reply.result, pending.name)
         except errors.RequestError as refused:
@@ -322,6 +335,8 @@ class Handler:
             self.event(events.Abort(pending.session, 0, tuple(body.reservation)))  # type: ignore[attr-defined]
         elif isinstance(body, sessions_pb2.AttachStaging):
             self.staging.drop(pending.session)
+        elif isinstance(body, spans_pb2.AcquireRequest):
+            self.event(events.Hurry(pending.session, number))
         elif isinstance(body, flights_pb2.AwaitRequest):
             self.event(events.Leave(pending.session, 0, body.flight, number))
 
@@ -363,8 +378,9 @@ class Handler:
         pending = self._pending.pop(number, None)
         if pending is None:
             return None
-        if pending.timer is not None:
-            pending.timer.cancel()
+        for timer in (pending.timer, pending.hurry):
+            if timer is not None:
+                timer.cancel()
         numbers = self._of_session[pending.session]
         numbers.discard(number)
         if not numbers:

@@ -35,6 +35,7 @@ class Metrics(Collector):
         yield from _slabs(status)
         yield from _gpus(status)
         yield from _tenants(status)
+        yield from _disk(status)
         yield from self._conditions(status)
         yield from self._worker()
         yield from self._processes()
@@ -126,6 +127,11 @@ class Metrics(Collector):
             family = HistogramMetricFamily(f"kmesh_{name}", _text(name))
             _fill(family, [], getattr(observer, name))
             yield family
+        disk = self._report.disk
+        for name in ("read_seconds", "write_seconds") if disk is not None else ():
+            family = HistogramMetricFamily(f"kmesh_disk_{name}", f"disk {_text(name)}")
+            _fill(family, [], getattr(disk, name))
+            yield family
 
 
 def _tenants(status: admin_pb2.StatusResponse) -> Iterator[Metric]:
@@ -159,6 +165,32 @@ def _slabs(status: admin_pb2.StatusResponse) -> Iterator[Metric]:
         yield _labelled(f"slab_{name}_bytes", "slab", values)
     huge = {str(slab.slab): int(slab.hugepages) for slab in status.slabs}
     yield _labelled("slab_hugepages", "slab", huge)
+
+
+def _disk(status: admin_pb2.StatusResponse) -> Iterator[Metric]:
+    if not status.HasField("disk"):
+        return
+    disk = status.disk
+    gauges = {
+        "capacity_bytes": disk.capacity,
+        "used_bytes": disk.used,
+        "spans": disk.spans,
+        "span_bytes": disk.span_bytes,
+        "writing": disk.writing,
+        "queued": disk.queued,
+        "reading": disk.reading,
+        "wanted": disk.wanted,
+        "waits": disk.waits,
+        "held": disk.held,
+        "ready": int(disk.ready),
+        "direct": int(disk.direct),
+        "failing_seconds": disk.failing_ms / 1000,
+    }
+    for name, value in gauges.items():
+        yield GaugeMetricFamily(f"kmesh_disk_{name}", f"disk {_text(name)}", value)
+    for name in ("quota", "used", "spans"):
+        values = {tenant.name: getattr(tenant, name) for tenant in disk.tenants}
+        yield _labelled(f"disk_tenant_{name}", "tenant", values)
 
 
 def _gpus(status: admin_pb2.StatusResponse) -> Iterator[Metric]:

@@ -101,6 +101,12 @@ class Operator:
             # Their mirrors may have been chosen too, and are gone by now.
             part = bases[at : at + _TURN]
             self._handler.event(events.EvictBases(part, request.drop_mirrors))
+        for swept in self._chosen_files(request):
+            answer.disk_spans += len(swept.slots)
+            answer.disk_bytes += swept.size
+            answer.busy += swept.busy
+            if swept.slots and not request.dry_run:
+                self._handler.event(events.Forget(swept.slots))
             await asyncio.sleep(0)
         if not request.dry_run:
             logger.info(
@@ -111,6 +117,7 @@ class Operator:
                     "spans": answer.spans,
                     "bytes": answer.bytes,
                     "leased": answer.leased,
+                    "files": answer.disk_spans,
                 },
             )
         return answer
@@ -140,6 +147,21 @@ class Operator:
             )
             yield swept
             slot = swept.next_slot
+
+    def _chosen_files(self, request: admin_pb2.EvictRequest) -> Iterator[Swept]:
+        """Files go with their spans. Of what is only in files neither age nor use is known."""
+        sweep = self._handler.core.sweep
+        if request.min_age_ms or request.min_idle_ms:
+            return
+        if request.keys:
+            for at in range(0, len(request.keys), _TURN * KEY_BYTES):
+                yield sweep.files_of(request.keys[at : at + _TURN * KEY_BYTES])
+            return
+        row: int | None = 0
+        while row is not None:
+            swept = sweep.files(row, _TURN, request.namespace)
+            yield swept
+            row = swept.next_slot
 
     # Drain.
 

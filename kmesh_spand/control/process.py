@@ -22,6 +22,7 @@ from kmesh_spand import ipc
 from kmesh_spand.control.applier import Applier
 from kmesh_spand.control.broker import Exported
 from kmesh_spand.control.crowd import Crowd
+from kmesh_spand.control.diskjobs import DiskJobs
 from kmesh_spand.control.gpus import Gpus
 from kmesh_spand.control.growth import Growth, SlabState
 from kmesh_spand.control.handler import Handler
@@ -97,11 +98,14 @@ class Control:
             event=self._event,
             observer=observer,
         )
+        disk = settings.disk_limits()
+        self._disk = DiskJobs(loop, self._event) if disk is not None else None
         self._worker = make(
             "store worker",
             start_seconds=_START_SECONDS,
             growth=self._growth,
             restart=self._restart_worker,
+            disk=self._disk,
         )
         # How long a device worker may take to start is the supervisor's to say.
         devices = [
@@ -128,6 +132,7 @@ class Control:
             ),
             tenancy=settings.tenancy(),
             batch=NativeBatch(),
+            disk=disk,
         )
         self._handler = Handler(
             loop,
@@ -149,6 +154,7 @@ class Control:
             self._handler.reply,
             self._handler.journal.span,
             self._handler.broker.gpus.tier_device,
+            self._disk,
         )
         self._supervisor = Link(loop, supervisor, self._heard, self._orphaned)
         self._crowd = Crowd(self._handler, os.path.join(settings.socket_dir, GRPC_SOCKET))
@@ -161,9 +167,10 @@ class Control:
             gpus,
             settings.stuck_ms,
             self._tell_supervisor,
+            self._disk,
         )
         self._report = Report(
-            self._handler, self._worker, self._growth, restarts, self._readiness, gpus
+            self._handler, self._worker, self._growth, restarts, self._readiness, gpus, self._disk
         )
         self._operator = Operator(loop, self._handler, restarts, self._ask_to_stop)
         self._recover()
@@ -214,6 +221,8 @@ class Control:
         while True:
             self._wake.clear()
             self._workers.check()
+            if self._disk is not None:
+                self._event(events.Tick())
             self._readiness.turn()
             self._ask_for_slabs()
             await self._tell_health(rpc)

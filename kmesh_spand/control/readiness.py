@@ -8,6 +8,7 @@ from collections.abc import Callable
 
 from kmesh_spand.control import limits
 from kmesh_spand.control.crowd import Crowd, count_files, max_files
+from kmesh_spand.control.diskjobs import DiskJobs
 from kmesh_spand.control.gpus import Gpus
 from kmesh_spand.control.growth import Growth
 from kmesh_spand.control.handler import Handler
@@ -18,7 +19,7 @@ logger = logging.getLogger(__name__)
 #: Every reason for which the daemon can be not ready; see ``docs/metrics.md``.
 REASONS = ("starting", "draining", "loop", "worker", "evictor", "pool", "memory", "files")
 #: Everything that is worth a warning while it serves.
-WARNINGS = ("memory", "growth", "hugepages", "gpu")
+WARNINGS = ("memory", "growth", "hugepages", "gpu", "disk")
 
 #: The control loop turns several times a second.
 _LIVE_SECONDS = 5.0
@@ -50,6 +51,7 @@ class Readiness:
         gpus: Gpus,
         stuck_ms: int,
         changed: Callable[[dict[str, str]], None],
+        disk: DiskJobs | None = None,
     ) -> None:
         self.serving = False
         self.max_files = max_files()
@@ -61,6 +63,7 @@ class Readiness:
         self._gpus = gpus
         self._stuck = stuck_ms / 1000
         self._changed = changed
+        self._disk = disk
         self._turned_at = loop.time()
         self._names: list[str] = ["starting"]
         self._counted_at = loop.time()
@@ -125,7 +128,22 @@ class Readiness:
             found["hugepages"] = f"{len(small)} of {len(self._growth.slabs)} slabs have small pages"
         if gpu := self._gpus.warning:
             found["gpu"] = gpu
+        if disk := self._of_disk():
+            found["disk"] = disk
         return found
+
+    def _of_disk(self) -> str:
+        jobs, core = self._disk, self._handler.core.disk
+        if jobs is None or core is None:
+            return ""
+        if jobs.error:
+            return f"nothing is written to disk: {jobs.error}"
+        if jobs.owed_seconds >= self._stuck:
+            return f"the disk has not answered for {jobs.owed_seconds:.1f} s"
+        if core.failing_since_ms is not None:
+            seconds = (self._handler.now_ms() - core.failing_since_ms) / 1000
+            return f"no file could be written for {seconds:.1f} s"
+        return ""
 
     def _of_worker(self) -> str:
         worker = self._worker

@@ -7,6 +7,8 @@ from kmesh.handles import HandleKind
 from kmesh.keys import KEY_BYTES
 from kmesh.layout import Shard
 from kmesh.v1 import admin_pb2, flights_pb2, sessions_pb2
+from kmesh_spand.control.diskjobs import DiskJobs
+from kmesh_spand.control.diskreport import disk_info, fetches
 from kmesh_spand.control.families import seen_by
 from kmesh_spand.control.gpus import Gpus
 from kmesh_spand.control.growth import Growth
@@ -41,6 +43,7 @@ class Report:
         restarts: int,
         readiness: Readiness,
         gpus: Gpus,
+        disk: DiskJobs | None = None,
     ) -> None:
         self.gpus = gpus
         self.readiness = readiness
@@ -48,16 +51,18 @@ class Report:
         self._worker = worker
         self._growth = growth
         self._restarts = restarts
+        self.disk = disk
         self._started_ms = handler.now_ms()
 
     def counters(self) -> dict[str, int]:
         """All counters, by the names of ``docs/metrics.md``."""
         found = {
-            name if name.startswith("flight_") else f"spans_{name}": value
+            name if name.startswith(("flight_", "disk_")) else f"spans_{name}": value
             for name, value in self._handler.core.counters.items()
         }
         found.update(self._handler.counters)
         found.update(self._growth.counters)
+        found["disk_removed"] = self.disk.removed if self.disk else 0
         found["index_full"] = self._handler.applier.index_full
         found["population_pauses"] = self._growth.pauses
         found["slow_calls"] = self._handler.observer.slow_calls
@@ -137,6 +142,9 @@ class Report:
             not_ready=_conditions(self.readiness.reasons()),
             warnings=_conditions(self.readiness.warnings()),
         )
+        if handler.core.disk is not None:
+            directory = handler.settings.disk
+            status.disk.CopyFrom(disk_info(handler.core.disk, self.disk, directory, group))
         if group is not None:
             status.ClearField("sessions")
             status.ClearField("leases")
@@ -261,6 +269,10 @@ class Report:
                 age_ms=row.age_ms,
                 key=row.key,
             )
+        disk = self._handler.core.disk
+        if disk is not None and not request.page_token:
+            now, group = self._handler.now_ms(), self.group(member)
+            answer.fetches.extend(fetches(disk, limit, now, group))
         return answer
 
     def session(self, member: Member) -> sessions_pb2.SessionInfo:

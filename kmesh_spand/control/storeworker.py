@@ -12,6 +12,7 @@ from collections.abc import Callable
 from kmesh import errors
 from kmesh.handles import HandleRefusal
 from kmesh_spand import ipc, logs
+from kmesh_spand.control.diskjobs import DiskJobs
 from kmesh_spand.control.growth import Growth
 from kmesh_spand.control.link import Link
 from kmesh_spand.control.observer import CopyMark, Observer
@@ -43,6 +44,7 @@ class StoreWorker:
         start_seconds: until a worker that has not answered at all is given up; None: somebody
             else watches that.
         growth: takes what it tells of its memory; None: that does not grow.
+        disk: takes what it tells of files; None: it has none.
         event: where events for the core go.
         restart: asks the supervisor for a new worker, with a reason.
     """
@@ -59,11 +61,13 @@ class StoreWorker:
         event: Callable[[events.Event], None],
         restart: Callable[[str], None],
         observer: Observer,
+        disk: DiskJobs | None = None,
     ) -> None:
         self.restarts = 0
         self.pid = 0
         self._name = name
         self._growth = growth
+        self._disk = disk
         self._observer = observer
         self._loop = loop
         self._timeout = timeout
@@ -318,6 +322,8 @@ class StoreWorker:
         held, self._held = self._held, []
         for _, message in held:
             self._link.send(message)
+        if self._disk is not None:
+            self._disk.begin(self._link.send)
 
     def _detach(self) -> None:
         """The worker is gone: it writes no more, so copies that it owed have failed."""
@@ -326,6 +332,8 @@ class StoreWorker:
             self._link = None
         if self._growth is not None:
             self._growth.paused = ""
+        if self._disk is not None:
+            self._disk.gone()
         if self._started and self._checks:
             # They are done one after another, so it was at the first of them. The next worker
             # does the others before.
@@ -351,6 +359,8 @@ class StoreWorker:
                 self._beat_at = None
             if not self._started:
                 self._begin()
+            return
+        if self._disk is not None and self._disk.hear(message):
             return
         self._heard_at = self._loop.time()
         if self._growth is not None and self._growth.hear(message):

@@ -91,6 +91,7 @@ def to_event(
                 tier,
                 body.recipes,
                 body.positions,
+                bool(body.wait_ms),
             )
         case spans_pb2.ReleaseRequest():
             return events.Release(session, request, tuple(body.leases))

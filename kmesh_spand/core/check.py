@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 
 from kmesh.layout import tiles
 from kmesh_spand.core.allocator import QUARANTINE, Slab
@@ -20,17 +21,23 @@ _LEASED = (State.COMMITTED, State.SUSPECT, *_ENDING)
 
 
 def check(
-    store: SpanStore, book: SessionBook, writing: Writing, verifier: Verifier, waiting: int
+    store: SpanStore,
+    book: SessionBook,
+    writing: Writing,
+    verifier: Verifier,
+    waiting: int,
+    arriving: Sequence[int] = (),
 ) -> None:
     """Raise AssertionError unless every ledger is exact.
 
     Args:
         waiting: recovered records that are not placed yet; they hold rows.
+        arriving: rows that Acquires hold which are not answered yet.
     """
     _check_rows(store, waiting)
     _check_ranges(store)
     _check_tenants(store)
-    _check_leases(store, book)
+    _check_leases(store, book, arriving)
     _check_jobs(store, book, writing, verifier)
 
 
@@ -192,9 +199,9 @@ def _check_tenants(store: SpanStore) -> None:
         assert tenant.spaces == spaces
 
 
-def _check_leases(store: SpanStore, book: SessionBook) -> None:
+def _check_leases(store: SpanStore, book: SessionBook, arriving: Sequence[int]) -> None:
     table = store.table
-    pins: Counter[int] = Counter()
+    pins = Counter(arriving)
     for lease in book.leases.values():
         held = [row for row in lease.rows if row]
         pins.update(held)

@@ -44,6 +44,7 @@ class Verdict(IntEnum):
     ENDED = 5
     NEVER = 6
     UNKNOWN = 7
+    ON_DISK = 8
 
 
 class Cause(IntEnum):
@@ -55,6 +56,7 @@ class Cause(IntEnum):
     RECOVERY = 4
     ABORTED = 5
     COPY_FAILED = 6
+    DISK = 7
 
 
 class Standing(IntEnum):
@@ -85,6 +87,19 @@ class FlightCause(IntEnum):
     BACK_OFF = 6
     DRAINING = 7
     LEFT = 8
+
+
+class Trouble(IntEnum):
+    """What went wrong with a file.
+
+    BAD: it is not what it should hold, or is not there. FULL: no room for it. IO: the disk refused.
+    LOST: the range was given away before it was read, or whoever did the job is gone.
+    """
+
+    BAD = 1
+    FULL = 2
+    IO = 3
+    LOST = 4
 
 
 class MirrorFate(IntEnum):

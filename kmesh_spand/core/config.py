@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 from kmesh.errors import ConfigError
 from kmesh.layout import SPAN_TOKENS, SUB_TOKENS
@@ -75,3 +76,39 @@ class CoreConfig:
             raise ConfigError("max_spans: must fit in 32 bits")
         if self.span_tokens > 0xFFFF or self.span_tokens % self.sub_tokens:
             raise ConfigError("span_tokens: must be a multiple of sub_tokens and below 65536")
+
+
+@dataclass(frozen=True, slots=True)
+class DiskConfig:
+    """Limits of the disk tier. ConfigError names a field that is out of range.
+
+    Attributes:
+        capacity: bytes that its files may take, whole blocks.
+        max_files: spans in files, and their further names.
+        max_writes, max_reads: files that are written, and read, at a time.
+        max_wanted: fetches that wait for their turn or run.
+        hold_ms, longest_hold_ms: how long a span is left alone that could not be fetched, and the
+            whole tier after it could not be written: twice as long each time, at most the second.
+        max_failures: a file that could not be read so often is removed.
+        quotas: bytes by name of a tenant, or of its group without salt; 0 is no limit.
+        default_quota: bytes of the others.
+    """
+
+    capacity: int
+    max_files: int
+    max_writes: int = 2
+    max_reads: int = 8
+    max_wanted: int = 4096
+    hold_ms: int = 1000
+    longest_hold_ms: int = 60_000
+    max_failures: int = 3
+    quotas: Mapping[str, int] = field(default_factory=dict)
+    default_quota: int = 0
+
+    def __post_init__(self) -> None:
+        for name in self.__slots__:
+            value = getattr(self, name)
+            if isinstance(value, int) and value < (name != "default_quota"):
+                raise ConfigError(f"{name}: must be positive")
+        if self.max_files >= 0x7FFF_FFFF:
+            raise ConfigError("max_files: must fit in 31 bits")

@@ -10,10 +10,12 @@ from kmesh.layout import TILE_BYTES
 from kmesh_spand.core import events as ev
 from kmesh_spand.core.batch import Batch
 from kmesh_spand.core.check import check, check_flights
+from kmesh_spand.core.check_disk import check_disk
 from kmesh_spand.core.checkfamilies import check_families
 from kmesh_spand.core.codes import Code
-from kmesh_spand.core.config import CoreConfig
+from kmesh_spand.core.config import CoreConfig, DiskConfig
 from kmesh_spand.core.counters import COUNTERS
+from kmesh_spand.core.disk import Disk
 from kmesh_spand.core.effects import Effect, Refused, Reply, Result
 from kmesh_spand.core.endings import Endings
 from kmesh_spand.core.families import FamilyBook
@@ -50,12 +52,15 @@ class Core:
         policy: order of eviction, used by this core alone; LRU by default.
         tenancy: who shares with whom; each uid is by itself by default.
         batch: operations over many rows; plain Python by default.
+        disk: limits of the disk tier; None: there is none.
+        disk_policy: order in which files go, LRU by default.
 
     Attributes:
         counters: see ``counters.COUNTERS``; they only grow.
         fates: what has become of keys.
         sweep: which spans an operator's wish names.
         flights: who computes what is not stored.
+        disk: the tier below host memory, or None.
         families, family_views: which spans are to be recipes over which, and how that is shown.
     """
 
@@ -65,6 +70,8 @@ class Core:
         policy: Policy | None = None,
         tenancy: Tenancy | None = None,
         batch: Batch | None = None,
+        disk: DiskConfig | None = None,
+        disk_policy: Policy | None = None,
     ) -> None:
         self.config = config
         self.tenancy = tenancy or Tenancy()
@@ -80,16 +87,23 @@ class Core:
             jobs,
             batch,
         )
-        self.fates = Fates(self._store, endings)
-        self.sweep = Sweep(self._store)
+        self.disk: Disk | None = None
+        if disk is not None:
+            self.disk = Disk(disk, config, self._store, self.tenancy, jobs, disk_policy, batch)
+        self.fates = Fates(self._store, endings, self.disk)
+        self.sweep = Sweep(self._store, self.disk)
         self._book = SessionBook()
         self._verifier = Verifier(self._store, config.max_verify, jobs)
         self._recoder = Recoder(config, self._store, jobs)
         self.families = FamilyBook(config, self._store, self._recoder)
         self.family_views = FamilyViews(self._store, self.families, self._recoder)
-        self._reading = Reading(config, self._store, self._book, self._verifier, self._recoder)
+        self._reading = Reading(
+            config, self._store, self._book, self._verifier, self._recoder, self.disk
+        )
         self.flights = Flights(config, self._store)
         self._store.watches = [self.flights, self.families]
+        if self.disk is not None:
+            self._store.watches.append(self.disk)
         self._writing = Writing(config, self._store, self._book, self._verifier, jobs, self.flights)
         self._recovery = Recovery(self._store, config, self._verifier)
         self._requests: dict[type, Callable[..., Result | None]] = {
@@ -129,6 +143,8 @@ class Core:
             if result is not None:
                 out.append(Reply(event.session, event.request, result))
         self._recoder.pump()
+        if self.disk is not None:
+            self.disk.pump()
         return out
 
     def _note(self, event: ev.Event) -> None:
@@ -182,6 +198,33 @@ class Core:
             case ev.Resume():
                 self._writing.draining = self._recoder.draining = False
                 self.flights.draining = False
+            case _ if self.disk is not None:
+                self._note_disk(self.disk, event)
+
+    def _note_disk(self, disk: Disk, event: ev.Event) -> None:
+        match event:
+            case ev.Spilled(job, name):
+                disk.spilled(job, name)
+            case ev.SpillFailed(job, trouble):
+                disk.spill_failed(job, trouble)
+            case ev.Fetched(job):
+                disk.fetches.fetched(job)
+            case ev.FetchFailed(job, trouble):
+                disk.fetches.failed(job, trouble)
+            case ev.Unlinked(job, ok):
+                disk.unlinked(job, ok=ok)
+            case ev.Hurry(session, request):
+                disk.fetches.hurry(self._book.sessions.get(session), request)
+            case ev.DiskFound(files):
+                disk.found(files)
+            case ev.DiskReady():
+                disk.ready = True
+            case ev.DiskGone():
+                disk.ready = False
+            case ev.Forget(rows):
+                disk.forget(rows)
+            case ev.Tick():
+                disk.fetches.retry()
 
     def _close(self, number: int) -> None:
         session = self._book.sessions.pop(number, None)
@@ -193,20 +236,25 @@ class Core:
         for reservation in list(session.reservations.values()):
             self._writing.end_reservation(reservation)
         self.flights.closed(session)
+        if self.disk is not None:
+            self.disk.fetches.closed(session)
         self._writing.drop_staging(session)
 
     def check(self) -> None:
         """Raise AssertionError unless every ledger is exact. O(everything), for tests."""
-        check(self._store, self._book, self._writing, self._verifier, self._recovery.waiting)
+        held = self.disk.fetches.arriving(self._book) if self.disk is not None else ()
+        check(self._store, self._book, self._writing, self._verifier, self._recovery.waiting, held)
         check_flights(self.flights, self._book)
         check_families(self._store, self._recoder, self.families)
+        if self.disk is not None:
+            check_disk(self.disk, self._store, self._book)
 
     # Views
 
     @property
     def idle(self) -> bool:
-        """Whether no copy is in flight."""
-        return not self._writing.copies
+        """Whether no copy is in flight, and nothing that is to be kept waits for the disk."""
+        return not self._writing.copies and (self.disk is None or self.disk.settled)
 
     @property
     def copies(self) -> int:
@@ -244,7 +292,7 @@ class Core:
             leased_spans=store.pinned,
             leased_bytes=store.leased_bytes,
             reservations=len(book.reservations),
-            index_entries=store.published,
+            index_entries=store.published + (self.disk.book.published if self.disk else 0),
             families=len(self.families),
             mirrors=store.mirrors.spans,
             mirror_bytes=store.mirrors.stored_bytes,

@@ -6,6 +6,8 @@ from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+from kmesh_spand.core.diskfile import SpanFile
+
 
 @dataclass(frozen=True, slots=True)
 class BasePlace:
@@ -291,6 +293,38 @@ class Wipe:
 
 
 @dataclass(frozen=True, slots=True)
+class Spill:
+    """Write a payload to a file, then send Spilled or SpillFailed for ``job``.
+
+    The range may be given to another span meanwhile: what is written must have ``span.root``.
+    """
+
+    job: int
+    slab: int
+    offset: int
+    span: SpanFile
+
+
+@dataclass(frozen=True, slots=True)
+class Fetch:
+    """Read a file into a range if it holds exactly ``span``, then send Fetched or FetchFailed."""
+
+    job: int
+    name: int
+    slab: int
+    offset: int
+    span: SpanFile
+
+
+@dataclass(frozen=True, slots=True)
+class Unlink:
+    """Remove a file, then send Unlinked. A worker that dies must be followed by one that does."""
+
+    job: int
+    name: int
+
+
+@dataclass(frozen=True, slots=True)
 class PutOwner:
     """Write whose a slab is (``tenants.OWNER_BYTES``), before any record of a span in it."""
 
@@ -311,7 +345,8 @@ class Publish:
     """Make keys visible in the index of a group of uids.
 
     ``tags`` as ``kmesh.index.tag``; they point at ``slot``. ``tier``: 0 is host memory; to tags of
-    a GPU's the shell adds which one it is.
+    a GPU's the shell adds which one it is. Slots from ``max_spans`` on are files of the disk tier.
+    A tag that points elsewhere points here afterwards.
     """
 
     slot: int
@@ -369,6 +404,9 @@ Effect = (
     | ForgetRecipe
     | Densify
     | Wipe
+    | Spill
+    | Fetch
+    | Unlink
     | PutOwner
     | PutRecord
     | Publish

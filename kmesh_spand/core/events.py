@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from kmesh_spand.core.diskfile import SpanFile
 from kmesh_spand.core.family import Run
 from kmesh_spand.core.mirrors import RecipeFacts
 from kmesh_spand.core.record import Record
@@ -44,7 +45,8 @@ class Acquire:
 
     ``salt`` is the 32-byte digest of the request's salt, or empty; uid and salt are the tenant.
     ``tier`` is where it looks: 0 is host memory, the others are GPUs. ``recipes``: who asks can
-    decode them. ``positions``: it wants to know where spans were computed.
+    decode them. ``positions``: it wants to know where spans were computed. With ``wait`` it is
+    answered when what has to be fetched from disk has come, or can't, or ``Hurry`` says so.
     """
 
     session: int
@@ -56,6 +58,7 @@ class Acquire:
     tier: int = 0
     recipes: bool = False
     positions: bool = False
+    wait: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -365,6 +368,85 @@ class EvictBases:
 
 
 @dataclass(frozen=True, slots=True)
+class Hurry:
+    """An Acquire that waits has waited long enough: it is answered with what is there."""
+
+    session: int
+    request: int
+
+
+@dataclass(frozen=True, slots=True)
+class DiskFound:
+    """Files of an earlier epoch, (name, span), as the scan of the directory finds them.
+
+    Their payloads are read only when they are fetched. A file that is known already is no news.
+    """
+
+    files: Sequence[tuple[int, SpanFile]]
+
+
+@dataclass(frozen=True, slots=True)
+class DiskReady:
+    """The directory has been looked through: files may be written."""
+
+
+@dataclass(frozen=True, slots=True)
+class DiskGone:
+    """There is nobody to read and write files, until the next ``DiskReady``."""
+
+
+@dataclass(frozen=True, slots=True)
+class Spilled:
+    """A payload is in a file of that name, which is a number that no other has."""
+
+    job: int
+    name: int
+
+
+@dataclass(frozen=True, slots=True)
+class SpillFailed:
+    """There is no such file. ``trouble`` is a ``codes.Trouble``."""
+
+    job: int
+    trouble: int
+
+
+@dataclass(frozen=True, slots=True)
+class Fetched:
+    """A payload and its tile sums were read from a file, and are what it was to hold."""
+
+    job: int
+
+
+@dataclass(frozen=True, slots=True)
+class FetchFailed:
+    """Nothing can be said of the range. ``trouble`` is a ``codes.Trouble``."""
+
+    job: int
+    trouble: int
+
+
+@dataclass(frozen=True, slots=True)
+class Unlinked:
+    """A file is gone. Not ``ok``: it could not be removed, and is found by the next scan."""
+
+    job: int
+    ok: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Forget:
+    """An operator wants these files gone, by row of the disk's table; others stay as they are."""
+
+    rows: Sequence[int]
+
+
+@dataclass(frozen=True, slots=True)
+class Tick:
+    """Time has passed."""
+
+
+@dataclass(frozen=True, slots=True)
 class Drain:
     """No new reservation from now on; what is in flight may finish."""
 
@@ -411,6 +493,17 @@ Event = (
     | GraceEnded
     | Evict
     | EvictBases
+    | Hurry
+    | DiskFound
+    | DiskReady
+    | DiskGone
+    | Spilled
+    | SpillFailed
+    | Fetched
+    | FetchFailed
+    | Unlinked
+    | Forget
+    | Tick
     | Drain
     | Resume
 )

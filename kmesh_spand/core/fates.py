@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 from kmesh_spand.core.batch import KEY_BYTES
 from kmesh_spand.core.codes import Cause, Verdict
+from kmesh_spand.core.disk import Disk
 from kmesh_spand.core.endings import Endings
 from kmesh_spand.core.states import State
 from kmesh_spand.core.store import TICK_SHIFT, SpanStore
@@ -22,6 +23,7 @@ _VERDICTS = {
     State.VERIFYING: Verdict.UNVERIFIED,
     State.COMMITTED: Verdict.SERVED,
     State.SUSPECT: Verdict.SUSPECT,
+    State.FETCHING: Verdict.ON_DISK,
 }
 #: Shards of which keys are looked for when nobody says which.
 MAX_SHARDS = 256
@@ -40,9 +42,10 @@ class Fate:
 class Fates:
     """Answers from the table of spans and the memory of what ended."""
 
-    def __init__(self, store: SpanStore, endings: Endings) -> None:
+    def __init__(self, store: SpanStore, endings: Endings, disk: Disk | None = None) -> None:
         self._store = store
         self._endings = endings
+        self._disk = disk
 
     def of(self, key: bytes, shard: int, now_ms: int) -> Fate:
         """What has become of a key of 32 bytes in a shard (a code)."""
@@ -50,6 +53,8 @@ class Fates:
         row = max(self._rows(key, shard), key=self._rank, default=0)
         if row:
             return Fate(_VERDICTS[State(table.state[row])], leases=table.pins[row])
+        if self._disk is not None and self._disk.book.has(key, shard):
+            return Fate(Verdict.ON_DISK)
         ending = self._endings.last(key, shard)
         if ending is not None:
             return Fate(Verdict.ENDED, ending.cause, self._ago(ending.tick, now_ms))

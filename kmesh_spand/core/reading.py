@@ -12,6 +12,7 @@ from kmesh_spand.core.batch import KEY_BYTES, Rows
 from kmesh_spand.core.checks import check_acquire, too_many
 from kmesh_spand.core.codes import Code, Reason
 from kmesh_spand.core.config import CoreConfig
+from kmesh_spand.core.disk import Disk
 from kmesh_spand.core.effects import (
     AcquireResult,
     BasePlace,
@@ -32,7 +33,11 @@ _COMMITTED, _FREE = int(State.COMMITTED), int(State.FREE)
 
 
 class Reading:
-    """Leases on committed spans, and what happens to spans that readers distrust."""
+    """Leases on committed spans, and what happens to spans that readers distrust.
+
+    Args:
+        disk: where spans may be that memory has not; None: there is none.
+    """
 
     def __init__(
         self,
@@ -41,6 +46,7 @@ class Reading:
         book: SessionBook,
         verifier: Verifier,
         recoder: Recoder,
+        disk: Disk | None = None,
     ) -> None:
         self._recoder = recoder
         self._config = config
@@ -48,9 +54,15 @@ class Reading:
         self._batch = store.table.batch
         self._book = book
         self._verifier = verifier
+        self._disk = disk
+        if disk is not None:
+            disk.fetches.acquire = self._answer
 
-    def acquire(self, session: Session, event: Acquire) -> Result:
-        """Lease what is committed; a lease belongs to the session that asked."""
+    def acquire(self, session: Session, event: Acquire) -> Result | None:
+        """Lease what is committed; a lease belongs to the session that asked.
+
+        None when the answer comes later, with what is fetched from disk for it.
+        """
         if refused := check_acquire(event, self._config):
             return refused
         config = self._config
@@ -59,9 +71,17 @@ class Reading:
             or session.leased_spans >= config.max_leased_spans
         ):
             return Refused(Code.EXHAUSTED, "too many open leases", "keys")
+        if event.wait and self._disk is not None and not event.tier:
+            rows, away = self._find(session, event)
+            if self._disk.fetches.wait(session, event, rows, away):
+                return None
+        return self._answer(session, event)
+
+    def _answer(self, session: Session, event: Acquire) -> AcquireResult:
+        """What memory has now; what only the disk has is wanted from here on."""
         counters, table, gather = self._store.counters, self._store.table, self._batch.gather
         tenant = self._store.tenants.find(session.group, event.salt, event.tier)
-        rows = self._find(event, tenant.number if tenant else 0)
+        rows, away = self._find(session, event)
         states = self._batch.gather_bytes(rows, table.state)
         reasons: Sequence[int]
         hits, absent = states.count(_COMMITTED), states.count(_FREE)
@@ -69,10 +89,10 @@ class Reading:
         if hits == len(rows) and not mirrors:
             reasons, held = [0] * len(rows), rows
         else:
-            if hits + absent == len(rows) and not mirrors:
+            if hits + absent == len(rows) and away is None and not mirrors:
                 reasons = self._miss(rows, len(event.shards), event.prefix)
             else:
-                reasons, wanted = self._sort_out(rows, event)
+                reasons, wanted = self._sort_out(session, rows, away, event)
             held = array("I", filter(None, rows))
         if held:
             # Before room is made for anything else.
@@ -143,19 +163,36 @@ class Reading:
         lengths = array("Q", [mirror.length if mirror else 0 for mirror in found])
         return lengths, array("Q", [mirror.root if mirror else 0 for mirror in found]), places
 
-    def _find(self, event: Acquire, tenant: int) -> Rows:
-        """Rows of all entries, key-major; for a prefix, up to the first key not found."""
-        find = self._store.table.find_all
-        runs = []
+    def _find(self, session: Session, event: Acquire) -> tuple[Rows, Rows | None]:
+        """Rows of all entries, key-major; for a prefix, up to the first key not found.
+
+        And the disk's files of those that memory has not, or None.
+        """
+        tenant = self._store.tenants.find(session.group, event.salt, event.tier)
+        number, find = tenant.number if tenant else 0, self._store.table.find_all
+        runs: list[Rows] = []
+        files: list[Rows | None] = []
         known = len(event.keys) // KEY_BYTES
         for code in event.shards:
-            run, found = find(event.keys, scope(tenant, code))
+            run, found = find(event.keys, scope(number, code))
+            away = None
+            if found < len(run):
+                away = self._away(session, event, code)
+                if event.prefix:
+                    known = min(known, _end(run, away))
             runs.append(run)
-            if event.prefix and found < len(run):
-                known = min(known, run.index(0) + 1)
-        if len(runs) == 1:
-            return runs[0][:known]
-        return array("I", chain.from_iterable(zip(*(run[:known] for run in runs), strict=True)))
+            files.append(away)
+        rows = runs[0][:known] if len(runs) == 1 else _interleaved(runs, known)
+        if not any(files):
+            return rows, None
+        nowhere = array("I", bytes(known * rows.itemsize))
+        there = _interleaved([nowhere if away is None else away for away in files], known)
+        return rows, there
+
+    def _away(self, session: Session, event: Acquire, shard: int) -> Rows | None:
+        if self._disk is None or event.tier:
+            return None
+        return self._disk.book.find_all(session.group, event.salt, event.keys, shard)
 
     def _miss(self, rows: Rows, shards: int, prefix: bool) -> list[Reason]:
         """Reasons of rows that are committed or 0; what can't be leased becomes 0."""
@@ -165,7 +202,9 @@ class Reading:
             return [Reason.OK] * whole + [Reason.MISS] * (len(rows) - whole)
         return [Reason.OK if row else Reason.MISS for row in rows]
 
-    def _sort_out(self, rows: Rows, event: Acquire) -> tuple[list[int], list[tuple[int, int]]]:
+    def _sort_out(
+        self, session: Session, rows: Rows, away: Rows | None, event: Acquire
+    ) -> tuple[list[int], list[tuple[int, int]]]:
         """Reasons of all rows; what can't be leased becomes 0 in ``rows``.
 
         Also (entry, row) of mirrors that were asked for dense; their reason is PENDING.
@@ -177,7 +216,9 @@ class Reading:
         bases: set[int] = set()
         for entry, found in enumerate(rows):
             if not found:
-                reasons.append(Reason.MISS)
+                there = away[entry] if away is not None else 0
+                comes = there and self._disk and self._disk.fetches.want(session, there)
+                reasons.append(Reason.PENDING if comes else Reason.MISS)
                 continue
             row = store.resolve(found)
             state = states[row]
@@ -291,3 +332,15 @@ class Reading:
         store.counters["reported"] += accepted
         self._verifier.pump()
         return ReportCorruptResult(accepted)
+
+
+def _end(run: Rows, away: Rows | None) -> int:
+    """How many keys there are up to the first that is found neither here nor there."""
+    if away is None:
+        return run.index(0) + 1
+    return next((i for i, row in enumerate(run, 1) if not row and not away[i - 1]), len(run))
+
+
+def _interleaved(runs: Sequence[Rows], known: int) -> Rows:
+    """The first ``known`` of several runs, key-major."""
+    return array("I", chain.from_iterable(zip(*(run[:known] for run in runs), strict=True)))

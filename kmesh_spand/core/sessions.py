@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from kmesh_spand.core.fetches import Arrival
     from kmesh_spand.core.flight import Flight, Waiter
 
 
@@ -54,7 +55,7 @@ class Session:
 
     ``hits``, ``misses`` and ``pending`` count entries of Acquire, ``reasons`` those of Reserve and
     Commit that were not OK, ``committed`` its spans that became visible. ``flights`` are those that
-    it leads, ``waits`` its Awaits by request.
+    it leads, ``waits`` its Awaits by request, ``arrivals`` its Acquires that wait for the disk.
     """
 
     id: int
@@ -76,6 +77,7 @@ class Session:
     committed_bytes: int = 0
     flights: dict[int, Flight] = field(default_factory=dict)
     waits: dict[int, Waiter] = field(default_factory=dict)
+    arrivals: dict[int, Arrival] = field(default_factory=dict)
     closed: bool = False
 
     def refused(self, reason: int) -> None:

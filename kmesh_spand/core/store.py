@@ -146,7 +146,7 @@ class SpanStore(Holding):
             tags, tenant = self.tags(row), self.tenant_of(row)
             self.published += len(tags)
             self.out.append(Publish(row - 1, tags, tenant.group, tenant.tier))
-            if old in (State.COPYING, State.VERIFYING):
+            if old in (State.COPYING, State.VERIFYING, State.FETCHING):
                 self.out.append(SpanCommitted(*self._about(row)))
             for watch in () if handed_on else self.watches:
                 if watch:

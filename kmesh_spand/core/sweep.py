@@ -6,10 +6,14 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from kmesh_spand.core.batch import KEY_BYTES
-from kmesh_spand.core.states import STORED, State
+from kmesh_spand.core.disk import Disk
+from kmesh_spand.core.files import FileBook
+from kmesh_spand.core.states import FILE_EVICTABLE, FILE_KEYED, STORED, State
 from kmesh_spand.core.store import TICK_SHIFT, SpanStore
 
-_BUSY = frozenset({State.RESERVED, State.COPYING, State.VERIFYING, State.SUSPECT, State.DRAFT})
+_BUSY = frozenset(
+    {State.RESERVED, State.COPYING, State.VERIFYING, State.SUSPECT, State.DRAFT, State.FETCHING}
+)
 
 
 @dataclass(slots=True)
@@ -34,8 +38,9 @@ class Swept:
 class Sweep:
     """Looks, changes nothing: what ``events.Evict`` is sent with."""
 
-    def __init__(self, store: SpanStore) -> None:
+    def __init__(self, store: SpanStore, disk: Disk | None = None) -> None:
         self._store = store
+        self._disk = disk
 
     def part(
         self,
@@ -72,6 +77,43 @@ class Sweep:
         for row in dict.fromkeys(self._rows(keys)):
             self._judge(row, swept, min_age_ms, min_idle_ms, now_ms)
         return swept
+
+    def files(self, begin: int, count: int, namespace: bytes = b"") -> Swept:
+        """Looks at ``count`` rows of the disk's table from ``begin`` on; slots are its rows."""
+        swept = Swept()
+        if self._disk is None:
+            return swept
+        book, table = self._disk.book, self._disk.book.table
+        wanted = table.spaces.find(namespace) if namespace else 0
+        if namespace and not wanted:
+            return swept
+        end = min(begin + count, table.rows)
+        for row in range(begin + 1, end + 1):
+            if not wanted or table.space[row] == wanted:
+                self._judge_file(book, row, swept)
+        if end < table.rows:
+            swept.next_slot = end
+        return swept
+
+    def files_of(self, keys: bytes) -> Swept:
+        """Looks at all files of these keys (32 bytes each), in every shard."""
+        swept = Swept()
+        if self._disk is not None:
+            book = self._disk.book
+            for _, where in book.table.scopes:
+                for row in book.table.find_all(keys, where)[0]:
+                    if row:
+                        self._judge_file(book, book.resolve(row), swept)
+        swept.slots = list(dict.fromkeys(swept.slots))
+        return swept
+
+    def _judge_file(self, book: FileBook, row: int, swept: Swept) -> None:
+        state = book.table.state[row]
+        if state in FILE_EVICTABLE:
+            swept.slots.append(row)
+            swept.size += book.table.length[row]
+        elif state in FILE_KEYED:
+            swept.busy += 1
 
     def _rows(self, keys: bytes) -> Iterator[int]:
         store = self._store

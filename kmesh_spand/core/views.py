@@ -198,3 +198,50 @@ class SessionRow:
     reasons: dict[int, int]
     committed: int
     committed_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class DiskStatus:
+    """The disk tier. Bytes are of files, ``span_bytes`` of payloads; the rest counts files.
+
+    Attributes:
+        queued: spans in memory that wait to be written. waits: Acquires that wait for files.
+        failing_ms: for how long no file could be written; 0: it can.
+    """
+
+    capacity: int
+    used: int
+    spans: int
+    span_bytes: int
+    writing: int
+    queued: int
+    reading: int
+    wanted: int
+    waits: int
+    held: int
+    ready: bool
+    failing_ms: int
+
+
+@dataclass(frozen=True, slots=True)
+class DiskTenantRow:
+    """Files of one tenant; ``quota`` is 0 for no limit, both are bytes."""
+
+    name: str
+    quota: int
+    used: int
+    spans: int
+
+
+@dataclass(frozen=True, slots=True)
+class FetchRow:
+    """One fetch, for ``kmesh flights``; ``leader`` is 0 when nobody wants it any more."""
+
+    fetch: int
+    state: str
+    tenant: str
+    leader: int
+    waiters: int
+    length: int
+    age_ms: int
+    key: bytes

@@ -52,6 +52,7 @@ class House:
         self.faults = directory / "faults"
         self.faults.mkdir()
         self.sockets = directory / "s"
+        self.disk = directory / "disk"
         self._settings: dict[str, Any] = {
             "command": chaos_spand.COMMAND,
             "env": {
@@ -64,6 +65,8 @@ class House:
             "slab_size": "2MiB",
             "staging_memory": "24MiB",
             "max_spans": MAX_SPANS,
+            "disk": self.disk,
+            "disk_bytes": "24MiB",
             "grace_ms": 1000,
             "copy_timeout_ms": 5000,
             "deadline_ms": 5000,

@@ -29,6 +29,8 @@ from kmesh.store import put_spans, read_span
 from kmesh.v1 import common_pb2
 
 CALL_SECONDS = 5.0
+#: What an Acquire waits for the disk.
+DISK_SECONDS = 1.0
 STAGING = 1 << 20
 _COUNTED = (
     (errors.DeadlineExceeded, "deadline_exceeded"),
@@ -198,7 +200,13 @@ class Member:
         salt = SALTS[names[0].salt]
         with self.pulse.calling("acquire", CALL_SECONDS):
             lease = session.acquire(
-                keys, SHARDS, prefix=prefix, salt=salt, device=place, recipes=recipes
+                keys,
+                SHARDS,
+                prefix=prefix,
+                salt=salt,
+                device=place,
+                recipes=recipes,
+                wait=DISK_SECONDS,
             )
         reasons = list(lease.reason)
         self.pulse.count("read_miss", reasons.count(common_pb2.REASON_MISS))

@@ -30,7 +30,7 @@ from kmesh_spand.core.record import RECORD_BYTES, decode
 CLIENTS = 4
 _LOOK, _STATUS = 0.5, 2.0
 #: Faults that an operator could make, and which keep nobody from being served.
-_HARMLESS = ("rude", "flip")
+_HARMLESS = ("rude", "flip", "damage")
 
 
 class Storm:
@@ -281,6 +281,28 @@ class Storm:
         finally:
             path.chmod(file.st_mode & 0o777)
         self.events.add("flipped", inode=file.st_ino, at=places)
+        return True
+
+    def _damage(self, fault: Fault, pid: int) -> bool:
+        """A file of the disk tier gets other bits, is cut short, or is another's."""
+        rng = random.Random(fault.draw)
+        files = sorted(self.house.disk.glob("??/*"))
+        if len(files) < 2:
+            return False
+        path, other = rng.sample(files, 2)
+        how = rng.choice(("flip", "cut", "copy", "gone"))
+        data = bytearray(path.read_bytes())
+        if how == "flip" and data:
+            for _ in range(8):
+                data[rng.randrange(len(data))] ^= 1 << rng.randrange(8)
+            path.write_bytes(data)
+        elif how == "cut":
+            os.truncate(path, rng.randrange(len(data) + 1))
+        elif how == "copy":
+            path.write_bytes(other.read_bytes())
+        else:
+            path.unlink()
+        self.events.add("damaged", file=path.name, how=how)
         return True
 
     def _limit(self, pid: int, what: int, soft: int, seconds: float, ours: bool) -> bool:

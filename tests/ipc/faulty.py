@@ -18,11 +18,12 @@ from typing import Any
 from kmesh import dmabuf
 from kmesh.handles import HandleRefusal
 from kmesh.index import IndexWriter
-from kmesh_spand import hoststore, jobs, memory, storage, worker
+from kmesh_spand import diskstore, hoststore, jobs, memory, storage, worker
 from kmesh_spand.__main__ import main
 from kmesh_spand.control import process
 from kmesh_spand.control.handler import Handler
 from kmesh_spand.control.readiness import Readiness
+from kmesh_spand.core.codes import Trouble
 from kmesh_spand.core.flights import Flights
 from kmesh_spand.core.policy import LRU
 
@@ -94,6 +95,23 @@ def _no_export(*_: Any) -> int:
     raise dmabuf.NotExported(HandleRefusal.NO_MEMORY, "a fault that a test put here")
 
 
+def _no_io(*_: Any) -> None:
+    raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+
+def _no_removal(*_: Any) -> None:
+    raise diskstore.DiskTrouble(Trouble.IO, "a fault that a test put here")
+
+
+def _slow_disk(inner: Any, fault: str) -> Any:
+    def act(*arguments: Any) -> None:
+        while broken(fault):
+            time.sleep(0.005)
+        inner(*arguments)
+
+    return act
+
+
 async def _while(fault: str) -> None:
     while broken(fault):  # noqa: ASYNC110
         await asyncio.sleep(0.02)
@@ -133,6 +151,13 @@ def install() -> None:
     for room in (hoststore, jobs):
         _replace(room, "Mapping", "mapping", _no_memory)
     _replace(storage, "_make", "space", _no_space)
+    _replace(diskstore, "_read_all", "disk-read", _no_io)
+    _replace(diskstore, "_write_all", "disk-write", _no_io)
+    _replace(diskstore, "_write_all", "disk-full", _no_space)
+    _replace(diskstore.DiskStore, "remove", "disk-unlink", _no_removal)
+    for method, fault in (("_take", "disk-slow"), ("_fill", "disk-write-slow")):
+        inner = getattr(diskstore.DiskStore, method)
+        setattr(diskstore.DiskStore, method, _slow_disk(inner, fault))
     _replace(dmabuf, "create", "pretend", _memfd)
     _replace(dmabuf, "check", "pretend", lambda *_: None)
     _replace(dmabuf, "create", "export", _no_export)

@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import disk_metrics
 import family_metrics
 import grpc
 import pytest
@@ -461,6 +462,8 @@ def seen() -> Seen:
     flights(found)
     recipes(found)
     gpus(found)
+    with tempfile.TemporaryDirectory(prefix="kmesh-") as base:
+        disk_metrics.everything(Path(base), found.look)
     return found
 
 

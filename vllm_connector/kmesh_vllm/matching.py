@@ -29,6 +29,9 @@ logger = logging.getLogger("kmesh_vllm")
 #: After a lease that did not come in time, none is asked for during so many waits: a daemon that
 #: hangs holds up one request now and then, not each.
 _PAUSE = 5
+#: Part of the time for a lease that the daemon may take to bring spans from disk: what has not come
+#: by then is computed, what has is used.
+_DISK_SHARE = 0.75
 
 #: (tokens, True): restore so many; (0, False): nothing; (None, False): ask again.
 Match = tuple[int | None, bool]
@@ -138,6 +141,8 @@ class Matcher:
                 salt=state.salt,
                 device=hit.device,
                 recipes=self._recipes and not hit.device,
+                # What is on disk is waited for as a lease is, in the background.
+                wait=timeout * _DISK_SHARE,
             )
         except KMeshError:
             return 0, False

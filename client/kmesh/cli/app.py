@@ -121,11 +121,14 @@ def doctor(
         list[str] | None,
         typer.Option(help="Try this GPU too: number or UUID; may be repeated."),
     ] = None,
+    disk: Annotated[
+        str, typer.Option(help="Try this directory too, as for the daemon's --disk.")
+    ] = "",
     as_json: AsJson = False,
 ) -> None:
     """Proves by doing that this machine and the daemon can share memory."""
     known: Options = context.obj
-    report = doctor_module.examine(known.socket_dir, known.timeout, gpu or ())
+    report = doctor_module.examine(known.socket_dir, known.timeout, gpu or (), disk)
     if as_json:
         render.print_json(report.as_json())
     else:

@@ -13,7 +13,7 @@ from functools import partial
 from rich.console import Console
 
 from kmesh import errors, negotiation
-from kmesh.cli import checks, gpu, render
+from kmesh.cli import checks, disk, gpu, render
 from kmesh.cli.checks import Check, attempt
 from kmesh.cli.render import size, table
 from kmesh.cli.rpc import Tool, healthy
@@ -61,11 +61,14 @@ class Report:
         out.print(table("", ("check", "", "seen"), rows))
 
 
-def examine(socket_dir: str, timeout: float, gpus: Sequence[str] = ()) -> Report:
+def examine(
+    socket_dir: str, timeout: float, gpus: Sequence[str] = (), directory: str = ""
+) -> Report:
     """Makes every check that can be made, also when no daemon answers.
 
     Args:
         gpus: numbers or UUIDs of GPUs that are tried too.
+        directory: for a disk tier, that is tried too; empty: none.
     """
     found = [
         attempt("native", checks.native, "reinstall kmesh"),
@@ -78,6 +81,8 @@ def examine(socket_dir: str, timeout: float, gpus: Sequence[str] = ()) -> Report
         attempt("udmabuf", checks.udmabuf),
         attempt("driver", checks.gpu),
     ]
+    if directory:
+        found.append(attempt("disk", partial(disk.examine, directory)))
     try:
         tool = Tool(socket_dir, timeout, DOCTOR)
     except errors.KMeshError as refused:

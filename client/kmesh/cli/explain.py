@@ -22,6 +22,7 @@ _WORDS = {
     admin_pb2.VERDICT_WRITING: "is being written now, not committed yet",
     admin_pb2.VERDICT_UNVERIFIED: "is of before a restart, and is verified before it is served",
     admin_pb2.VERDICT_SUSPECT: "was reported as corrupt, and is being read again",
+    admin_pb2.VERDICT_ON_DISK: "is on disk, and is brought to memory for who asks for it",
     admin_pb2.VERDICT_NEVER: "was never stored",
 }
 _CAUSES = {
@@ -31,6 +32,7 @@ _CAUSES = {
     admin_pb2.CAUSE_RECOVERY: "dropped at a restart: its record did not hold",
     admin_pb2.CAUSE_ABORTED: "given up by its writer before the commit",
     admin_pb2.CAUSE_COPY_FAILED: "not stored: the copy failed",
+    admin_pb2.CAUSE_DISK: "not brought from disk: its file could not be read, or was not right",
 }
 
 

@@ -1,4 +1,4 @@
-"""``kmesh flights``: what is being computed now, by whom, and who waits for it."""
+"""``kmesh flights``: what is computed, or brought from disk, now, and who waits for it."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ def flights(
         typer.Option("--json", help="One JSON document; with --interval, an object a line."),
     ] = False,
 ) -> None:
-    """Lists flights: spans that one engine computes and others wait for."""
+    """Lists flights: spans that one engine computes, or that come from disk, and who waits."""
     shown = 0
     try:
         with connected(context) as tool:
             while True:
-                found = tool.flights(limit)
-                _show(found, as_json, again=interval > 0)
+                found, fetches = tool.flights(limit)
+                _show(found, fetches, as_json, again=interval > 0)
                 shown += 1
                 if not interval or shown == count:
                     return
@@ -44,11 +44,19 @@ def flights(
         return
 
 
-def _show(found: Sequence[flights_pb2.FlightInfo], as_json: bool, again: bool) -> None:
+def _show(
+    found: Sequence[flights_pb2.FlightInfo],
+    fetches: Sequence[flights_pb2.FetchInfo],
+    as_json: bool,
+    again: bool,
+) -> None:
     if not as_json:
-        _print(found)
+        _print(found, fetches)
         return
-    document: render.Json = {"flights": [flight_json(flight) for flight in found]}
+    document: render.Json = {
+        "flights": [flight_json(flight) for flight in found],
+        "fetches": [fetch_json(fetch) for fetch in fetches],
+    }
     if again:
         document = {"time_ms": time.time_ns() // 1_000_000, **document}
         print(json.dumps(document), flush=True)
@@ -72,7 +80,23 @@ def flight_json(flight: flights_pb2.FlightInfo) -> render.Json:
     }
 
 
-def _print(found: Sequence[flights_pb2.FlightInfo]) -> None:
+def fetch_json(fetch: flights_pb2.FetchInfo) -> render.Json:
+    """One fetch, by the keys of ``docs/cli.md``."""
+    return {
+        "fetch": fetch.fetch,
+        "state": fetch.state,
+        "tenant": fetch.tenant,
+        "leader": fetch.leader or None,
+        "waiters": fetch.waiters,
+        "bytes": fetch.bytes,
+        "age_ms": fetch.age_ms,
+        "key": fetch.key.hex(),
+    }
+
+
+def _print(
+    found: Sequence[flights_pb2.FlightInfo], fetches: Sequence[flights_pb2.FetchInfo]
+) -> None:
     columns = (
         *(">flight", "state", "tenant", ">leader", ">landed", ">of"),
         *(">waiters", ">deaths", ">age", "next key"),
@@ -95,5 +119,25 @@ def _print(found: Sequence[flights_pb2.FlightInfo]) -> None:
     console = render.console()
     if rows:
         console.print(render.table("flights", columns, rows))
-    else:
+    if fetches:
+        _print_fetches(fetches)
+    if not (found or fetches):
         console.print("nothing is in the air")
+
+
+def _print_fetches(fetches: Sequence[flights_pb2.FetchInfo]) -> None:
+    columns = (">fetch", "state", "tenant", ">leader", ">waiters", ">bytes", ">age", "key")
+    rows = [
+        (
+            str(fetch.fetch),
+            fetch.state,
+            fetch.tenant,
+            str(fetch.leader) if fetch.leader else "",
+            str(fetch.waiters),
+            render.size(fetch.bytes),
+            render.age(fetch.age_ms),
+            fetch.key.hex()[:16],
+        )
+        for fetch in fetches
+    ]
+    render.console().print(render.table("fetches from disk", columns, rows))

@@ -104,12 +104,50 @@ def status_json(
             }
             for slab in status.slabs
         ],
+        "disk": disk_json(status.disk) if status.HasField("disk") else None,
         "handles": [handles_json(tier) for tier in status.handles],
         "gpus": [gpu_json(gpu) for gpu in status.gpus],
         "tenants": [tenant_json(tenant) for tenant in status.tenants],
         "clients": [session_json(client) for client in clients],
         "counters": dict(sorted(status.counters.items())),
     }
+
+
+def disk_json(disk: admin_pb2.DiskInfo) -> Json:
+    """The disk tier, by the keys of ``docs/cli.md``."""
+    return {
+        "directory": disk.directory,
+        "capacity": disk.capacity,
+        "used": disk.used,
+        "spans": disk.spans,
+        "span_bytes": disk.span_bytes,
+        "writing": disk.writing,
+        "queued": disk.queued,
+        "reading": disk.reading,
+        "wanted": disk.wanted,
+        "waits": disk.waits,
+        "held": disk.held,
+        "ready": disk.ready,
+        "direct": disk.direct,
+        "failing_ms": disk.failing_ms,
+        "tenants": [
+            {"name": t.name, "quota": t.quota, "used": t.used, "spans": t.spans}
+            for t in disk.tenants
+        ],
+    }
+
+
+def _disk_rows(disk: admin_pb2.DiskInfo) -> list[tuple[str, str]]:
+    text = f"{size(disk.used)} used of {size(disk.capacity)}, {disk.spans:,} spans"
+    if not disk.ready:
+        text += ", being looked through"
+    if disk.failing_ms:
+        text += f", not written for {age(disk.failing_ms)}"
+    moving = (
+        f"{disk.writing:,} written, {disk.queued:,} to be; {disk.reading:,} read, "
+        f"{disk.wanted:,} to be; {disk.waits:,} wait"
+    )
+    return [("disk", text), ("", disk.directory), ("", moving)]
 
 
 def gpu_json(gpu: admin_pb2.GpuInfo) -> Json:
@@ -175,6 +213,8 @@ def print_status(
         dense = size(status.mirror_dense_bytes)
         bases = f"over {status.base_spans:,} base spans"
         rows.insert(5, ("families", f"{text} instead of {dense}, {bases}"))
+    if status.HasField("disk"):
+        rows[4:4] = _disk_rows(status.disk)
     rows += [("warning", warning.text) for warning in status.warnings]
     out.print(table("", ("", ""), rows))
     slabs = [

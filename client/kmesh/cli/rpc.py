@@ -111,9 +111,12 @@ class Tool:
         request = sessions_pb2.ListSessionsRequest()
         return list(self._ask(self._sessions.List, request).sessions)
 
-    def flights(self, limit: int) -> list[flights_pb2.FlightInfo]:
-        """At most ``limit`` flights, the oldest first."""
+    def flights(
+        self, limit: int
+    ) -> tuple[list[flights_pb2.FlightInfo], list[flights_pb2.FetchInfo]]:
+        """At most ``limit`` flights, and at most as many fetches from disk, the oldest first."""
         found: list[flights_pb2.FlightInfo] = []
+        fetches: list[flights_pb2.FetchInfo] = []
         token = ""
         while len(found) < limit:
             request = flights_pb2.ListFlightsRequest(
@@ -121,10 +124,11 @@ class Tool:
             )
             answer = self._ask(self._flights.List, request)
             found.extend(answer.flights)
+            fetches.extend(answer.fetches)
             token = answer.next_page_token
             if not token:
                 break
-        return found
+        return found, fetches
 
     def families(self) -> list[families_pb2.FamilyInfo]:
         """All families that we may see, the oldest first."""

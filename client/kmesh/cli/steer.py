@@ -46,7 +46,10 @@ def evict(
     yes: Annotated[bool, typer.Option("--yes", "-y", help="Don't ask.")] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Drops stored spans that nobody leases."""
+    """Drops stored spans that nobody leases, from memory and from disk.
+
+    With an age, only from memory: of what is on disk the age is not known.
+    """
     if bool(namespace) + bool(key) + every > 1:
         raise typer.BadParameter("only one of --namespace, --key and --all makes sense")
     if not (namespace or key or every or older or idle):
@@ -80,6 +83,8 @@ def evict(
                 "leased": answer.leased,
                 "busy": answer.busy,
                 "held": answer.held,
+                "disk_spans": answer.disk_spans,
+                "disk_bytes": answer.disk_bytes,
             }
         )
     else:
@@ -100,6 +105,8 @@ def _confirm(tool: Tool, request: admin_pb2.EvictRequest) -> None:
 
 def _count(answer: admin_pb2.EvictResponse) -> str:
     text = f"{answer.spans:,} spans, {render.size(answer.bytes)}"
+    if answer.disk_spans:
+        text += f"; {answer.disk_spans:,} on disk, {render.size(answer.disk_bytes)}"
     if answer.leased or answer.busy:
         text += f"; refused: {answer.leased:,} leased, {answer.busy:,} being written or verified"
     return text

@@ -41,6 +41,8 @@ class _VerdictEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Verdict.Value
     """never stored since the daemon's start"""
     VERDICT_UNKNOWN: _Verdict.ValueType  # 7
     """never stored, or ended longer ago than is remembered"""
+    VERDICT_ON_DISK: _Verdict.ValueType  # 8
+    """in a file: Acquire brings it to memory"""
 
 class Verdict(_Verdict, metaclass=_VerdictEnumTypeWrapper):
     """What has become of one key."""
@@ -60,6 +62,8 @@ VERDICT_NEVER: Verdict.ValueType  # 6
 """never stored since the daemon's start"""
 VERDICT_UNKNOWN: Verdict.ValueType  # 7
 """never stored, or ended longer ago than is remembered"""
+VERDICT_ON_DISK: Verdict.ValueType  # 8
+"""in a file: Acquire brings it to memory"""
 Global___Verdict: _TypeAlias = Verdict  # noqa: Y015
 
 class _Cause:
@@ -81,6 +85,8 @@ class _CauseEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Cause.ValueType
     """its writer gave up or went away before the commit"""
     CAUSE_COPY_FAILED: _Cause.ValueType  # 6
     """the store worker could not copy it"""
+    CAUSE_DISK: _Cause.ValueType  # 7
+    """it could not be brought from disk"""
 
 class Cause(_Cause, metaclass=_CauseEnumTypeWrapper):
     """By what a key ended."""
@@ -98,6 +104,8 @@ CAUSE_ABORTED: Cause.ValueType  # 5
 """its writer gave up or went away before the commit"""
 CAUSE_COPY_FAILED: Cause.ValueType  # 6
 """the store worker could not copy it"""
+CAUSE_DISK: Cause.ValueType  # 7
+"""it could not be brought from disk"""
 Global___Cause: _TypeAlias = Cause  # noqa: Y015
 
 class _EventKind:
@@ -340,6 +348,7 @@ class StatusResponse(_message.Message):
     MIRROR_DENSE_BYTES_FIELD_NUMBER: _builtins.int
     BASE_SPANS_FIELD_NUMBER: _builtins.int
     GPUS_FIELD_NUMBER: _builtins.int
+    DISK_FIELD_NUMBER: _builtins.int
     NOT_READY_FIELD_NUMBER: _builtins.int
     WARNINGS_FIELD_NUMBER: _builtins.int
     version: _builtins.str
@@ -392,6 +401,10 @@ class StatusResponse(_message.Message):
     @_builtins.property
     def gpus(self) -> _containers.RepeatedCompositeFieldContainer[Global___GpuInfo]: ...
     @_builtins.property
+    def disk(self) -> Global___DiskInfo:
+        """absent: there is no disk tier"""
+
+    @_builtins.property
     def not_ready(self) -> _containers.RepeatedCompositeFieldContainer[Global___Condition]:
         """why the data path is stuck; none: ready"""
 
@@ -432,16 +445,124 @@ class StatusResponse(_message.Message):
         mirror_dense_bytes: _builtins.int = ...,
         base_spans: _builtins.int = ...,
         gpus: _abc.Iterable[Global___GpuInfo] | None = ...,
+        disk: Global___DiskInfo | None = ...,
         not_ready: _abc.Iterable[Global___Condition] | None = ...,
         warnings: _abc.Iterable[Global___Condition] | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["disk", b"disk"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["base_spans", b"base_spans", "control_restarts", b"control_restarts", "counters", b"counters", "draining", b"draining", "epoch", b"epoch", "families", b"families", "gpus", b"gpus", "handles", b"handles", "hardened", b"hardened", "index_entries", b"index_entries", "leased_bytes", b"leased_bytes", "leases", b"leases", "max_spans", b"max_spans", "max_staging_bytes", b"max_staging_bytes", "mirror_bytes", b"mirror_bytes", "mirror_dense_bytes", b"mirror_dense_bytes", "mirrors", b"mirrors", "not_ready", b"not_ready", "paused", b"paused", "reservations", b"reservations", "sessions", b"sessions", "slabs", b"slabs", "socket_dir", b"socket_dir", "span_bytes", b"span_bytes", "span_tokens", b"span_tokens", "spans", b"spans", "staging_bytes", b"staging_bytes", "tenants", b"tenants", "uptime_ms", b"uptime_ms", "version", b"version", "warnings", b"warnings", "worker_restarts", b"worker_restarts"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["base_spans", b"base_spans", "control_restarts", b"control_restarts", "counters", b"counters", "disk", b"disk", "draining", b"draining", "epoch", b"epoch", "families", b"families", "gpus", b"gpus", "handles", b"handles", "hardened", b"hardened", "index_entries", b"index_entries", "leased_bytes", b"leased_bytes", "leases", b"leases", "max_spans", b"max_spans", "max_staging_bytes", b"max_staging_bytes", "mirror_bytes", b"mirror_bytes", "mirror_dense_bytes", b"mirror_dense_bytes", "mirrors", b"mirrors", "not_ready", b"not_ready", "paused", b"paused", "reservations", b"reservations", "sessions", b"sessions", "slabs", b"slabs", "socket_dir", b"socket_dir", "span_bytes", b"span_bytes", "span_tokens", b"span_tokens", "spans", b"spans", "staging_bytes", b"staging_bytes", "tenants", b"tenants", "uptime_ms", b"uptime_ms", "version", b"version", "warnings", b"warnings", "worker_restarts", b"worker_restarts"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___StatusResponse: _TypeAlias = StatusResponse  # noqa: Y015
+
+@_typing.final
+class DiskInfo(_message.Message):
+    """The tier below host memory: files of one directory."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    DIRECTORY_FIELD_NUMBER: _builtins.int
+    CAPACITY_FIELD_NUMBER: _builtins.int
+    USED_FIELD_NUMBER: _builtins.int
+    SPANS_FIELD_NUMBER: _builtins.int
+    SPAN_BYTES_FIELD_NUMBER: _builtins.int
+    WRITING_FIELD_NUMBER: _builtins.int
+    QUEUED_FIELD_NUMBER: _builtins.int
+    READING_FIELD_NUMBER: _builtins.int
+    WANTED_FIELD_NUMBER: _builtins.int
+    WAITS_FIELD_NUMBER: _builtins.int
+    HELD_FIELD_NUMBER: _builtins.int
+    READY_FIELD_NUMBER: _builtins.int
+    DIRECT_FIELD_NUMBER: _builtins.int
+    FAILING_MS_FIELD_NUMBER: _builtins.int
+    TENANTS_FIELD_NUMBER: _builtins.int
+    directory: _builtins.str
+    capacity: _builtins.int
+    """bytes that its files may take"""
+    used: _builtins.int
+    """that they take, headers and rounding included"""
+    spans: _builtins.int
+    """in files"""
+    span_bytes: _builtins.int
+    """of their payloads"""
+    writing: _builtins.int
+    queued: _builtins.int
+    """spans in memory that wait to be written"""
+    reading: _builtins.int
+    wanted: _builtins.int
+    """files that wait to be read"""
+    waits: _builtins.int
+    """Acquires that wait for files"""
+    held: _builtins.int
+    """files that could not be fetched and are left alone for a while"""
+    ready: _builtins.bool
+    """the directory was looked through: files are written"""
+    direct: _builtins.bool
+    """files are read and written past the page cache"""
+    failing_ms: _builtins.int
+    """for how long no file could be written; 0: it can"""
+    @_builtins.property
+    def tenants(self) -> _containers.RepeatedCompositeFieldContainer[Global___DiskTenantInfo]:
+        """that the caller may see"""
+
+    def __init__(
+        self,
+        *,
+        directory: _builtins.str = ...,
+        capacity: _builtins.int = ...,
+        used: _builtins.int = ...,
+        spans: _builtins.int = ...,
+        span_bytes: _builtins.int = ...,
+        writing: _builtins.int = ...,
+        queued: _builtins.int = ...,
+        reading: _builtins.int = ...,
+        wanted: _builtins.int = ...,
+        waits: _builtins.int = ...,
+        held: _builtins.int = ...,
+        ready: _builtins.bool = ...,
+        direct: _builtins.bool = ...,
+        failing_ms: _builtins.int = ...,
+        tenants: _abc.Iterable[Global___DiskTenantInfo] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["capacity", b"capacity", "direct", b"direct", "directory", b"directory", "failing_ms", b"failing_ms", "held", b"held", "queued", b"queued", "reading", b"reading", "ready", b"ready", "span_bytes", b"span_bytes", "spans", b"spans", "tenants", b"tenants", "used", b"used", "waits", b"waits", "wanted", b"wanted", "writing", b"writing"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___DiskInfo: _TypeAlias = DiskInfo  # noqa: Y015
+
+@_typing.final
+class DiskTenantInfo(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NAME_FIELD_NUMBER: _builtins.int
+    QUOTA_FIELD_NUMBER: _builtins.int
+    USED_FIELD_NUMBER: _builtins.int
+    SPANS_FIELD_NUMBER: _builtins.int
+    name: _builtins.str
+    """as in TenantInfo"""
+    quota: _builtins.int
+    """bytes it may keep; 0: no limit"""
+    used: _builtins.int
+    spans: _builtins.int
+    def __init__(
+        self,
+        *,
+        name: _builtins.str = ...,
+        quota: _builtins.int = ...,
+        used: _builtins.int = ...,
+        spans: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["name", b"name", "quota", b"quota", "spans", b"spans", "used", b"used"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___DiskTenantInfo: _TypeAlias = DiskTenantInfo  # noqa: Y015
 
 @_typing.final
 class TenantInfo(_message.Message):
@@ -1003,6 +1124,8 @@ class EvictResponse(_message.Message):
     LEASED_FIELD_NUMBER: _builtins.int
     BUSY_FIELD_NUMBER: _builtins.int
     HELD_FIELD_NUMBER: _builtins.int
+    DISK_SPANS_FIELD_NUMBER: _builtins.int
+    DISK_BYTES_FIELD_NUMBER: _builtins.int
     spans: _builtins.int
     """evicted (dry run: that would be)"""
     bytes: _builtins.int
@@ -1013,6 +1136,10 @@ class EvictResponse(_message.Message):
     """chosen, but being written or verified"""
     held: _builtins.int
     """chosen, and go when the recipes that refer to them were made dense"""
+    disk_spans: _builtins.int
+    """files that were removed with them"""
+    disk_bytes: _builtins.int
+    """of their payloads"""
     def __init__(
         self,
         *,
@@ -1021,10 +1148,12 @@ class EvictResponse(_message.Message):
         leased: _builtins.int = ...,
         busy: _builtins.int = ...,
         held: _builtins.int = ...,
+        disk_spans: _builtins.int = ...,
+        disk_bytes: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["busy", b"busy", "bytes", b"bytes", "held", b"held", "leased", b"leased", "spans", b"spans"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["busy", b"busy", "bytes", b"bytes", "disk_bytes", b"disk_bytes", "disk_spans", b"disk_spans", "held", b"held", "leased", b"leased", "spans", b"spans"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

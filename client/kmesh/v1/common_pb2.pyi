@@ -102,7 +102,7 @@ class _ReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Reason.ValueTy
     REASON_MISS: _Reason.ValueType  # 1
     """never stored here, or evicted"""
     REASON_PENDING: _Reason.ValueType  # 2
-    """being written now, not committed"""
+    """being written, verified or brought from disk now"""
     REASON_CORRUPT: _Reason.ValueType  # 3
     """its checksum failed; it is no longer served"""
     REASON_EXISTS: _Reason.ValueType  # 4
@@ -131,7 +131,7 @@ REASON_OK: Reason.ValueType  # 0
 REASON_MISS: Reason.ValueType  # 1
 """never stored here, or evicted"""
 REASON_PENDING: Reason.ValueType  # 2
-"""being written now, not committed"""
+"""being written, verified or brought from disk now"""
 REASON_CORRUPT: Reason.ValueType  # 3
 """its checksum failed; it is no longer served"""
 REASON_EXISTS: Reason.ValueType  # 4

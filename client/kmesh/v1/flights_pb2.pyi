@@ -446,23 +446,76 @@ class FlightInfo(_message.Message):
 Global___FlightInfo: _TypeAlias = FlightInfo  # noqa: Y015
 
 @_typing.final
+class FetchInfo(_message.Message):
+    """A file of the disk tier that is brought to memory, for all who want it."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    FETCH_FIELD_NUMBER: _builtins.int
+    STATE_FIELD_NUMBER: _builtins.int
+    TENANT_FIELD_NUMBER: _builtins.int
+    LEADER_FIELD_NUMBER: _builtins.int
+    WAITERS_FIELD_NUMBER: _builtins.int
+    BYTES_FIELD_NUMBER: _builtins.int
+    AGE_MS_FIELD_NUMBER: _builtins.int
+    KEY_FIELD_NUMBER: _builtins.int
+    fetch: _builtins.int
+    state: _builtins.str
+    """"wanted": waits for its turn; "reading" """
+    tenant: _builtins.str
+    """as in TenantInfo"""
+    leader: _builtins.int
+    """session of who asked first; 0: nobody is there any more"""
+    waiters: _builtins.int
+    """Acquires that wait for it"""
+    bytes: _builtins.int
+    """of its payload"""
+    age_ms: _builtins.int
+    key: _builtins.bytes
+    def __init__(
+        self,
+        *,
+        fetch: _builtins.int = ...,
+        state: _builtins.str = ...,
+        tenant: _builtins.str = ...,
+        leader: _builtins.int = ...,
+        waiters: _builtins.int = ...,
+        bytes: _builtins.int = ...,
+        age_ms: _builtins.int = ...,
+        key: _builtins.bytes = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["age_ms", b"age_ms", "bytes", b"bytes", "fetch", b"fetch", "key", b"key", "leader", b"leader", "state", b"state", "tenant", b"tenant", "waiters", b"waiters"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___FetchInfo: _TypeAlias = FetchInfo  # noqa: Y015
+
+@_typing.final
 class ListFlightsResponse(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     FLIGHTS_FIELD_NUMBER: _builtins.int
     NEXT_PAGE_TOKEN_FIELD_NUMBER: _builtins.int
+    FETCHES_FIELD_NUMBER: _builtins.int
     next_page_token: _builtins.str
     @_builtins.property
     def flights(self) -> _containers.RepeatedCompositeFieldContainer[Global___FlightInfo]: ...
+    @_builtins.property
+    def fetches(self) -> _containers.RepeatedCompositeFieldContainer[Global___FetchInfo]:
+        """with the first page, at most limit"""
+
     def __init__(
         self,
         *,
         flights: _abc.Iterable[Global___FlightInfo] | None = ...,
         next_page_token: _builtins.str = ...,
+        fetches: _abc.Iterable[Global___FetchInfo] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["flights", b"flights", "next_page_token", b"next_page_token"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["fetches", b"fetches", "flights", b"flights", "next_page_token", b"next_page_token"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from kmesh.v1 import common_pb2 as kmesh_dot_v1_dot_common__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x14kmesh/v1/spans.proto\x12\x08kmesh.v1\x1a\x15kmesh/v1/common.proto\"\x91\x01\n\x0e\x41\x63quireRequest\x12\x0c\n\x04keys\x18\x01 \x01(\x0c\x12\x1f\n\x06shards\x18\x02 \x03(\x0b\x32\x0f.kmesh.v1.Shard\x12\x0e\n\x06prefix\x18\x03 \x01(\x08\x12\x0c\n\x04salt\x18\x04 \x01(\x0c\x12\x0f\n\x07recipes\x18\x05 \x01(\x08\x12\x11\n\tpositions\x18\x06 \x01(\x08\x12\x0e\n\x06\x64\x65vice\x18\n \x01(\t\"\xed\x01\n\x0f\x41\x63quireResponse\x12\r\n\x05lease\x18\x01 \x01(\x04\x12\x0e\n\x06reason\x18\x02 \x03(\r\x12\x0c\n\x04slab\x18\x03 \x03(\r\x12\x0e\n\x06offset\x18\x04 \x03(\x04\x12\x0e\n\x06length\x18\x05 \x03(\x04\x12\x0e\n\x06tokens\x18\x06 \x03(\r\x12\x12\n\ngeneration\x18\x07 \x03(\r\x12\x0c\n\x04root\x18\x08 \x03(\x06\x12\x14\n\x0c\x64\x65nse_length\x18\t \x03(\x04\x12\x12\n\ndense_root\x18\n \x03(\x06\x12\"\n\x05\x62\x61ses\x18\x0b \x03(\x0b\x32\x13.kmesh.v1.BasePlace\x12\r\n\x05start\x18\x0c \x03(\r\"\x99\x01\n\tBasePlace\x12\r\n\x05shard\x18\x01 \x01(\r\x12\x0b\n\x03key\x18\x02 \x01(\x0c\x12\x0c\n\x04slab\x18\x03 \x01(\r\x12\x0e\n\x06offset\x18\x04 \x01(\x04\x12\x0e\n\x06length\x18\x05 \x01(\x04\x12\x12\n\ngeneration\x18\x06 \x01(\r\x12\x0c\n\x04root\x18\x07 \x01(\x06\x12\x0e\n\x06tokens\x18\x08 \x01(\r\x12\x10\n\x08position\x18\t \x01(\r\" \n\x0eReleaseRequest\x12\x0e\n\x06leases\x18\x01 \x03(\x04\"4\n\x0fReleaseResponse\x12\x10\n\x08released\x18\x01 \x01(\r\x12\x0f\n\x07refused\x18\x02 \x03(\x04\"\xb0\x01\n\x0eReserveRequest\x12\x11\n\tnamespace\x18\x01 \x01(\x0c\x12\x1e\n\x05shard\x18\x02 \x01(\x0b\x32\x0f.kmesh.v1.Shard\x12\x0c\n\x04keys\x18\x03 \x01(\x0c\x12\x0e\n\x06tokens\x18\x04 \x03(\r\x12\r\n\x05start\x18\x05 \x03(\r\x12\x0e\n\x06length\x18\x06 \x03(\x04\x12\x10\n\x08sub_keys\x18\x07 \x01(\x0c\x12\x0c\n\x04salt\x18\x08 \x01(\x0c\x12\x0e\n\x06\x64\x65vice\x18\n \x01(\t\"6\n\x0fReserveResponse\x12\x0e\n\x06reason\x18\x01 \x03(\r\x12\x13\n\x0breservation\x18\x02 \x03(\x04\"<\n\rCommitRequest\x12\x13\n\x0breservation\x18\x01 \x03(\x04\x12\x16\n\x0estaging_offset\x18\x02 \x03(\x04\" \n\x0e\x43ommitResponse\x12\x0e\n\x06reason\x18\x01 \x03(\r\"#\n\x0c\x41\x62ortRequest\x12\x13\n\x0breservation\x18\x01 \x03(\x04\" \n\rAbortResponse\x12\x0f\n\x07\x61\x62orted\x18\x01 \x01(\r\"4\n\x14ReportCorruptRequest\x12\r\n\x05lease\x18\x01 \x01(\x04\x12\r\n\x05\x65ntry\x18\x02 \x03(\r\")\n\x15ReportCorruptResponse\x12\x10\n\x08\x61\x63\x63\x65pted\x18\x01 \x01(\r2\x90\x03\n\x05Spans\x12>\n\x07\x41\x63quire\x12\x18.kmesh.v1.AcquireRequest\x1a\x19.kmesh.v1.AcquireResponse\x12>\n\x07Release\x12\x18.kmesh.v1.ReleaseRequest\x1a\x19.kmesh.v1.ReleaseResponse\x12>\n\x07Reserve\x12\x18.kmesh.v1.ReserveRequest\x1a\x19.kmesh.v1.ReserveResponse\x12;\n\x06\x43ommit\x12\x17.kmesh.v1.CommitRequest\x1a\x18.kmesh.v1.CommitResponse\x12\x38\n\x05\x41\x62ort\x12\x16.kmesh.v1.AbortRequest\x1a\x17.kmesh.v1.AbortResponse\x12P\n\rReportCorrupt\x12\x1e.kmesh.v1.ReportCorruptRequest\x1a\x1f.kmesh.v1.ReportCorruptResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x14kmesh/v1/spans.proto\x12\x08kmesh.v1\x1a\x15kmesh/v1/common.proto\"\xa2\x01\n\x0e\x41\x63quireRequest\x12\x0c\n\x04keys\x18\x01 \x01(\x0c\x12\x1f\n\x06shards\x18\x02 \x03(\x0b\x32\x0f.kmesh.v1.Shard\x12\x0e\n\x06prefix\x18\x03 \x01(\x08\x12\x0c\n\x04salt\x18\x04 \x01(\x0c\x12\x0f\n\x07recipes\x18\x05 \x01(\x08\x12\x11\n\tpositions\x18\x06 \x01(\x08\x12\x0e\n\x06\x64\x65vice\x18\n \x01(\t\x12\x0f\n\x07wait_ms\x18\x0b \x01(\r\"\xed\x01\n\x0f\x41\x63quireResponse\x12\r\n\x05lease\x18\x01 \x01(\x04\x12\x0e\n\x06reason\x18\x02 \x03(\r\x12\x0c\n\x04slab\x18\x03 \x03(\r\x12\x0e\n\x06offset\x18\x04 \x03(\x04\x12\x0e\n\x06length\x18\x05 \x03(\x04\x12\x0e\n\x06tokens\x18\x06 \x03(\r\x12\x12\n\ngeneration\x18\x07 \x03(\r\x12\x0c\n\x04root\x18\x08 \x03(\x06\x12\x14\n\x0c\x64\x65nse_length\x18\t \x03(\x04\x12\x12\n\ndense_root\x18\n \x03(\x06\x12\"\n\x05\x62\x61ses\x18\x0b \x03(\x0b\x32\x13.kmesh.v1.BasePlace\x12\r\n\x05start\x18\x0c \x03(\r\"\x99\x01\n\tBasePlace\x12\r\n\x05shard\x18\x01 \x01(\r\x12\x0b\n\x03key\x18\x02 \x01(\x0c\x12\x0c\n\x04slab\x18\x03 \x01(\r\x12\x0e\n\x06offset\x18\x04 \x01(\x04\x12\x0e\n\x06length\x18\x05 \x01(\x04\x12\x12\n\ngeneration\x18\x06 \x01(\r\x12\x0c\n\x04root\x18\x07 \x01(\x06\x12\x0e\n\x06tokens\x18\x08 \x01(\r\x12\x10\n\x08position\x18\t \x01(\r\" \n\x0eReleaseRequest\x12\x0e\n\x06leases\x18\x01 \x03(\x04\"4\n\x0fReleaseResponse\x12\x10\n\x08released\x18\x01 \x01(\r\x12\x0f\n\x07refused\x18\x02 \x03(\x04\"\xb0\x01\n\x0eReserveRequest\x12\x11\n\tnamespace\x18\x01 \x01(\x0c\x12\x1e\n\x05shard\x18\x02 \x01(\x0b\x32\x0f.kmesh.v1.Shard\x12\x0c\n\x04keys\x18\x03 \x01(\x0c\x12\x0e\n\x06tokens\x18\x04 \x03(\r\x12\r\n\x05start\x18\x05 \x03(\r\x12\x0e\n\x06length\x18\x06 \x03(\x04\x12\x10\n\x08sub_keys\x18\x07 \x01(\x0c\x12\x0c\n\x04salt\x18\x08 \x01(\x0c\x12\x0e\n\x06\x64\x65vice\x18\n \x01(\t\"6\n\x0fReserveResponse\x12\x0e\n\x06reason\x18\x01 \x03(\r\x12\x13\n\x0breservation\x18\x02 \x03(\x04\"<\n\rCommitRequest\x12\x13\n\x0breservation\x18\x01 \x03(\x04\x12\x16\n\x0estaging_offset\x18\x02 \x03(\x04\" \n\x0e\x43ommitResponse\x12\x0e\n\x06reason\x18\x01 \x03(\r\"#\n\x0c\x41\x62ortRequest\x12\x13\n\x0breservation\x18\x01 \x03(\x04\" \n\rAbortResponse\x12\x0f\n\x07\x61\x62orted\x18\x01 \x01(\r\"4\n\x14ReportCorruptRequest\x12\r\n\x05lease\x18\x01 \x01(\x04\x12\r\n\x05\x65ntry\x18\x02 \x03(\r\")\n\x15ReportCorruptResponse\x12\x10\n\x08\x61\x63\x63\x65pted\x18\x01 \x01(\r2\x90\x03\n\x05Spans\x12>\n\x07\x41\x63quire\x12\x18.kmesh.v1.AcquireRequest\x1a\x19.kmesh.v1.AcquireResponse\x12>\n\x07Release\x12\x18.kmesh.v1.ReleaseRequest\x1a\x19.kmesh.v1.ReleaseResponse\x12>\n\x07Reserve\x12\x18.kmesh.v1.ReserveRequest\x1a\x19.kmesh.v1.ReserveResponse\x12;\n\x06\x43ommit\x12\x17.kmesh.v1.CommitRequest\x1a\x18.kmesh.v1.CommitResponse\x12\x38\n\x05\x41\x62ort\x12\x16.kmesh.v1.AbortRequest\x1a\x17.kmesh.v1.AbortResponse\x12P\n\rReportCorrupt\x12\x1e.kmesh.v1.ReportCorruptRequest\x1a\x1f.kmesh.v1.ReportCorruptResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -33,31 +33,31 @@ _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'kmesh.v1.spans_pb2', _globa
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_ACQUIREREQUEST']._serialized_start=58
-  _globals['_ACQUIREREQUEST']._serialized_end=203
-  _globals['_ACQUIRERESPONSE']._serialized_start=206
-  _globals['_ACQUIRERESPONSE']._serialized_end=443
-  _globals['_BASEPLACE']._serialized_start=446
-  _globals['_BASEPLACE']._serialized_end=599
-  _globals['_RELEASEREQUEST']._serialized_start=601
-  _globals['_RELEASEREQUEST']._serialized_end=633
-  _globals['_RELEASERESPONSE']._serialized_start=635
-  _globals['_RELEASERESPONSE']._serialized_end=687
-  _globals['_RESERVEREQUEST']._serialized_start=690
-  _globals['_RESERVEREQUEST']._serialized_end=866
-  _globals['_RESERVERESPONSE']._serialized_start=868
-  _globals['_RESERVERESPONSE']._serialized_end=922
-  _globals['_COMMITREQUEST']._serialized_start=924
-  _globals['_COMMITREQUEST']._serialized_end=984
-  _globals['_COMMITRESPONSE']._serialized_start=986
-  _globals['_COMMITRESPONSE']._serialized_end=1018
-  _globals['_ABORTREQUEST']._serialized_start=1020
-  _globals['_ABORTREQUEST']._serialized_end=1055
-  _globals['_ABORTRESPONSE']._serialized_start=1057
-  _globals['_ABORTRESPONSE']._serialized_end=1089
-  _globals['_REPORTCORRUPTREQUEST']._serialized_start=1091
-  _globals['_REPORTCORRUPTREQUEST']._serialized_end=1143
-  _globals['_REPORTCORRUPTRESPONSE']._serialized_start=1145
-  _globals['_REPORTCORRUPTRESPONSE']._serialized_end=1186
-  _globals['_SPANS']._serialized_start=1189
-  _globals['_SPANS']._serialized_end=1589
+  _globals['_ACQUIREREQUEST']._serialized_end=220
+  _globals['_ACQUIRERESPONSE']._serialized_start=223
+  _globals['_ACQUIRERESPONSE']._serialized_end=460
+  _globals['_BASEPLACE']._serialized_start=463
+  _globals['_BASEPLACE']._serialized_end=616
+  _globals['_RELEASEREQUEST']._serialized_start=618
+  _globals['_RELEASEREQUEST']._serialized_end=650
+  _globals['_RELEASERESPONSE']._serialized_start=652
+  _globals['_RELEASERESPONSE']._serialized_end=704
+  _globals['_RESERVEREQUEST']._serialized_start=707
+  _globals['_RESERVEREQUEST']._serialized_end=883
+  _globals['_RESERVERESPONSE']._serialized_start=885
+  _globals['_RESERVERESPONSE']._serialized_end=939
+  _globals['_COMMITREQUEST']._serialized_start=941
+  _globals['_COMMITREQUEST']._serialized_end=1001
+  _globals['_COMMITRESPONSE']._serialized_start=1003
+  _globals['_COMMITRESPONSE']._serialized_end=1035
+  _globals['_ABORTREQUEST']._serialized_start=1037
+  _globals['_ABORTREQUEST']._serialized_end=1072
+  _globals['_ABORTRESPONSE']._serialized_start=1074
+  _globals['_ABORTRESPONSE']._serialized_end=1106
+  _globals['_REPORTCORRUPTREQUEST']._serialized_start=1108
+  _globals['_REPORTCORRUPTREQUEST']._serialized_end=1160
+  _globals['_REPORTCORRUPTRESPONSE']._serialized_start=1162
+  _globals['_REPORTCORRUPTRESPONSE']._serialized_end=1203
+  _globals['_SPANS']._serialized_start=1206
+  _globals['_SPANS']._serialized_end=1606
 # @@protoc_insertion_point(module_scope)

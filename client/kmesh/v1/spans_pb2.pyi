@@ -38,6 +38,7 @@ class AcquireRequest(_message.Message):
     RECIPES_FIELD_NUMBER: _builtins.int
     POSITIONS_FIELD_NUMBER: _builtins.int
     DEVICE_FIELD_NUMBER: _builtins.int
+    WAIT_MS_FIELD_NUMBER: _builtins.int
     keys: _builtins.bytes
     """32 bytes each"""
     prefix: _builtins.bool
@@ -59,6 +60,12 @@ class AcquireRequest(_message.Message):
     """Where to look: UUID of a GPU, or empty for host memory. The same key may be
     stored in both.
     """
+    wait_ms: _builtins.int
+    """For host memory with a disk below it: how long the answer may be held back
+    for spans that are only on disk. They are brought in any case; 0: the answer
+    comes at once, and is REASON_PENDING for them. At most nine tenths of the
+    call's deadline.
+    """
     @_builtins.property
     def shards(self) -> _containers.RepeatedCompositeFieldContainer[_common_pb2.Shard]:
         """at least one"""
@@ -73,10 +80,11 @@ class AcquireRequest(_message.Message):
         recipes: _builtins.bool = ...,
         positions: _builtins.bool = ...,
         device: _builtins.str = ...,
+        wait_ms: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["device", b"device", "keys", b"keys", "positions", b"positions", "prefix", b"prefix", "recipes", b"recipes", "salt", b"salt", "shards", b"shards"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["device", b"device", "keys", b"keys", "positions", b"positions", "prefix", b"prefix", "recipes", b"recipes", "salt", b"salt", "shards", b"shards", "wait_ms", b"wait_ms"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -1,7 +1,7 @@
 """`make model-check`: random walks through the core, as many steps as are asked for.
 
-The walks are those of ``test_machine``, in rounds. A round is made from one number, so that the one
-that fails can be made again alone: ``make model-check STEPS=1 SEED=…``.
+The walks are those of ``test_machine`` and ``test_disk_machine``, in rounds. A round is made from
+one number, so that the one that fails can be made again alone: ``make model-check STEPS=1 SEED=…``.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wai
 from dataclasses import dataclass, field
 
 from hypothesis import Phase, settings
+from test_disk_machine import DISK_MUST_REACH, DiskMachine
 from test_machine import MUST_REACH, CoreMachine, FamilyMachine, FlightMachine, walks
 
 #: Of a round: what walks, how many do, and the steps of each. Many short ones, then long ones that
@@ -29,6 +30,7 @@ ROUNDS = (
     (CoreMachine, 40, 60),
     (FlightMachine, 20, 60),
     (FamilyMachine, 20, 60),
+    (DiskMachine, 40, 60),
     (CoreMachine, 10, 240),
 )
 #: Walks of so many steps together must have been everywhere.
@@ -52,7 +54,7 @@ class Round:
 def walk(number: int) -> Round:
     """One round."""
     machine, count, steps = ROUNDS[number % len(ROUNDS)]
-    CoreMachine.reached = Counter()
+    CoreMachine.reached, DiskMachine.reached = Counter(), Counter()
     few = settings(
         max_examples=count,
         stateful_step_count=steps,
@@ -65,7 +67,7 @@ def walk(number: int) -> Round:
         walks(machine, number, few)
     except Exception:
         done.failure = traceback.format_exc()
-    done.reached = CoreMachine.reached
+    done.reached = CoreMachine.reached + DiskMachine.reached
     return done
 
 
@@ -120,7 +122,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 130
     if sys.stderr.isatty():
         print(file=sys.stderr)
-    missed = [name for name in MUST_REACH if not total[name]] if options.steps >= ENOUGH else []
+    must = (*MUST_REACH, *DISK_MUST_REACH) if options.steps >= ENOUGH else ()
+    missed = [name for name in must if not total[name]]
     for one in failures:
         again = f"make model-check STEPS=1 SEED={one.seed}"
         print(f"{one.failure}\nround {one.seed} failed; again: {again}", file=sys.stderr)

@@ -907,7 +907,7 @@ class FamilyMachine(CoreMachine):
     reserve = reserve_tail = commit = abort = None
 
 
-def walks(machine: type[CoreMachine], number: int, how: settings) -> None:
+def walks(machine: type[RuleBasedStateMachine], number: int, how: settings) -> None:
     """The walks that follow from a number: others than those of the next, whatever the profile."""
     # A class of its own: the seed stays on it.
     run_state_machine_as_test(seed(number)(type("Walks", (machine,), {})), settings=how)

@@ -7,7 +7,20 @@ from pathlib import Path
 
 from kmesh_spand.core.counters import COUNTERS
 from kmesh_spand.core.flight import FLIGHT_TRANSITIONS, FlightState, Turn
-from kmesh_spand.core.states import EVICTABLE, KEYED, STORED, TRANSITIONS, State, Trigger
+from kmesh_spand.core.states import (
+    EVICTABLE,
+    FILE_EVICTABLE,
+    FILE_KEYED,
+    FILE_SHOWN,
+    FILE_TRANSITIONS,
+    KEYED,
+    STORED,
+    TRANSITIONS,
+    FileState,
+    FileTrigger,
+    State,
+    Trigger,
+)
 
 TEXT = (Path(__file__).resolve().parents[3] / "docs" / "states.md").read_text()
 
@@ -53,6 +66,26 @@ def test_flights_transitions_are_those_of_the_code() -> None:
     assert written == FLIGHT_TRANSITIONS
     assert {state for state, _ in FLIGHT_TRANSITIONS} == set(FlightState)
     assert {turn for _, turn in FLIGHT_TRANSITIONS} == set(Turn)
+
+
+def test_files_transitions_are_those_of_the_code() -> None:
+    written = {
+        (FileState[state], FileTrigger(trigger)): FileState[after]
+        for state, trigger, after, _ in table("### Files' transitions")
+    }
+    assert written == FILE_TRANSITIONS
+    assert {state for state, _ in FILE_TRANSITIONS} == set(FileState)
+    assert {trigger for _, trigger in FILE_TRANSITIONS} == set(FileTrigger)
+
+
+def test_files_states_are_described_as_they_are() -> None:
+    rows = {FileState[row[0]]: row for row in table("## File")}
+    assert set(rows) == set(FileState)
+    for state, (_, found, shown, removed, _) in rows.items():
+        if state is not FileState.ALIAS:
+            assert (found == "yes") == (state in FILE_KEYED)
+            assert (shown == "yes") == (state in FILE_SHOWN)
+        assert (removed == "yes") == (state in FILE_EVICTABLE)
 
 
 def test_counters_are_listed() -> None:

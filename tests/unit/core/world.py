@@ -15,7 +15,7 @@ from kmesh_spand.core import effects as fx
 from kmesh_spand.core import events as ev
 from kmesh_spand.core.batch import Batch
 from kmesh_spand.core.codes import Arrival, FlightCause, Standing
-from kmesh_spand.core.config import CoreConfig
+from kmesh_spand.core.config import CoreConfig, DiskConfig
 from kmesh_spand.core.core import Core
 from kmesh_spand.core.mirrors import BaseFact, RecipeFacts
 from kmesh_spand.core.policy import Policy
@@ -88,8 +88,10 @@ class World:
         tenancy: Tenancy | None = None,
         tiers: dict[int, int] | None = None,
         batch: Batch | None = None,
+        disk: DiskConfig | None = None,
         **limits: int,
     ) -> None:
+        self.disk = disk
         self.tiers = tiers or {}
         self.config = CoreConfig(**{"max_spans": 64, **limits})
         self.tenancy = tenancy or Tenancy()
@@ -109,7 +111,7 @@ class World:
                 self.send(ev.Populated(slab, size * TILE_BYTES))
 
     def _reset(self, policy: Policy | None) -> None:
-        self.core = Core(self.config, policy, self.tenancy, self.batch)
+        self.core = Core(self.config, policy, self.tenancy, self.batch, self.disk)
         self.index: dict[tuple[int, int, int], int] = {}
         self.uids: dict[int, int] = {}
         self.wipes: dict[int, int] = {}
@@ -608,6 +610,16 @@ class World:
                 found[record.key, record.shard, who, tier] = record
         return {name[:3]: record for name, record in found.items() if not name[3]}
 
+    @property
+    def indexed(self) -> int:
+        """Names in the index."""
+        return len(self.index)
+
+    @property
+    def idle(self) -> bool:
+        """Whether a drain would be over."""
+        return not self.copies
+
     def check_bytes(self) -> None:
         """Every leased tile still holds what was stored, unless a test damaged it."""
         self.based = {n: held for n, held in self.based.items() if n in self.leases}
@@ -627,10 +639,10 @@ class World:
         self.core.check()
         self.check_bytes()
         status = self.core.status()
-        assert status.index_entries == len(self.index)
+        assert status.index_entries == self.indexed
         assert status.sessions == len(self.open)
         assert status.leases == len(self.leases)
-        assert status.idle == (not self.copies)
+        assert status.idle == self.idle
         assert set(self.index) <= {
             self._name_of(r) for r in map(self.record, self.catalog) if r.state
         }

@@ -1,0 +1,437 @@
+"""Files of the disk tier: whose they are, what room they take, by which names they are found."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from kmesh_spand.core.batch import Batch, Rows
+from kmesh_spand.core.config import DiskConfig
+from kmesh_spand.core.diskfile import BLOCK_BYTES, SpanFile, file_bytes
+from kmesh_spand.core.effects import Publish, Unlink, Unpublish
+from kmesh_spand.core.policy import Policy
+from kmesh_spand.core.states import (
+    FILE_BUSY,
+    FILE_EVICTABLE,
+    FILE_KEYED,
+    FILE_SHOWN,
+    FILE_TRANSITIONS,
+    FileState,
+    FileTrigger,
+    State,
+)
+from kmesh_spand.core.store import SpanStore
+from kmesh_spand.core.table import SpanTable
+from kmesh_spand.core.tags import scope, shard_of, tag
+from kmesh_spand.core.tenants import Tenancy, tenant_name
+
+
+@dataclass(slots=True, eq=False)
+class FileTenant:
+    """A group and a salt that have files.
+
+    Attributes:
+        number: unique among those that have any. order: of eviction.
+        quota: blocks, 0 for no limit. blocks: of files that are not being removed.
+        files, evictable: how many there are, and may be removed now.
+    """
+
+    number: int
+    group: int
+    salt: bytes = field(repr=False)
+    quota: int
+    order: Policy
+    blocks: int = 0
+    files: int = 0
+    evictable: int = 0
+
+    @property
+    def name(self) -> str:
+        """How people call it."""
+        return tenant_name(self.group, self.salt)
+
+
+class FileBook:
+    """Every file, in a table of its own; ``move`` is the only way in which one changes state.
+
+    A tenant's name is in the index where a file has it and no span in host memory is served
+    under it.
+
+    Args:
+        policy: the first tenant's order of eviction.
+
+    Attributes:
+        table: a row for each file and each further name of one; ``tile`` is blocks.
+        names: by row, of the files themselves.
+        used, freeing: blocks of all files; of those that are being removed.
+        removing: row by job. strays: the same of files that have no row, by their names.
+        published: names in the index.
+        tenants: by group and salt.
+    """
+
+    def __init__(
+        self,
+        config: DiskConfig,
+        store: SpanStore,
+        tenancy: Tenancy,
+        policy: Policy,
+        jobs: Iterator[int],
+        base: int,
+        batch: Batch | None = None,
+    ) -> None:
+        self.config = config
+        self.capacity = config.capacity // BLOCK_BYTES
+        self.table = SpanTable(config.max_files, batch)
+        self.names = array("Q", [0]) * (config.max_files + 1)
+        self.used = self.freeing = self.published = self.payload = 0
+        self.by_state = [0] * len(FileState)
+        self.removing: dict[int, int] = {}
+        self.strays: dict[int, int] = {}
+        self.tenants: dict[tuple[int, bytes], FileTenant] = {}
+        self._store = store
+        # Quotas of the disk are its own; who shares with whom is not.
+        self._tenancy = Tenancy(tenancy.groups, tenancy.shared, config.quotas, config.default_quota)
+        self._jobs = jobs
+        self._base = base
+        self._shown = bytearray(config.max_files + 1)
+        self._first_alias: dict[int, int] = {}
+        self._numbers: dict[int, FileTenant] = {}
+        self._policy = policy
+        self._unused: list[tuple[int, Policy]] = [(1, policy)]
+        self._last = 1
+
+    # Tenants
+
+    def tenant_of(self, row: int) -> FileTenant:
+        """Whose a file is."""
+        return self._numbers[self.table.scopes.value(self.table.scope[row]) >> 64]
+
+    def _open(self, group: int, salt: bytes) -> FileTenant:
+        found = self.tenants.get((group, salt))
+        if found is None:
+            if self._unused:
+                number, order = self._unused.pop()
+            else:
+                self._last += 1
+                number, order = self._last, self._policy.another()
+            quota = -(-self._tenancy.quota(group, salt) // BLOCK_BYTES)
+            found = FileTenant(number, group, salt, quota, order)
+            self.tenants[group, salt] = self._numbers[number] = found
+        return found
+
+    def quota(self, group: int, salt: bytes) -> int:
+        """Blocks that a tenant may keep, 0 for no limit."""
+        return -(-self._tenancy.quota(group, salt) // BLOCK_BYTES)
+
+    def _close(self, tenant: FileTenant) -> None:
+        if not tenant.files:
+            del self.tenants[tenant.group, tenant.salt], self._numbers[tenant.number]
+            self._unused.append((tenant.number, tenant.order))
+
+    # Names
+
+    def find(self, group: int, salt: bytes, key: bytes, shard: int) -> int:
+        """The row of a name, or 0; ``resolve`` gives its file's."""
+        tenant = self.tenants.get((group, salt))
+        return self.table.find(key, scope(tenant.number, shard)) if tenant else 0
+
+    def find_all(self, group: int, salt: bytes, keys: bytes, shard: int) -> Rows | None:
+        """Rows of names that may be fetched, 0 where there is none; None: there is none at all."""
+        tenant = self.tenants.get((group, salt))
+        if tenant is None:
+            return None
+        rows, found = self.table.find_all(keys, scope(tenant.number, shard))
+        if not found:
+            return None
+        for entry, row in enumerate(rows):
+            if row:
+                there = self.resolve(row)
+                rows[entry] = there if self.table.state[there] in FILE_SHOWN else 0
+        return rows
+
+    def has(self, key: bytes, shard: int) -> bool:
+        """Whether any tenant has a file of that name, written or not."""
+        return any(self.find(*who, key, shard) for who in self.tenants)
+
+    def resolve(self, row: int) -> int:
+        """The file that a found row stands for; 0 stays 0."""
+        return self.table.tile[row] if self.table.state[row] == FileState.ALIAS else row
+
+    def aliases(self, row: int) -> Iterator[int]:
+        """Rows that are further names of a file."""
+        alias = self._first_alias.get(row, 0)
+        while alias:
+            yield alias
+            alias = self.table.start[alias]
+
+    def shard(self, row: int) -> int:
+        """The shard code of a row."""
+        return shard_of(self.table.scopes.value(self.table.scope[row]))
+
+    def span(self, row: int) -> SpanFile:
+        """What a file holds."""
+        table, tenant = self.table, self.tenant_of(row)
+        return SpanFile(
+            group=tenant.group,
+            salt=tenant.salt,
+            key=table.key_of(row),
+            namespace=table.spaces.value(table.space[row]),
+            shard=self.shard(row),
+            tokens=table.tokens[row],
+            start=table.start[row],
+            length=table.length[row],
+            root=table.root[row],
+            names=tuple((table.tokens[name], table.key_of(name)) for name in self.aliases(row)),
+        )
+
+    def enter(self, span: SpanFile, trigger: FileTrigger, name: int = 0) -> int:
+        """A row for a file whose key nobody has; 0 if there is no place in the table."""
+        table, tenant = self.table, self._open(span.group, span.salt)
+        where = scope(tenant.number, span.shard)
+        place = table.place_for(span.key, where)
+        if (
+            not table.vacant
+            or place is None
+            or table.scopes.full(where)
+            or table.spaces.full(span.namespace)
+        ):
+            self._close(tenant)
+            return 0
+        row = table.take_row()
+        table.space[row] = table.spaces.take(span.namespace)
+        table.insert(row, span.key, where, place)
+        table.generation[row] = table.generation[row] + 1 & 0xFFFF_FFFF
+        table.tokens[row], table.start[row] = span.tokens, span.start
+        table.length[row], table.root[row] = span.length, span.root
+        table.tile[row] = file_bytes(span.length, len(span.names)) // BLOCK_BYTES
+        self.names[row] = name
+        self.used += table.tile[row]
+        self.payload += span.length
+        tenant.blocks += table.tile[row]
+        tenant.files += 1
+        for tokens, key in reversed(span.names):
+            self._alias(row, key, tokens, where)
+        self.move(row, trigger)
+        return row
+
+    def _alias(self, row: int, key: bytes, tokens: int, where: int) -> None:
+        table = self.table
+        place = table.place_for(key, where)
+        if not table.vacant or place is None or table.find(key, where):
+            return
+        alias = table.take_row()
+        table.space[alias] = table.spaces.take(table.spaces.value(table.space[row]))
+        table.insert(alias, key, where, place)
+        table.state[alias] = FILE_TRANSITIONS[FileState.GONE, FileTrigger.NAME]
+        table.tokens[alias], table.tile[alias] = tokens, row
+        table.start[alias] = self._first_alias.get(row, 0)
+        self._first_alias[row] = alias
+
+    # States
+
+    def move(self, row: int, trigger: FileTrigger) -> FileState:
+        """Change a file's state and do what follows from it; returns the new state."""
+        table, tenant = self.table, self.tenant_of(row)
+        old = FileState(table.state[row])
+        new = FILE_TRANSITIONS[old, trigger]
+        if old in FILE_EVICTABLE and new not in FILE_EVICTABLE:
+            tenant.evictable -= 1
+            self._ordered(tenant, row, add=False)
+        if old in FILE_SHOWN and new not in FILE_SHOWN:
+            self._hide(row)
+        if old in FILE_KEYED and new not in FILE_KEYED:
+            self._drop_names(row)
+        table.state[row] = new
+        self.by_state[old] -= old is not FileState.GONE
+        self.by_state[new] += new is not FileState.GONE
+        if new in FILE_SHOWN and old not in FILE_SHOWN:
+            self._show(row, (row, *self.aliases(row)))
+        if new in FILE_EVICTABLE and old not in FILE_EVICTABLE:
+            tenant.evictable += 1
+            self._ordered(tenant, row, add=True)
+        if new is FileState.REMOVING:
+            self._remove(row, tenant)
+        if new is FileState.GONE:
+            self._give(row, tenant, removed=old is FileState.REMOVING)
+        return new
+
+    def remove_stray(self, name: int) -> None:
+        """Remove a file that is nobody's."""
+        job = next(self._jobs)
+        self.strays[job] = name
+        self._store.out.append(Unlink(job, name))
+
+    def _remove(self, row: int, tenant: FileTenant) -> None:
+        job = next(self._jobs)
+        self.removing[job] = row
+        self.freeing += self.table.tile[row]
+        tenant.blocks -= self.table.tile[row]
+        self._store.out.append(Unlink(job, self.names[row]))
+
+    def _give(self, row: int, tenant: FileTenant, *, removed: bool) -> None:
+        blocks = self.table.tile[row]
+        self.used -= blocks
+        self.payload -= self.table.length[row]
+        if removed:
+            self.freeing -= blocks
+        else:
+            tenant.blocks -= blocks
+        tenant.files -= 1
+        self._give_row(row)
+        self._close(tenant)
+
+    def _give_row(self, row: int) -> None:
+        self.table.scopes.drop(self.table.scope[row])
+        self.table.spaces.drop(self.table.space[row])
+        self.names[row] = 0
+        self.table.give_row(row)
+
+    def _drop_names(self, row: int) -> None:
+        for alias in list(self.aliases(row)):
+            self.table.remove(alias)
+            self._give_row(alias)
+        self._first_alias.pop(row, None)
+        self.table.remove(row)
+
+    def _ordered(self, tenant: FileTenant, row: int, *, add: bool) -> None:
+        try:
+            (tenant.order.add if add else tenant.order.discard)([row])
+        except Exception:
+            self._store.policy_failed()
+
+    def touch(self, row: int) -> None:
+        """A file was of use: it goes last."""
+        if self.table.state[row] in FILE_EVICTABLE:
+            tenant = self.tenant_of(row)
+            self._ordered(tenant, row, add=False)
+            self._ordered(tenant, row, add=True)
+
+    # The index
+
+    def _show(self, row: int, names: tuple[int, ...]) -> None:
+        table, tenant, shard = self.table, self.tenant_of(row), self.shard(row)
+        tags = []
+        for name in names:
+            key = table.key_of(name)
+            if not self._shown[name] and not self._served(tenant, key, shard):
+                self._shown[name] = 1
+                tags.append(tag(key, shard))
+        if tags:
+            self.published += len(tags)
+            slot = self._base + row - 1
+            self._store.out.append(Publish(slot, tuple(tags), tenant.group, 0))
+
+    def _hide(self, row: int) -> None:
+        table, shard = self.table, self.shard(row)
+        tags = []
+        for name in (row, *self.aliases(row)):
+            if self._shown[name]:
+                self._shown[name] = 0
+                tags.append(tag(table.key_of(name), shard))
+        if tags:
+            self.published -= len(tags)
+            slot, group = self._base + row - 1, self.tenant_of(row).group
+            self._store.out.append(Unpublish(slot, tuple(tags), group, 0))
+
+    def shown(self, row: int) -> bool:
+        """Whether the index has a name of a file's."""
+        return bool(self._shown[row])
+
+    def _served(self, tenant: FileTenant, key: bytes, shard: int) -> bool:
+        store = self._store
+        there = store.tenants.find(tenant.group, tenant.salt)
+        row = store.table.find(key, scope(there.number, shard)) if there else 0
+        return store.table.state[store.resolve(row)] == State.COMMITTED
+
+    def _names_of(self, host: int) -> Iterator[int]:
+        """Rows of files' names that a span in host memory has too."""
+        store, tenant = self._store, self._store.tenant_of(host)
+        if (tenant.group, tenant.salt) in self.tenants:
+            shard = store.shard(host)
+            for name in (host, *store.aliases(host)):
+                key = store.table.key_of(name)
+                if row := self.find(tenant.group, tenant.salt, key, shard):
+                    yield row
+
+    def cover(self, host: int) -> None:
+        """A span in host memory was published: what the index had of its names is no more."""
+        for row in self._names_of(host):
+            self.published -= self._shown[row]
+            self._shown[row] = 0
+
+    def uncover(self, host: int) -> None:
+        """A span in host memory is about to go: files with its names are found instead."""
+        # Its own names still lead to it: it has left the index already.
+        for row in self._names_of(host):
+            there = self.resolve(row)
+            if self.table.state[there] in FILE_SHOWN and not self._shown[row]:
+                self._shown[row] = 1
+                self.published += 1
+                name = tag(self.table.key_of(row), self.shard(row))
+                group, slot = self.tenant_of(there).group, self._base + there - 1
+                self._store.out.append(Publish(slot, (name,), group, 0))
+
+    # Room
+
+    def make_room(self, group: int, salt: bytes, blocks: int) -> bool | None:
+        """Whether a tenant may write a file of so many blocks; files are removed for it.
+
+        None: it may when what is on its way has ended.
+        """
+        quota, tenant = self.quota(group, salt), self.tenants.get((group, salt))
+        if blocks > self.capacity or (quota and blocks > quota):
+            return False
+        while quota and tenant is not None and tenant.blocks + blocks > quota:
+            if not self._evict_one(tenant):
+                return self._later()
+        while self.used - self.freeing + blocks > self.capacity or not self._vacant:
+            # Who has most gives way, so that nobody can push the others out.
+            held = [other for other in self.tenants.values() if other.evictable]
+            if not held or not self._evict_one(max(held, key=lambda other: other.blocks)):
+                return self._later()
+        if self.used + blocks > self.capacity or not self.table.vacant:
+            return None
+        return True
+
+    @property
+    def _vacant(self) -> int:
+        return self.table.vacant + len(self.removing)
+
+    def _later(self) -> bool | None:
+        """Whether something is on its way that may leave room."""
+        return None if any(self.by_state[state] for state in FILE_BUSY) else False
+
+    def _evict_one(self, tenant: FileTenant) -> bool:
+        row = self.victim(tenant)
+        if row:
+            self.evict(row)
+        return bool(row)
+
+    def evict(self, row: int) -> None:
+        """Remove a file to make room."""
+        counters = self._store.counters
+        counters["disk_evicted"] += 1
+        counters["disk_evicted_bytes"] += self.table.length[row]
+        self.move(row, FileTrigger.EVICT)
+
+    def victim(self, tenant: FileTenant) -> int:
+        """What a tenant loses first, or 0."""
+        if not tenant.evictable:
+            return 0
+        try:
+            row = next(tenant.order.victims(), 0)
+            if self._may_evict(row, tenant):
+                return row
+        except Exception:
+            row = 0
+        self._store.policy_failed()
+        rows = range(1, self.table.rows + 1)
+        return next((row for row in rows if self._may_evict(row, tenant)), 0)
+
+    def _may_evict(self, row: int, tenant: FileTenant) -> bool:
+        return (
+            0 < row <= self.table.rows
+            and self.table.state[row] in FILE_EVICTABLE
+            and self.tenant_of(row) is tenant
+        )

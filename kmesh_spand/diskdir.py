@@ -1,0 +1,159 @@
+"""The directory of the disk tier: whether it may be used, and by whom it is."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import os
+import stat
+import time
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import msgspec
+
+from kmesh.errors import ConfigError
+
+MARK = "kmesh-disk.json"
+VERSION = 1
+#: What a new file system has in its first directory.
+_OTHERS = frozenset({MARK, "lost+found"})
+
+
+_PATIENCE_SECONDS = 5.0
+_POLL_SECONDS = 0.02
+
+
+class Mark(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What the directory says of itself; ``directory`` tells it from others, in hex."""
+
+    version: int
+    directory: str
+
+
+class Directory(NamedTuple):
+    """An open directory, which no other daemon uses while ``lock`` is open.
+
+    Attributes:
+        id: 16 bytes that its files repeat.
+    """
+
+    path: str
+    fd: int
+    lock: int
+    id: bytes
+
+    def take(self) -> bool:
+        """Be the only one who uses it; False if another daemon does for a while.
+
+        Processes of a daemon that was killed a moment ago may not be gone yet.
+        """
+        until = time.monotonic() + _PATIENCE_SECONDS
+        while True:
+            try:
+                fcntl.flock(self.lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                if time.monotonic() >= until:
+                    return False
+                time.sleep(_POLL_SECONDS)
+            else:
+                return True
+
+    def release(self) -> None:
+        """Let another daemon use it, which this one is handed over to."""
+        fcntl.flock(self.lock, fcntl.LOCK_UN)
+
+    def close(self) -> None:
+        """Others may use it."""
+        os.close(self.fd)
+        os.close(self.lock)
+
+
+def open_directory(path: str) -> Directory:
+    """Takes a directory, which is made if it is not there (but not its parents).
+
+    Raises:
+        ConfigError: it is not to be used, and why.
+    """
+    with contextlib.ExitStack() as undo:
+        with _refusals(path):
+            with contextlib.suppress(FileExistsError):
+                os.mkdir(path, 0o700)
+            flags = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+            fd = os.open(path, flags)
+        undo.callback(os.close, fd)
+        about = os.fstat(fd)
+        if about.st_uid != os.geteuid():
+            raise ConfigError(f"disk: {path}: belongs to uid {about.st_uid}, not to the daemon's")
+        if about.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+            mode = stat.S_IMODE(about.st_mode)
+            raise ConfigError(f"disk: {path}: others may write it (mode {mode:04o}); chmod go-w")
+        with _refusals(path):
+            lock = _lock(fd, path)
+            undo.callback(os.close, lock)
+            if not Directory(path, fd, lock, b"").take():
+                raise ConfigError(f"disk: {path}: another daemon uses it")
+            made = Directory(path, fd, lock, _identity(lock, path))
+            _try_to_write(fd)
+        undo.pop_all()
+    return made
+
+
+@contextlib.contextmanager
+def _refusals(path: str) -> Iterator[None]:
+    try:
+        yield
+    except OSError as failed:
+        text = failed.strerror
+        if failed.errno in (errno.ELOOP, errno.ENOTDIR) and os.path.islink(path):
+            text = "is a symbolic link; name the directory itself"
+        raise ConfigError(f"disk: {path}: {text}") from None
+
+
+def _lock(fd: int, path: str) -> int:
+    flags = os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC
+    try:
+        return os.open(MARK, flags, dir_fd=fd)
+    except FileNotFoundError:
+        strange = sorted(set(os.listdir(fd)) - _OTHERS)
+        if strange:
+            raise ConfigError(
+                f"disk: {path}: has other files in it, such as {strange[0]}; name an empty one"
+            ) from None
+        return os.open(MARK, flags | os.O_CREAT, 0o600, dir_fd=fd)
+
+
+def _identity(lock: int, path: str) -> bytes:
+    """What the mark says; a new one is written if it is empty."""
+    data = os.pread(lock, 4096, 0)
+    if not data:
+        made = os.urandom(16)
+        os.pwrite(lock, msgspec.json.encode(Mark(VERSION, made.hex())) + b"\n", 0)
+        os.fsync(lock)
+        return made
+    try:
+        version = msgspec.json.decode(data, type=dict[str, object]).get("version")
+        if version != VERSION:
+            raise ConfigError(
+                f"disk: {path}: is of version {version}, this daemon has {VERSION}; "
+                "name another directory"
+            )
+        identity = bytes.fromhex(msgspec.json.decode(data, type=Mark).directory)
+    except (msgspec.DecodeError, ValueError) as wrong:
+        if isinstance(wrong, ConfigError):
+            raise
+        raise ConfigError(f"disk: {path}: {MARK} is damaged; empty the directory") from None
+    if len(identity) != 16:
+        raise ConfigError(f"disk: {path}: {MARK} is damaged; empty the directory")
+    return identity
+
+
+def _try_to_write(fd: int) -> None:
+    """Raises OSError where the file system is read-only, for instance."""
+    name = "kmesh-try.new"
+    with contextlib.suppress(FileNotFoundError):
+        os.unlink(name, dir_fd=fd)
+    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+    os.close(os.open(name, flags, 0o600, dir_fd=fd))
+    os.unlink(name, dir_fd=fd)
