@@ -131,6 +131,11 @@ class Core:
         self._recoder.pump()
         return out
 
+    @property
+    def behind(self) -> bool:
+        """Whether work was left for a GoOn, so that others are served first."""
+        return self._recoder.behind
+
     def _note(self, event: ev.Event) -> None:
         store = self._store
         match event:
@@ -179,6 +184,8 @@ class Core:
             case ev.Drain():
                 self._writing.draining = self._recoder.draining = True
                 self.flights.drain()
+            case ev.GoOn():
+                pass
             case ev.Resume():
                 self._writing.draining = self._recoder.draining = False
                 self.flights.draining = False

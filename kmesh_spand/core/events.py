@@ -370,6 +370,11 @@ class Drain:
 
 
 @dataclass(frozen=True, slots=True)
+class GoOn:
+    """Nothing has happened: what was left for later is gone on with."""
+
+
+@dataclass(frozen=True, slots=True)
 class Resume:
     """Reservations are welcome again."""
 
@@ -412,5 +417,6 @@ Event = (
     | Evict
     | EvictBases
     | Drain
+    | GoOn
     | Resume
 )
