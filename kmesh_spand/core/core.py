@@ -153,7 +153,9 @@ class Core:
             case ev.RecipeKept(job, root):
                 self._recoder.kept(job, root)
             case ev.Densified(job, ok):
-                self._recoder.densified(job, ok)
+                for row in self._recoder.densified(job, ok):
+                    self._verifier.doubt(row)
+                self._verifier.pump()
             case ev.RecodeFailed(job):
                 self._recoder.failed(job)
             case ev.SessionOpened(session, uid, engine, role):

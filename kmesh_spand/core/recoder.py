@@ -359,11 +359,15 @@ class Recoder:
         for base in self._store.mirrors.by_row[row].bases:
             self._store.condemned.pop(base, None)
 
-    def densified(self, number: int, good: bool) -> None:
-        """A payload lies in its range, or the recipe did not give it."""
+    def densified(self, number: int, good: bool) -> Sequence[int]:
+        """A payload lies in its range, or the recipe did not give it.
+
+        Returns:
+            Rows whose bytes may be why it did not.
+        """
         job = self.densifies.pop(number, None)
         if job is None:
-            return
+            return ()
         store, table = self._store, self._store.table
         mirror = store.mirrors.by_row[job.row]
         served = table.state[job.row] == State.COMMITTED
@@ -378,6 +382,7 @@ class Recoder:
                 store.counters["corrupt"] += 1
                 store.mirrors.drop(job.row, Cause.CORRUPT)
         store.let_go([job.row])
+        return () if good else mirror.bases
 
     # Failures
 

@@ -379,7 +379,9 @@ def test_many_spans_are_looked_at_in_turns() -> None:
         world.send(ev.GoOn())
         looked.append(world.core.counters["encode_refused"])
     assert looked[-1] == 30
-    assert all(0 <= after - before <= 8 for before, after in zip([0, *looked], looked, strict=False))
+    assert all(
+        0 <= after - before <= 8 for before, after in zip([0, *looked], looked, strict=False)
+    )
 
 
 def test_members_are_not_looked_through_before_the_base_is_whole(room: World) -> None:

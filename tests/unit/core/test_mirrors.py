@@ -372,3 +372,21 @@ def test_answers_name_a_bounded_number_of_bases() -> None:
     settle(world)
     answer = world.acquire(one, [B, D], recipes=True)
     assert reasons(answer) == [Reason.OK, Reason.MISS]
+
+
+def test_a_base_is_read_again_when_a_recipe_over_it_gives_other_bytes(room: World) -> None:
+    """It may be why; what else refers to it would give other bytes, too."""
+    one = mirrored(room, [A], [B, C])
+    (base,) = [row for row in room.core.spans(now_ms=0) if row.key == A]
+    place = base.slab, base.offset // TILE_BYTES
+    room.memory[place] = -1
+    room.flipped.add(place)
+    assert reasons(room.acquire(one, [B])) == [Reason.PENDING]
+    (job,) = room.densifies
+    room.densify_ends(job)
+    assert reasons(room.acquire(one, [A, B], recipes=True)) == [Reason.PENDING, Reason.MISS]
+    (job,) = room.verifies
+    room.verify_ends(job)
+    assert reasons(room.acquire(one, [A, B, C], recipes=True)) == [Reason.MISS] * 3
+    assert not room.mirrors
+    room.check()
