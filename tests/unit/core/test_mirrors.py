@@ -86,11 +86,14 @@ def test_readers_of_the_dense_span_keep_it(room: World) -> None:
     """Its names are another row's, but its bytes stay until the last lease has ended."""
     one = room.connect()
     room.store(one, [A, B], length=DENSE)
-    room.acquire(one, [B])
+    lease = room.acquire(one, [B]).lease
+    before = room.core.place(one, lease, 0)
     declare(room, one, [A])
     join(room, one, [B])
     settle(room)
     room.check()
+    assert before is not None
+    assert room.core.place(one, lease, 0) == before
     states = sorted(row.state for row in room.core.spans(now_ms=0))
     assert states == ["committed", "committed", "retired"]
     answer = room.acquire(one, [B], recipes=True)
