@@ -109,6 +109,7 @@ class Handler:
         self._pending: dict[int, _Pending] = {}
         self._of_session: dict[int, set[int]] = {}
         self._last = 0
+        self._going_on = False
 
     @staticmethod
     def now_ms() -> int:
@@ -118,6 +119,13 @@ class Handler:
     def event(self, event: events.Event) -> None:
         """Lets the core see something and does what it wants done."""
         self.applier.apply(self.core.handle(event, self.now_ms()))
+        if self.core.behind and not self._going_on:
+            self._going_on = True
+            self._loop.call_soon(self._go_on)
+
+    def _go_on(self) -> None:
+        self._going_on = False
+        self.event(events.GoOn())
 
     # Sessions.
 

@@ -26,7 +26,7 @@ class Recodes:
 
     def __init__(self, event: Callable[[events.Event], None]) -> None:
         self._event = event
-        self._untold: dict[int, ipc.AnyMessage] = {}
+        self._untold: dict[int, tuple[ipc.AnyMessage, int]] = {}
         self._told: dict[int, int] = {}
         self._made: set[int] = set()
 
@@ -49,7 +49,7 @@ class Recodes:
         message, size = _message(job)
         self._made.discard(job.job)
         if send is None:
-            self._untold[job.job] = message
+            self._untold[job.job] = message, size
         else:
             self._told[job.job] = size
             send(message)
@@ -63,8 +63,8 @@ class Recodes:
     def started(self, send: Callable[[ipc.AnyMessage], None]) -> None:
         """A worker takes jobs: it gets those that wait."""
         untold, self._untold = self._untold, {}
-        for job, message in untold.items():
-            self._told[job] = 0
+        for job, (message, size) in untold.items():
+            self._told[job] = size
             send(message)
 
     def gone(self) -> None:

@@ -60,11 +60,14 @@ def _check_jobs(store: SpanStore, recoder: Recoder) -> None:
 
 
 def _check_names(book: FamilyBook) -> None:
-    counted = Counter[int]()
+    counted, named = Counter[int](), Counter[int]()
     for number, family in book.by_id.items():
         assert family.id == number
         assert book.find(family.owner, family.name) is family
         keys = {key for member in family.members.values() for key in member.keys}
         assert family.spans == len(keys | family.base.keys()) * len(family.shards)
         counted[family.owner[0]] += family.spans
+        assert family.named == sum(member.named for member in family.members.values())
+        named[family.owner[0]] += family.named
     assert +book.group_spans == +counted
+    assert +book.group_names == +named

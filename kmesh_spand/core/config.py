@@ -36,6 +36,9 @@ class CoreConfig:
         max_base, max_runs: base keys of one family, and runs of provenance in one call.
         max_family_spans, max_group_spans: spans (keys times shards) that one family names, and
             all of one group's; one takes some 300 bytes.
+        max_family_names, max_group_names: keys and runs that the members of one family name, and
+            those of one group's families, those of several members counted for each; one takes up
+            to 250 bytes.
         max_encodes, max_densify: jobs in flight that make recipes, and that make them dense.
         max_bases: spans that one answer names as what its recipes refer to.
     """
@@ -64,6 +67,8 @@ class CoreConfig:
     max_runs: int = 1024
     max_family_spans: int = 65_536
     max_group_spans: int = 262_144
+    max_family_names: int = 262_144
+    max_group_names: int = 524_288
     max_encodes: int = 1
     max_densify: int = 2
     max_bases: int = 768

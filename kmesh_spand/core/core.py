@@ -147,6 +147,11 @@ class Core:
             self.disk.pump()
         return out
 
+    @property
+    def behind(self) -> bool:
+        """Whether work was left for a GoOn, so that others are served first."""
+        return self._recoder.behind
+
     def _note(self, event: ev.Event) -> None:
         store = self._store
         match event:
@@ -164,7 +169,9 @@ class Core:
             case ev.RecipeKept(job, root):
                 self._recoder.kept(job, root)
             case ev.Densified(job, ok):
-                self._recoder.densified(job, ok)
+                for row in self._recoder.densified(job, ok):
+                    self._verifier.doubt(row)
+                self._verifier.pump()
             case ev.RecodeFailed(job):
                 self._recoder.failed(job)
             case ev.SessionOpened(session, uid, engine, role):
@@ -195,6 +202,8 @@ class Core:
             case ev.Drain():
                 self._writing.draining = self._recoder.draining = True
                 self.flights.drain()
+            case ev.GoOn():
+                pass
             case ev.Resume():
                 self._writing.draining = self._recoder.draining = False
                 self.flights.draining = False

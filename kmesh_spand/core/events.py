@@ -452,6 +452,11 @@ class Drain:
 
 
 @dataclass(frozen=True, slots=True)
+class GoOn:
+    """Nothing has happened: what was left for later is gone on with."""
+
+
+@dataclass(frozen=True, slots=True)
 class Resume:
     """Reservations are welcome again."""
 
@@ -505,5 +510,6 @@ Event = (
     | Forget
     | Tick
     | Drain
+    | GoOn
     | Resume
 )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections import Counter, OrderedDict, deque
+from collections import Counter, OrderedDict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -42,7 +42,9 @@ class FamilyBook:
     joined or forked into for longest.
 
     Attributes:
-        by_id: every family. group_spans: spans that the families of a group of uids name.
+        by_id: every family.
+        group_spans, group_names: spans that the families of a group of uids name, and keys and
+            runs that their members name, those of several members counted for each.
     """
 
     def __init__(self, config: CoreConfig, store: SpanStore, recoder: Recoder) -> None:
@@ -54,7 +56,8 @@ class FamilyBook:
         self._by_name: OrderedDict[tuple[Owner, str], Family] = OrderedDict()
         self._places: dict[Owner, dict[bytes, list[_Place]]] = {}
         self.group_spans: Counter[int] = Counter()
-        self._ready: deque[Candidate] = deque()
+        self.group_names: Counter[int] = Counter()
+        self._ready: OrderedDict[tuple[int, int], Candidate] = OrderedDict()
         self._scans: OrderedDict[tuple[int, str], None] = OrderedDict()
         self._starved: set[int] = set()
         recoder.source = self
@@ -121,6 +124,9 @@ class FamilyBook:
             return invalid("keys", "a member without spans")
         known = family.members.get(event.member)
         before = known.keys if known else ()
+        named = len(event.keys) // KEY_BYTES + len(event.runs) - (known.named if known else 0)
+        if refused := self._too_long(family, named):
+            return refused
         if refused := self._check_member(family, event.member, event.keys, event.runs, known):
             return refused
         keys = _split(event.keys)
@@ -141,6 +147,9 @@ class FamilyBook:
         if event.member in family.members:
             return invalid("member", "there is one of that name")
         if refused := self._check_member(family, event.member, event.keys, event.runs, None):
+            return refused
+        added = len(event.keys) // KEY_BYTES + len(event.runs)
+        if refused := self._too_long(family, parent.named + added):
             return refused
         keys, runs = parent.keys + _split(event.keys), parent.runs + tuple(event.runs)
         if len(keys) > self._config.max_family_spans:
@@ -163,7 +172,7 @@ class FamilyBook:
             table, places = self._store.table, self._places.get(family.owner, {})
             for row in mirrors:
                 if table.key_of(row) not in places:
-                    self._recoder.ask(row, drop=event.fate == MirrorFate.DENSE_OR_DROP)
+                    self._recoder.want(row, drop=event.fate == MirrorFate.DENSE_OR_DROP)
         return DissolveResult(members, len(mirrors))
 
     def _unfit(self, owner: Owner, event: Declare, key: bytes) -> str:
@@ -204,6 +213,13 @@ class FamilyBook:
                     return invalid(f"keys[{number}]", why)
         return None
 
+    def _too_long(self, family: Family, named: int) -> Refused | None:
+        """Whether members would name too much, what several of them name counted for each."""
+        most = self._config.max_family_names
+        if family.named + named <= most:
+            return None
+        return Refused(Code.EXHAUSTED, f"a family's members name at most {most} keys", "keys")
+
     def _strange(self, family: Family, row: int, shard: int) -> str:
         """Why a stored span can't be of a family, or nothing."""
         store, table = self._store, self._store.table
@@ -228,6 +244,12 @@ class FamilyBook:
     def _add(self, family: Family, member: Member) -> JoinResult:
         before = family.members.get(member.name)
         family.members[member.name] = member
+        named = member.named - (before.named if before else 0)
+        family.named += named
+        self.group_names[family.owner[0]] += named
+        if before and before.runs != member.runs:
+            for row in self.rows(family, before.keys):
+                self._recoder.verdicts.reconsider(row)
         self._touch(family)
         fresh = member.keys[len(before.keys) :] if before else member.keys
         if member.parent:
@@ -270,6 +292,7 @@ class FamilyBook:
             if (
                 len(mine) <= self._config.max_families
                 and self.group_spans[group] <= self._config.max_group_spans
+                and self.group_names[group] <= self._config.max_group_names
             ) or mine[0] is newest:
                 return
             self._forget(mine[0])
@@ -280,6 +303,9 @@ class FamilyBook:
         self.group_spans[family.owner[0]] -= family.spans
         if not self.group_spans[family.owner[0]]:
             del self.group_spans[family.owner[0]]
+        self.group_names[family.owner[0]] -= family.named
+        if not self.group_names[family.owner[0]]:
+            del self.group_names[family.owner[0]]
         places = self._places[family.owner]
         keys = {key for member in family.members.values() for key in member.keys}
         for key in keys | family.base.keys():
@@ -348,33 +374,47 @@ class FamilyBook:
             for place in places.get(table.key_of(name), ()):
                 family, member = place.family, place.member
                 if member is not None:
-                    self._ready.append(Candidate(row, table.generation[row], family, member))
-                elif family.id in self._starved:
+                    self._offer(row, family, member)
+                elif family.id in self._starved and self._whole(family, row):
                     self._starved.remove(family.id)
                     for waiting in family.members:
                         self._scans[family.id, waiting] = None
 
+    def _whole(self, family: Family, row: int) -> bool:
+        """Whether the base is all there in a row's shard."""
+        shard = self._store.shard(row)
+        return shard in family.shards and self.base(family, shard) is not None
+
+    def _offer(self, row: int, family: Family, member: Member) -> None:
+        generation = self._store.table.generation[row]
+        known = self._ready.get((row, family.id))
+        if known is None or known.generation != generation:
+            self._ready[row, family.id] = Candidate(row, generation, family, member)
+
     def gone(self, row: int, cause: Cause) -> None:
         """A name is about to go: what was found out about its span goes with it."""
-        self._recoder.verdicts.pop(row, None)
+        self._recoder.verdicts.gone(row)
 
     def starved(self, family: Family) -> None:
         """A family's spans can't be looked at before more of its base is stored."""
         self._starved.add(family.id)
 
+    @property
+    def waiting(self) -> bool:
+        """Whether there may be a span to look at."""
+        return bool(self._ready or self._scans)
+
     def next(self) -> Candidate | None:
-        """A span that may be worth a recipe, of a family that is there still."""
-        while True:
-            while self._ready:
-                candidate = self._ready.popleft()
-                if candidate.family.id in self.by_id:
-                    return candidate
-            if not self._scans:
-                return None
+        """A span that may be worth a recipe; None: it has looked through a member, or none is."""
+        if self._ready:
+            _, candidate = self._ready.popitem(last=False)
+            return candidate if candidate.family.id in self.by_id else None
+        if self._scans:
             (number, name), _ = self._scans.popitem(last=False)
             family = self.by_id.get(number)
             if family is not None:
                 self._scan(family, family.members[name])
+        return None
 
     def _scan(self, family: Family, member: Member) -> None:
         table, mirrors = self._store.table, self._store.mirrors
@@ -387,9 +427,9 @@ class FamilyBook:
                 shard in ready
                 and table.state[row] == State.COMMITTED
                 and row not in mirrors.by_row
-                and row not in self._recoder.verdicts
+                and not self._recoder.verdicts.of(row, family)
             ):
-                self._ready.append(Candidate(row, table.generation[row], family, member))
+                self._offer(row, family, member)
 
 
 def _split(packed: bytes) -> tuple[bytes, ...]:

@@ -30,6 +30,11 @@ class Member:
     runs: tuple[Run, ...] = ()
     parent: str = ""
 
+    @property
+    def named(self) -> int:
+        """Keys and runs: what remembering it takes."""
+        return len(self.keys) + len(self.runs)
+
 
 @dataclass(slots=True, eq=False)
 class Family:
@@ -41,7 +46,8 @@ class Family:
         shards: codes.
         base: number of each base key.
         frequencies: radians a position; none if keys are never turned.
-        spans: keys of members, times shards.
+        spans: keys of members and of the base, each once, times shards.
+        named: keys and runs of all members, however often.
         members: by name.
     """
 
@@ -58,6 +64,7 @@ class Family:
     base: dict[bytes, int] = field(default_factory=dict)
     members: dict[str, Member] = field(default_factory=dict)
     spans: int = 0
+    named: int = 0
 
     @property
     def base_keys(self) -> bytes:

@@ -85,7 +85,7 @@ class FamilyViews:
         base = book.base_rows(family, [key for key in member.keys if key in family.base])
         own = book.rows(family, member.keys)
         refusals = [
-            why for row in own if row not in mirrors and (why := self._recoder.refused(row))
+            why for row in own if row not in mirrors and (why := self._recoder.verdicts.of(row))
         ]
         dense, stored = self._sizes([*base, *own])
         recipes = sum(row in mirrors for row in own)

@@ -98,7 +98,7 @@ class Mirrors:
         if facts is None or mirror.lost or facts.length != mirror.length:
             return False
         found = [self._find(row, fact) for fact in facts.bases]
-        if not found or not all(found):
+        if not found or not all(found) or len(set(found)) < len(found):
             return False
         if not mirror.bases:
             mirror.root = facts.root

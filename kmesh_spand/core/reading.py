@@ -24,7 +24,7 @@ from kmesh_spand.core.effects import (
 from kmesh_spand.core.events import Acquire, Release, ReportCorrupt
 from kmesh_spand.core.recoder import Recoder
 from kmesh_spand.core.sessions import Lease, Session, SessionBook
-from kmesh_spand.core.states import State, Trigger
+from kmesh_spand.core.states import State
 from kmesh_spand.core.store import SpanStore
 from kmesh_spand.core.tags import scope
 from kmesh_spand.core.verify import Verifier
@@ -306,7 +306,8 @@ class Reading:
             return None
         row = lease.rows[entry] if 0 <= entry < len(lease.rows) else 0
         table = self._store.table
-        if not row or table.state[row] != State.COMMITTED:
+        # One that a recipe has taken over lies there as long as it is leased.
+        if not row or table.state[row] not in (State.COMMITTED, State.RETIRED):
             return None
         offset = table.tile[row] * TILE_BYTES
         return Location(table.slab[row], offset, table.length[row], table.generation[row])
@@ -326,9 +327,7 @@ class Reading:
             accepted += 1
             mirror = store.mirrors.by_row.get(row)
             for suspect in (row, *(mirror.bases if mirror else ())):
-                if store.table.state[suspect] == State.COMMITTED:
-                    store.move(suspect, Trigger.REPORT)
-                    self._verifier.want(suspect)
+                self._verifier.doubt(suspect)
         store.counters["reported"] += accepted
         self._verifier.pump()
         return ReportCorruptResult(accepted)

@@ -21,7 +21,10 @@ from kmesh_spand.core.family import Family, Member
 from kmesh_spand.core.provenance import pieces
 from kmesh_spand.core.states import State, Trigger
 from kmesh_spand.core.store import SpanStore
+from kmesh_spand.core.verdicts import Verdicts
 
+#: Candidates that are looked at in one go: each takes as long as its family's base is large.
+_TURN = 8
 #: Jobs for one span that may fail for reasons of their own.
 _MAX_TRIES = 2
 _U32 = 0xFFFF_FFFF
@@ -47,7 +50,15 @@ class Candidate:
 class Source(Protocol):
     """Knows which spans are worth looking at."""
 
-    def next(self) -> Candidate | None: ...
+    @property
+    def waiting(self) -> bool:
+        """Whether there may be another one."""
+        ...
+
+    def next(self) -> Candidate | None:
+        """One of them; or None, when it has looked for some."""
+        ...
+
     def is_base(self, row: int) -> bool: ...
     def base(self, family: Family, shard: int) -> Rows | None: ...
     def starved(self, family: Family) -> None: ...
@@ -77,7 +88,7 @@ class Recoder:
     Attributes:
         encodes, densifies: jobs in flight.
         wishes: mirrors that wait to be made dense: generation, and whether they may be dropped.
-        verdicts: for spans that stay dense, their generation, and why.
+        verdicts: on spans that stay dense.
         draining: nothing new begins.
         source: what may be worth a recipe.
     """
@@ -93,34 +104,43 @@ class Recoder:
         self.encodes: dict[int, EncodeJob] = {}
         self.densifies: dict[int, DensifyJob] = {}
         self.wishes: OrderedDict[int, tuple[int, bool]] = OrderedDict()
-        self.verdicts: dict[int, tuple[int, str]] = {}
+        self.verdicts = Verdicts(store.table)
         self._again: list[Candidate] = []
         self.draining = False
 
+    @property
+    def behind(self) -> bool:
+        """Whether ``pump`` has left something undone that needs nothing but time."""
+        return not self.draining and (self._may_densify or self._may_encode)
+
+    @property
+    def _may_densify(self) -> bool:
+        return bool(self.wishes) and len(self.densifies) < self._config.max_densify
+
+    @property
+    def _may_encode(self) -> bool:
+        free = len(self.encodes) < self._config.max_encodes
+        return free and bool(self._again or self.source.waiting)
+
     def pump(self) -> None:
-        """Begins as many jobs as may be in flight."""
-        if self.draining:
-            return
+        """Begins as many jobs as may be in flight; looks at a few spans for that."""
         mirrors, table = self._store.mirrors.by_row, self._store.table
-        while self.wishes and len(self.densifies) < self._config.max_densify:
-            row, (generation, drop) = self.wishes.popitem(last=False)
-            if row in mirrors and table.generation[row] == generation:
-                self._densify(row, drop)
-        while len(self.encodes) < self._config.max_encodes:
-            candidate = self._again.pop() if self._again else self.source.next()
-            if candidate is None:
+        for _ in range(_TURN):
+            if not self.behind:
                 return
-            self._encode(candidate)
+            if self._may_densify:
+                row, (generation, drop) = self.wishes.popitem(last=False)
+                if row in mirrors and table.generation[row] == generation:
+                    self._densify(row, drop)
+                continue
+            candidate = self._again.pop() if self._again else self.source.next()
+            if candidate is not None:
+                self._encode(candidate)
 
     # Recipes
 
-    def refused(self, row: int) -> str:
-        """Why a span stays dense; empty if nobody has looked at it yet."""
-        generation, why = self.verdicts.get(row, (0, ""))
-        return why if generation == self._store.table.generation[row] else ""
-
-    def _refuse(self, row: int, why: str) -> None:
-        self.verdicts[row] = self._store.table.generation[row], why
+    def _refuse(self, candidate: Candidate, why: str) -> None:
+        self.verdicts.add(candidate.row, why, candidate.family)
         self._store.counters["encode_refused"] += 1
 
     def _is(self, row: int, generation: int) -> bool:
@@ -137,7 +157,7 @@ class Recoder:
     def _encode(self, candidate: Candidate) -> None:
         store, table, family = self._store, self._store.table, candidate.family
         row = candidate.row
-        if not self._is(row, candidate.generation) or self.refused(row):
+        if not self._is(row, candidate.generation) or self.verdicts.of(row, family):
             return
         if any(job.candidate.row == row for job in self.encodes.values()):
             return
@@ -147,21 +167,22 @@ class Recoder:
             self.source.starved(family)
             return
         space = table.spaces.value(table.space[row])
+        token = family.payload_bytes(1, shard)
         for number in (row, *base):
-            sized = family.payload_bytes(table.tokens[number], shard)
+            sized = table.tokens[number] * token
             if table.length[number] != sized or table.space[number] != table.space[row]:
-                self._refuse(row, f"its layout, or that of the base, is not {family.dtype}'s")
+                self._refuse(candidate, f"its layout, or that of the base, is not {family.dtype}'s")
                 return
         if space != family.namespace:
-            self._refuse(row, "it is of another namespace")
+            self._refuse(candidate, "it is of another namespace")
             return
         if tiles(table.length[row]) < 2:
-            self._refuse(row, _LARGE)
+            self._refuse(candidate, _LARGE)
             return
         rows, found = list(base), pieces(table, row, base, family, candidate.member.runs)
         if candidate.member.runs:
             if not found:
-                self._refuse(row, _PRIVATE)
+                self._refuse(candidate, _PRIVATE)
                 return
             numbers = {number: i for i, number in enumerate(sorted({p.base for p in found}))}
             rows = [base[number] for number in numbers]
@@ -210,7 +231,7 @@ class Recoder:
             self._end_encode(number, forget=True)
             return
         if tiles(length) >= tiles(table.length[row]):
-            self._refuse(row, _LARGE)
+            self._refuse(job.candidate, _LARGE)
             self._end_encode(number, forget=True)
             return
         kept = [job.bases[base] for base in sorted(set(used))]
@@ -254,7 +275,7 @@ class Recoder:
         job = self.encodes.get(number)
         if job is not None:
             if self._is(job.candidate.row, job.candidate.generation):
-                self._refuse(job.candidate.row, why[:_WHY_LENGTH])
+                self._refuse(job.candidate, why[:_WHY_LENGTH])
             self._end_encode(number)
 
     def kept(self, number: int, root: int) -> None:
@@ -281,22 +302,30 @@ class Recoder:
 
     # Spans
 
-    def ask(self, row: int, *, drop: bool = False) -> bool:
-        """Have a mirror made dense, soon; False if there is no room for that.
-
-        Args:
-            drop: without room, it goes.
-        """
-        generation = self._store.table.generation[row]
+    def ask(self, row: int) -> bool:
+        """Have a mirror made dense, soon; False if there is no room for that."""
         if any(job.row == row for job in self.densifies.values()):
             return True
         if self.draining:
             return False
         if row in self.wishes or len(self.densifies) >= self._config.max_densify:
-            drop |= self.wishes.get(row, (0, False))[1]
-            self.wishes[row] = generation, drop
+            self.want(row)
             return True
-        return self._densify(row, drop)
+        return self._densify(row, drop=False)
+
+    def want(self, row: int, *, drop: bool = False) -> None:
+        """Have a mirror made dense when its turn comes.
+
+        Args:
+            drop: without room, it goes.
+        """
+        if any(job.row == row for job in self.densifies.values()):
+            return
+        generation = self._store.table.generation[row]
+        earlier = self.wishes.get(row)
+        if earlier is not None and earlier[0] == generation:
+            drop |= earlier[1]
+        self.wishes[row] = generation, drop
 
     def _densify(self, row: int, drop: bool) -> bool:
         store, table = self._store, self._store.table
@@ -330,18 +359,22 @@ class Recoder:
         for base in self._store.mirrors.by_row[row].bases:
             self._store.condemned.pop(base, None)
 
-    def densified(self, number: int, good: bool) -> None:
-        """A payload lies in its range, or the recipe did not give it."""
+    def densified(self, number: int, good: bool) -> Sequence[int]:
+        """A payload lies in its range, or the recipe did not give it.
+
+        Returns:
+            Rows whose bytes may be why it did not.
+        """
         job = self.densifies.pop(number, None)
         if job is None:
-            return
+            return ()
         store, table = self._store, self._store.table
         mirror = store.mirrors.by_row[job.row]
         served = table.state[job.row] == State.COMMITTED
         if good and served and store.mirrors.usable(job.row):
             table.root[job.draft] = mirror.root
             store.take_over(job.row, job.draft)
-            self.verdicts[job.draft] = table.generation[job.draft], _ASKED
+            self.verdicts.add(job.draft, _ASKED, None)
             store.counters["densified"] += 1
         else:
             store.move(job.draft, Trigger.FAILED)
@@ -349,6 +382,7 @@ class Recoder:
                 store.counters["corrupt"] += 1
                 store.mirrors.drop(job.row, Cause.CORRUPT)
         store.let_go([job.row])
+        return () if good else mirror.bases
 
     # Failures
 
@@ -362,7 +396,7 @@ class Recoder:
             if self._once_more(candidate.row, candidate.generation):
                 self._again.append(candidate)
             elif self._is(candidate.row, candidate.generation):
-                self.verdicts[candidate.row] = candidate.generation, _FAILED
+                self.verdicts.add(candidate.row, _FAILED, candidate.family)
         elif number in self.densifies:
             job = self.densifies.pop(number)
             store.move(job.draft, Trigger.FAILED)
@@ -395,6 +429,6 @@ class Recoder:
                 store.condemned[row] = generation
                 for mirror in sorted(mirrors):
                     if mirror in store.mirrors.by_row:
-                        self.ask(mirror, drop=drop)
+                        self.want(mirror, drop=drop)
             elif store.may_evict(row):
                 store.discard(row)

@@ -127,6 +127,12 @@ class Verifier:
         """Whether as many of a tier are in flight as may be."""
         return self._busy[tier] >= self._limit
 
+    def doubt(self, row: int) -> None:
+        """A row is not served before it has been read again."""
+        if self._store.table.state[row] == State.COMMITTED:
+            self._store.move(row, Trigger.REPORT)
+            self.want(row)
+
     def done(self, job: int, good: bool | None, facts: RecipeFacts | None = None) -> None:
         """What a verification said; None when the payload could not be read.
 

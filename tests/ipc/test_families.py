@@ -14,7 +14,8 @@ from household import SPAN, Household, Spans
 
 from experiments.tokendance.workload import Shape
 from kmesh import errors
-from kmesh.families import Family, MirrorFate
+from kmesh.families import Family, MirrorFate, Recovered
+from kmesh.keys import KEY_BYTES
 from kmesh.layout import TILE_BYTES
 from kmesh.session import Role, Session
 from kmesh.store import put_spans, read_span
@@ -122,6 +123,25 @@ def test_a_member_that_joined_before_it_was_stored(
     household.store(session, staging, household.primer)
     assert encoded(session)[sibling.name].mirrors == 3
     read(session, household, sibling, recipes=True)
+
+
+def test_many_spans_that_are_looked_at_in_turns(
+    dial: Callable[[], Session], household: Household
+) -> None:
+    """Nobody needs to ask for anything until all were looked at."""
+    session = dial()
+    household.settle(session)
+    encoded(session)
+    writer, keys = dial(), b""
+    staging = writer.staging(4 << 20)
+    for _ in range(4):
+        made = dataclasses.replace(household.primer, keys=os.urandom(len(household.primer.keys)))
+        assert put_spans(writer, staging, household.batch(made), made.payloads) == [0] * 5
+        keys += made.keys
+    away = Recovered(1_000_000, 4, household.family.base[:KEY_BYTES], 0)
+    namespace = household.family.namespace
+    session.families.join("round", "away", keys, namespace, recovered=[away])
+    assert encoded(session)["away"].refused == 20
 
 
 def test_the_master_and_a_fork(dial: Callable[[], Session], household: Household) -> None:

@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 
-from kmesh.errors import InvalidArgument, KMeshError, NotFound
+from kmesh.errors import InvalidArgument, KMeshError, NotFound, TooLarge
 from kmesh.families import MAX_BASE, NAME_BYTES, Declared, Family, Joined
 from kmesh.keys import KEY_BYTES
 from kmesh.session import Session
@@ -91,7 +91,7 @@ class Joining:
                 return
             self._under_way += 1
             known = self._declared.get(member.place, set())
-            missing = [key for key in member.base if key not in known][:MAX_BASE]
+            missing = [key for key in member.base if key not in known][: MAX_BASE - len(known)]
         if missing:
             self._declare(session, member, missing)
         else:
@@ -100,6 +100,10 @@ class Joining:
     def _declare(self, session: Session, member: Member, base: Sequence[bytes]) -> None:
         def done(future: Future[Declared]) -> None:
             error = future.exception()
+            if isinstance(error, TooLarge):
+                # Engines together have filled the base: what is in it has to do.
+                self._join(session, member, again=False)
+                return
             if error is not None:
                 self._failed(session, error)
                 return

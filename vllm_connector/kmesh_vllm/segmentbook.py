@@ -10,13 +10,16 @@ from kmesh.segmentkeys import KeyedSegment
 
 #: Token ids in all, of either kind; 16 MiB.
 _MAX_TOKENS = 1 << 21
+#: Names of either kind. One takes some 400 bytes, however few tokens it has.
+_MAX_NAMES = 1 << 15
 
 
 class _Shelf:
     """Token ids by name; those that were not used for longest make room."""
 
-    def __init__(self, max_tokens: int) -> None:
+    def __init__(self, max_tokens: int, max_names: int) -> None:
         self._max = max_tokens
+        self._max_names = max_names
         self._held = 0
         self._by_name: OrderedDict[bytes, array[int]] = OrderedDict()
 
@@ -36,7 +39,7 @@ class _Shelf:
             return
         self._by_name[name] = array("I", tokens)
         self._held += len(tokens)
-        while self._held > self._max:
+        while self._held > self._max or len(self._by_name) > self._max_names:
             self._held -= len(self._by_name.popitem(last=False)[1])
 
 
@@ -45,11 +48,12 @@ class SegmentBook:
 
     Args:
         max_tokens: that are remembered by id, and as many by key.
+        max_names: ids, and as many keys.
     """
 
-    def __init__(self, max_tokens: int = _MAX_TOKENS) -> None:
-        self._ids = _Shelf(max_tokens)
-        self._keys = _Shelf(max_tokens)
+    def __init__(self, max_tokens: int = _MAX_TOKENS, max_names: int = _MAX_NAMES) -> None:
+        self._ids = _Shelf(max_tokens, max_names)
+        self._keys = _Shelf(max_tokens, max_names)
 
     def __len__(self) -> int:
         """Ids and keys that are remembered."""

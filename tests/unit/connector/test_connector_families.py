@@ -301,3 +301,20 @@ def test_keys_of_the_base_are_the_segments(patient: Make, daemon: FakeDaemon) ->
     (keys,) = [keys for _, keys in family.members.values()]
     assert b"".join(keys) == chain.keys + chain.key(3, 32) + keys_of(minutes)
     assert len(keys) == prefix_spans(TOKENS) + 3
+
+
+def test_members_join_a_family_whose_base_is_full(patient: Make, daemon: FakeDaemon) -> None:
+    """Whoever filled it: this engine, or another one."""
+    chain = KeyChain(DIGEST)
+    chain.extend(prompt(64 * (MAX_BASE + 2), seed=1))
+    base = tuple(chain.key(i) for i in range(chain.spans))
+    for name in ("a", "b"):
+        one = patient(name)
+        session = one.client.session
+        assert session is not None
+        for number in range(2):
+            member = joining.Member("f", f"{name}{number}", DIGEST, b"", base[number:], base[-1])
+            one.scheduler.segmenting.joining.join(session, member)
+            joined(one)
+    found = described(daemon, "f")
+    assert (found.family.base_spans, found.family.members) == (MAX_BASE, 4)

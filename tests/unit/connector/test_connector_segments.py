@@ -432,6 +432,20 @@ def test_the_book_is_bounded_and_forgets_what_was_not_used() -> None:
     assert len(book) <= 3 + 300 // 16
 
 
+def test_short_segments_do_not_fill_the_book() -> None:
+    """A name takes more than the few tokens that it may have."""
+    book = SegmentBook(max_names=10)
+    said = SegmentedPrompt()
+    for number in range(30):
+        said = said.with_shared(16, f"id-{number}")
+    tokens = prompt(30 * 16)
+    for one in keyed(said, tokens):
+        book.learn(DIGEST, one, tokens)
+    assert len(book) == 20
+    assert book.named(DIGEST, "id-19") is None
+    assert list(book.named(DIGEST, "id-29") or ()) == tokens[-16:]
+
+
 def test_the_book_compares_tokens() -> None:
     book = SegmentBook()
     tokens = prompt(70)

@@ -279,3 +279,122 @@ def test_provenance_is_cut_token_by_token(data: st.DataObject) -> None:
     assert found == expected
     assert all(isinstance(piece, Piece) for piece in cut)
     assert [piece.token for piece in cut] == sorted(piece.token for piece in cut)
+
+
+def test_what_several_members_name_counts_for_each() -> None:
+    """Every member keeps its own keys and runs, though spans are the same."""
+    world = World({0: 4}, max_family_names=10)
+    one = world.connect()
+    declare(world, one, [A])
+    assert join(world, one, [B, C, D], "a") == fx.JoinResult(3, 0)
+    assert join(world, one, [B, C, D], "b", [Run(0, 4, A, 0)]) == fx.JoinResult(3, 0)
+    assert refused(join(world, one, [B, C, D, A], "c")) == (Code.EXHAUSTED, "keys")
+    assert refused(join(world, one, [B, C], "c", [Run(0, 4, A, 0), Run(4, 4, A, 4)]))[1] == "keys"
+    fork = world.ask(ev.Fork, one, "round", "b", "d", b"", [])
+    assert refused(fork) == (Code.EXHAUSTED, "keys")
+    assert join(world, one, [B, C, D, A], "b", [Run(0, 4, A, 0)]) == fx.JoinResult(4, 0)
+    world.check()
+
+
+def test_families_that_name_too_much_together_are_forgotten() -> None:
+    world = World({0: 4}, max_group_names=5)
+    one = world.connect()
+    declare(world, one, [A])
+    join(world, one, [B, C, D])
+    declare(world, one, [A], family="two")
+    world.ask(ev.Join, one, "two", "a", NAMESPACE, B + C + D, [SHARD], [])
+    names = [row.name for row in world.core.family_views.rows(0, 10, now_ms=0)]
+    assert names == ["two"]
+    world.ask(ev.Dissolve, one, "two", 0, b"")
+    assert not world.core.families.group_names
+    world.check()
+
+
+def not_worth(world: World) -> None:
+    """The span that is encoded is found to share nothing."""
+    (job,) = world.encodes
+    del world.encodes[job]
+    world.send(ev.NotEncoded(job, "it shares nothing"))
+
+
+def test_a_span_that_was_refused_is_tried_with_another_base(room: World) -> None:
+    one = room.connect()
+    room.store(one, [A, B, C, D], length=DENSE)
+    declare(room, one, [A])
+    join(room, one, [B])
+    not_worth(room)
+    join(room, one, [B], "b")
+    assert not room.encodes, "the same base"
+    declare(room, one, [C])
+    not_worth(room)
+    room.ask(ev.Dissolve, one, "round", 0, b"")
+    declare(room, one, [D])
+    join(room, one, [B])
+    settle(room)
+    assert len(room.mirrors) == 1
+    room.check()
+
+
+def test_a_span_that_was_refused_is_tried_with_what_a_member_says_later(room: World) -> None:
+    one = room.connect()
+    room.store(one, [A, B], length=DENSE)
+    declare(room, one, [A])
+    join(room, one, [B])
+    not_worth(room)
+    join(room, one, [B], "a", [Run(1, 4, A, 0)])
+    settle(room)
+    assert len(room.mirrors) == 1
+
+
+def test_a_refusal_ends_with_its_span(room: World) -> None:
+    """Also where nobody has a family when the span goes."""
+    one = room.connect()
+    room.store(one, [A, B], length=DENSE)
+    declare(room, one, [A])
+    join(room, one, [B])
+    not_worth(room)
+    room.ask(ev.Dissolve, one, "round", 0, b"")
+    slots = {row.key: row.slot for row in room.core.spans(now_ms=0)}
+    room.send(ev.Evict([slots[B]]))
+    room.store(one, [C], length=DENSE)
+    assert {row.key: row.slot for row in room.core.spans(now_ms=0)}[C] == slots[B]
+    declare(room, one, [A])
+    join(room, one, [C])
+    settle(room)
+    assert len(room.mirrors) == 1
+
+
+def test_many_spans_are_looked_at_in_turns() -> None:
+    """One request never waits until all spans of another were looked at."""
+    world = World({0: 80}, max_spans=128)
+    one = world.connect()
+    world.store(one, [A], length=DENSE)
+    members = [key(("member", n)) for n in range(30)]
+    for at in range(0, 30, 10):
+        world.store(one, members[at : at + 10], length=DENSE)
+    declare(world, one, [A])
+    join(world, one, members, "a", [Run(1000, 4, A, 0)])
+    looked = [world.core.counters["encode_refused"]]
+    while world.core.behind:
+        world.send(ev.GoOn())
+        looked.append(world.core.counters["encode_refused"])
+    assert looked[-1] == 30
+    assert all(
+        0 <= after - before <= 8 for before, after in zip([0, *looked], looked, strict=False)
+    )
+
+
+def test_members_are_not_looked_through_before_the_base_is_whole(room: World) -> None:
+    one = room.connect()
+    declare(room, one, [A, B, C])
+    room.store(one, [D], length=DENSE)
+    join(room, one, [D])
+    while room.core.behind:
+        room.send(ev.GoOn())
+    for name in (A, B):
+        room.store(one, [name], length=DENSE)
+        assert not room.core.behind
+        assert not room.core.families._scans
+    room.store(one, [C], length=DENSE)
+    settle(room)
+    assert len(room.mirrors) == 1

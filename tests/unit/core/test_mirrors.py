@@ -87,11 +87,14 @@ def test_readers_of_the_dense_span_keep_it(room: World) -> None:
     """Its names are another row's, but its bytes stay until the last lease has ended."""
     one = room.connect()
     room.store(one, [A, B], length=DENSE)
-    room.acquire(one, [B])
+    lease = room.acquire(one, [B]).lease
+    before = room.core.place(one, lease, 0)
     declare(room, one, [A])
     join(room, one, [B])
     settle(room)
     room.check()
+    assert before is not None
+    assert room.core.place(one, lease, 0) == before
     states = sorted(row.state for row in room.core.spans(now_ms=0))
     assert states == ["committed", "committed", "retired"]
     answer = room.acquire(one, [B], recipes=True)
@@ -397,4 +400,22 @@ def test_a_recipe_names_its_base_by_all_that_it_is(room: World, change: dict[str
     room.settle()
     one = room.connect()
     assert reasons(room.acquire(one, [A, B], recipes=True)) == [Reason.OK, Reason.MISS]
+    room.check()
+
+
+def test_a_base_is_read_again_when_a_recipe_over_it_gives_other_bytes(room: World) -> None:
+    """It may be why; what else refers to it would give other bytes, too."""
+    one = mirrored(room, [A], [B, C])
+    (base,) = [row for row in room.core.spans(now_ms=0) if row.key == A]
+    place = base.slab, base.offset // TILE_BYTES
+    room.memory[place] = -1
+    room.flipped.add(place)
+    assert reasons(room.acquire(one, [B])) == [Reason.PENDING]
+    (job,) = room.densifies
+    room.densify_ends(job)
+    assert reasons(room.acquire(one, [A, B], recipes=True)) == [Reason.PENDING, Reason.MISS]
+    (job,) = room.verifies
+    room.verify_ends(job)
+    assert reasons(room.acquire(one, [A, B, C], recipes=True)) == [Reason.MISS] * 3
+    assert not room.mirrors
     room.check()
