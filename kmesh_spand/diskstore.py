@@ -277,7 +277,7 @@ class DiskStore:
         _write_all(fd, head, 0)
 
     def read(self, name: int, slab: int, offset: int, span: SpanFile) -> None:
-        """A file's payload into a range, with its sums, if it holds exactly that span.
+        """A file's payload into a range, with its sums, if it holds that span.
 
         Raises:
             DiskTrouble: nothing can be said of what the range holds then.
@@ -296,15 +296,15 @@ class DiskStore:
                 os.close(fd)
 
     def _take(self, fd: int, name: int, slab: int, offset: int, span: SpanFile) -> None:
-        begin = header_bytes(span.length, len(span.names))
-        size = os.fstat(fd).st_size
-        if size < begin:
-            raise BadFile(f"{size} bytes are too few")
-        head = self._buffer(begin)
+        head = self._buffer(BLOCK_BYTES)
         _read_all(fd, head, 0)
+        begin = announced_bytes(head)
+        if begin > len(head):
+            head = self._buffer(begin)
+            _read_all(fd, head, 0)
         header = decode(bytes(head))
-        self._check(header, name, size)
-        if header.span != span:
+        self._check(header, name, os.fstat(fd).st_size)
+        if not header.span.serves(span):
             raise BadFile("it holds another span")
         payload, sums = self._slabs.place(slab, offset, span.length)
         for at in range(0, span.length, PIECE_BYTES):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import struct
 import zlib
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from kmesh.layout import TILE_BYTES, tiles
 
@@ -50,6 +50,11 @@ class SpanFile:
     length: int
     root: int
     names: tuple[tuple[int, bytes], ...] = ()
+
+    def serves(self, wanted: SpanFile) -> bool:
+        """Whether it is the span that is wanted; it may have further names, that others have."""
+        same = replace(self, names=wanted.names) == wanted
+        return same and set(wanted.names) <= set(self.names)
 
 
 @dataclass(frozen=True, slots=True)

@@ -307,7 +307,10 @@ class Spill:
 
 @dataclass(frozen=True, slots=True)
 class Fetch:
-    """Read a file into a range if it holds exactly ``span``, then send Fetched or FetchFailed."""
+    """Read a file into a range if it holds ``span``, then send Fetched or FetchFailed.
+
+    The file may have names beside those of ``span``: ones that other files have as well.
+    """
 
     job: int
     name: int

@@ -165,7 +165,8 @@ def test_a_range_that_is_not_the_spans_any_more_is_not_written(shelf: Shelf) -> 
         {"start": 0},
         {"length": LENGTH - 1},
         {"root": 7},
-        {"names": ()},
+        {"names": ((16, digest("other")),)},
+        {"names": ((15, digest("16")),)},
     ],
 )
 def test_a_file_of_another_span_is_refused(shelf: Shelf, other: dict[str, object]) -> None:
@@ -175,6 +176,17 @@ def test_a_file_of_another_span_is_refused(shelf: Shelf, other: dict[str, object
     before = shelf.get(TILE_BYTES)
     assert refused(shelf, name, replace(span, **other)) is Trouble.BAD
     assert shelf.get(TILE_BYTES) == before
+
+
+@pytest.mark.parametrize("left", [0, 1, 200])
+def test_names_that_other_files_have_are_not_missed(shelf: Shelf, left: int) -> None:
+    """Tails of one conversation begin alike: one of their files has the names of all."""
+    every = tuple((tokens, digest(str(tokens))) for tokens in range(16, 16 * 251, 16))
+    span = replace(shelf.put(content()), tokens=4016, names=every)
+    name = shelf.store.write(0, 0, span)
+    assert shelf.file(name).stat().st_size > file_bytes(LENGTH, left)
+    shelf.store.read(name, 0, FAR, replace(span, names=every[50 : 50 + left]))
+    assert shelf.get(LENGTH) == content()
 
 
 def test_a_file_under_anothers_name_is_refused(shelf: Shelf) -> None:

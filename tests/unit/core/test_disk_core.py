@@ -353,6 +353,31 @@ def test_tails_are_found_by_all_of_their_names() -> None:
     world.check()
 
 
+def test_tails_that_begin_alike_are_all_fetched() -> None:
+    """The first one's file has the names that both have."""
+    world = made()
+    session = world.connect()
+    for number in (48, 49):
+        world.store(session, names(number), tokens=48, sub_keys=tuple(names(16, 32)))
+        world.settle()
+        world.send(ev.Evict([row.slot for row in world.core.spans(now_ms=world.now)]))
+    for number in (49, 48):
+        assert world.acquire_waiting(session, names(number)) is None
+        world.settle()
+    assert len(world.leases) == 2
+    assert (world.core.counters["disk_fetched"], world.core.counters["disk_corrupt"]) == (2, 0)
+    world.check()
+    world.reboot()
+    world.scan()
+    session = world.connect()
+    for number in (16, 49, 48):
+        world.acquire_waiting(session, names(number))
+        world.settle()
+        assert list(world.acquire(session, names(number)).reason) == [Reason.OK]
+    assert world.core.counters["disk_corrupt"] == 0
+    world.check()
+
+
 def test_a_reboot_serves_what_the_files_hold() -> None:
     world = made()
     on_disk(world, 3)
