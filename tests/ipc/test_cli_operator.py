@@ -174,6 +174,8 @@ def test_evict(spand: Daemon) -> None:
             "leased": 0,
             "busy": 0,
             "held": 0,
+            "disk_spans": 0,
+            "disk_bytes": 0,
         }
         explained(dry)
         # Without a terminal nobody can be asked.

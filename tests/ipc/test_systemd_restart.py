@@ -27,6 +27,7 @@ Environment="PYTHONPATH={environment()["PYTHONPATH"]}" PYTHONDONTWRITEBYTECODE=1
 User=root
 Group=root
 ProtectHome=read-only
+PrivateTmp=no
 StandardOutput=append:/run/service.log
 StandardError=append:/run/service.log
 """

@@ -70,7 +70,8 @@ def test_a_document_is_computed_once_for_both(
     settled(shared_spand)
     after = shared_spand.status().counters
     assert after["flight_leads"] == before["flight_leads"] + 1
-    assert after["flight_shared"] == before["flight_shared"] + 1
+    # A wait ends with each part that is there, and another one begins.
+    assert after["flight_shared"] > before["flight_shared"]
     # Half of it may have been there when the second engine came.
     shared = after["flight_shared_tokens"] - before["flight_shared_tokens"]
     assert DOCUMENT / 2 <= shared <= DOCUMENT

@@ -26,6 +26,7 @@ from faulty import COMMAND, DIRECTORY
 from rawclient import RawClient
 
 from demo.processes import Process
+from kmesh.families import Family
 from kmesh.flight import FlightCause, Standing
 from kmesh.keys import KeyChain
 from kmesh.layout import Shard
@@ -76,8 +77,11 @@ class Server:
         except OSError:
             return False
 
-    def complete(self, prompt: list[int]) -> None:
-        body = {"model": "tiny", "prompt": prompt, "max_tokens": 2, "temperature": 0}
+    def complete(self, prompt: list[int], said: dict[str, Any] | None = None) -> None:
+        body: dict[str, Any] = {"model": "tiny", "prompt": prompt, "max_tokens": 2}
+        body["temperature"] = 0
+        if said is not None:
+            body["kv_transfer_params"] = {"kmesh": said}
         status, text = self.ask("POST", "/v1/completions", body)
         assert status == 200, text
 
@@ -105,7 +109,9 @@ class Server:
             name: float(value) for name, value in _SAMPLE.findall(self.ask("GET", "/metrics")[1])
         }
 
-    def wait_count(self, name: str, again: Sequence[int] = (5, 6, 7)) -> None:
+    def wait_count(
+        self, name: str, again: Sequence[int] = (5, 6, 7), said: dict[str, Any] | None = None
+    ) -> None:
         """What a step counted is told with a later step, for which this prompt is completed.
 
         A prompt that can give the count again is one: on a starved machine an answer may have come
@@ -113,7 +119,7 @@ class Server:
         """
 
         def there() -> bool:
-            self.complete(list(again))
+            self.complete(list(again), said)
             return self.counts()[name] > 0
 
         wait_for(there, 60, name)
@@ -318,6 +324,24 @@ def flights(server: Server, spand: Daemon, folder: Path, old: list[Other]) -> No
         server.wait_count("flight_late")
 
 
+def segments(server: Server, spand: Daemon) -> None:
+    """Requests that say what of their prompt others share."""
+    prompt = tokens(400, seed=30)
+    parts = [{"tokens": 100, "private": True}, {"tokens": 300, "id": "minutes"}]
+    said = {"family": "round", "segments": parts}
+    server.complete(prompt, said)
+    for name in ("segment_requests", "segment_misses", "segment_spans", "family_joins"):
+        server.wait_count(name)
+    server.wait_count("segment_hits", prompt, said)
+    server.wait_count("segment_refused", prompt, {"segments": [{"tokens": 1}]})
+    # Somebody has declared a family of that name for another model.
+    namespace = stored(spand)[0].namespace
+    other = Family("taken", namespace, "bfloat16", 32, (Shard(0, 4, 0, 2),), base=bytes(32))
+    with Session.connect(spand.socket_dir, role=Role.TOOL) as session:
+        session.families.declare(other)
+    server.wait_count("family_failed", prompt, said | {"family": "taken"})
+
+
 def test_every_counter_arrives(server: Server, spand: Daemon, folder: Path) -> None:
     faults, loads = folder / "faults", folder / "loads"
     # All are there from the start, so that a rate can be taken.
@@ -378,6 +402,7 @@ def test_every_counter_arrives(server: Server, spand: Daemon, folder: Path) -> N
         server.wait_count("store_skipped_staging", tokens(900, seed=8))
 
     flights(server, spand, folder, patience)
+    segments(server, spand)
 
     # A load whose daemon goes away.
     prompt = tokens(400, seed=9)
