@@ -9,6 +9,7 @@ import contextlib
 import errno
 import mmap
 import os
+import re
 import stat
 import threading
 from collections.abc import Iterator
@@ -32,6 +33,7 @@ from kmesh_spand.hoststore import HostStore
 PIECE_BYTES = 4 << 20
 FOLDERS = tuple(f"{number:02x}" for number in range(256))
 _SUFFIX = ".new"
+_NAME = re.compile("[0-9a-f]{16}")
 _READ = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW
 _WRITE = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW
 #: Errors that say that there is no room.
@@ -144,6 +146,14 @@ class DiskStore:
         entries = sorted(self._entries())
         over = sum(size for _, _, size in entries) - self._capacity
         for _, name, size in entries:
+            if size > self._capacity:
+                # Nothing of ours, and so no reason to remove what is.
+                over -= size
+                with contextlib.suppress(DiskTrouble):
+                    self.remove(name)
+                yield f"{path_of(name)}: larger than the disk tier"
+        entries = [entry for entry in entries if entry[2] <= self._capacity]
+        for _, name, size in entries:
             if over > 0:
                 over -= size
                 with contextlib.suppress(DiskTrouble):
@@ -172,8 +182,8 @@ class DiskStore:
                         if entry.name.endswith(_SUFFIX):
                             with contextlib.suppress(OSError):
                                 os.unlink(entry.name, dir_fd=fd)
-                        elif len(entry.name) == 16 and entry.name.startswith(folder):
-                            with contextlib.suppress(OSError, ValueError):
+                        elif _NAME.fullmatch(entry.name) and entry.name.startswith(folder):
+                            with contextlib.suppress(OSError):
                                 about = entry.stat(follow_symlinks=False)
                                 yield about.st_mtime_ns, int(entry.name, 16), about.st_size
             finally:

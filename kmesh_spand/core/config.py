@@ -26,7 +26,7 @@ class CoreConfig:
         max_flights, max_flight_keys: flights that one session leads, and keys in them; a key takes
             some 400 bytes.
         max_flight_shards: shards that one Claim names.
-        max_waits: Awaits of one session that are not answered; half of the requests that it may
+        max_waits: Awaits and waiting Acquires of one session; half of the requests that it may
             have pending, so that waiting leaves room for work.
         death_memory_ms, hold_ms, longest_hold_ms: a key whose leaders died twice within the first
             is left alone for the second, twice as long after each further death, at most for the

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 
 from kmesh.layout import TILE_BYTES
 from kmesh_spand.core.batch import Batch
+from kmesh_spand.core.checks import is_shard
 from kmesh_spand.core.codes import Cause, Trouble
 from kmesh_spand.core.config import CoreConfig, DiskConfig
 from kmesh_spand.core.diskfile import BLOCK_BYTES, SpanFile, file_bytes
@@ -97,7 +98,8 @@ class Disk:
             self._outdated(found)
         self._queue.append((row, store.table.generation[row]))
         if len(self._queue) > 2 * self._core.max_spans:
-            self._queue = deque(item for item in self._queue if self._is_there(*item))
+            queued = dict.fromkeys(self._queue)
+            self._queue = deque(item for item in queued if self._is_there(*item))
 
     def gone(self, row: int, cause: Cause) -> None:
         """A span's names are about to go: its file, if there is one, is all that is left."""
@@ -255,6 +257,9 @@ class Disk:
         mine = tenant.blocks if tenant else 0
         return (
             book.used + blocks <= book.capacity
+            and book.may_come(span.group)
+            and is_shard(span.shard)
+            and all(0 < tokens < span.tokens for tokens, _ in span.names)
             and not (quota and mine + blocks > quota)
             and 0 < span.tokens <= self._core.span_tokens
             and span.tokens % self._core.sub_tokens == 0

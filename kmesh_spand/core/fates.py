@@ -102,6 +102,10 @@ class Fates:
                 break
             if table.find_all(keys, where)[1]:
                 found[shard_of(where)] = None
+        if self._disk is not None and len(found) < limit:
+            for shard in self._disk.book.shards(keys):
+                if len(found) < limit:
+                    found[shard] = None
         for at in range(0, len(keys), KEY_BYTES):
             for ending in self._endings.of(keys[at : at + KEY_BYTES]):
                 if len(found) < limit:

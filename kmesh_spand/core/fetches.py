@@ -133,7 +133,7 @@ class Fetches:
             rows: of its entries, 0 where memory has nothing; ``away``: files of those.
         """
         store, table = self._store, self._store.table
-        if len(session.arrivals) >= self._core.max_waits:
+        if session.waiting >= self._core.max_waits:
             return False
         arrival = Arrival(session, event)
         held = array("I")

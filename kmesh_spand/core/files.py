@@ -120,6 +120,10 @@ class FileBook:
             self.tenants[group, salt] = self._numbers[number] = found
         return found
 
+    def may_come(self, group: int) -> bool:
+        """Whether anybody can ask for what a group stored: settings change between lives."""
+        return not self._tenancy.groups or group in self._tenancy.groups
+
     def quota(self, group: int, salt: bytes) -> int:
         """Blocks that a tenant may keep, 0 for no limit."""
         return -(-self._tenancy.quota(group, salt) // BLOCK_BYTES)
@@ -153,6 +157,12 @@ class FileBook:
     def has(self, key: bytes, shard: int) -> bool:
         """Whether any tenant has a file of that name, written or not."""
         return any(self.find(*who, key, shard) for who in self.tenants)
+
+    def shards(self, keys: bytes) -> Iterator[int]:
+        """Codes of shards in which any of these keys names a file, of whichever tenant."""
+        for _, where in self.table.scopes:
+            if self.table.find_all(keys, where)[1]:
+                yield shard_of(where)
 
     def resolve(self, row: int) -> int:
         """The file that a found row stands for; 0 stays 0."""

@@ -142,7 +142,7 @@ class Flights:
         if flight.leader is session or not max(event.first, flight.frontier) < min(end, flight.end):
             # Nothing to wait for: promoted meanwhile, stored, or given up.
             return AwaitResult(Arrival.LANDED)
-        if len(session.waits) >= self._config.max_waits:
+        if session.waiting >= self._config.max_waits:
             limit = self._config.max_waits
             return Refused(Code.EXHAUSTED, f"a session waits for at most {limit}", "flight")
         shards = tuple(event.shards)

@@ -80,6 +80,11 @@ class Session:
     arrivals: dict[int, Arrival] = field(default_factory=dict)
     closed: bool = False
 
+    @property
+    def waiting(self) -> int:
+        """Requests that are answered when something has come."""
+        return len(self.waits) + len(self.arrivals)
+
     def refused(self, reason: int) -> None:
         """One entry of Reserve or Commit was not OK."""
         self.reasons[reason] = self.reasons.get(reason, 0) + 1

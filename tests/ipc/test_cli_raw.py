@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 
-from daemon_process import Daemon, wait_for
+from daemon_process import ROOT, Daemon, wait_for
 from test_cli import kmesh
 
 
@@ -16,7 +17,11 @@ def test_call(spand: Daemon) -> None:
     done = kmesh("call", "kmesh.v1.Admin.Drain", '{"cancel": true}', **where)
     assert len(done.stdout.splitlines()) == 1
     json.loads(done.stdout)
-    assert "Admin/Explain" in kmesh("call", "Admin/Nothing", **where).stderr.replace("\n", "")
+    said = re.sub(r"[│\s]", "", kmesh("call", "Admin/Nothing", **where).stderr)
+    for name in (ROOT / "proto" / "kmesh" / "v1").glob("*.proto"):
+        for service in re.findall(r"^service (\w+)", name.read_text(), re.MULTILINE):
+            assert f"{service}/" in said
+    assert json.loads(kmesh("call", "Families/List", **where).stdout) == {}
     assert kmesh("call", "Admin/Status", '{"no": 1}', **where).returncode == 2
     refused = kmesh("call", "Admin/Evict", "{}", **where)
     assert refused.returncode == 4

@@ -340,6 +340,21 @@ def test_a_tier_that_became_smaller_keeps_what_was_used_last(shelf: Shelf) -> No
     assert [shelf.file(name).exists() for name in names] == [False, False, True, True]
 
 
+def test_one_file_of_an_absurd_size_is_removed_alone(shelf: Shelf) -> None:
+    span = shelf.put(content(TILE_BYTES))
+    names = [shelf.store.write(0, 0, span) for _ in range(3)]
+    large = shelf.file(names[0]).with_name(f"{names[0] ^ 1:016x}")
+    large.touch(0o600)
+    os.truncate(large, shelf.store._capacity + 1)
+    other = large.with_name("0" * 15 + "_")
+    other.touch(0o600)
+    found = list(shelf.store.scan())
+    assert sorted(item.name for item in found if isinstance(item, Found)) == sorted(names)
+    (said,) = [item for item in found if isinstance(item, str)]
+    assert said.endswith("larger than the disk tier")
+    assert not large.exists()
+
+
 def test_files_are_their_owners_alone(shelf: Shelf) -> None:
     before = os.umask(0)
     try:

@@ -13,11 +13,11 @@ from google.protobuf import json_format, message_factory
 
 from kmesh.cli.app import EXIT_USAGE, Options, app, connected
 from kmesh.cli.rpc import GRPC_NAME
-from kmesh.v1 import admin_pb2, flights_pb2, sessions_pb2, spans_pb2
+from kmesh.v1 import admin_pb2, families_pb2, flights_pb2, sessions_pb2, spans_pb2
 
 _SERVICES = {
     service.name: service
-    for module in (admin_pb2, flights_pb2, sessions_pb2, spans_pb2)
+    for module in (admin_pb2, families_pb2, flights_pb2, sessions_pb2, spans_pb2)
     for service in module.DESCRIPTOR.services_by_name.values()
 }
 _NOT_FOUND = 127

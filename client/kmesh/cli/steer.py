@@ -70,7 +70,7 @@ def evict(
     )
     with connected(context) as tool:
         if namespace:
-            request.namespace = pick(tool.namespaces(), namespace).digest
+            request.namespace = _namespace(tool, namespace)
         if not dry_run and not yes:
             _confirm(tool, request)
         answer = tool.evict(request)
@@ -93,6 +93,13 @@ def evict(
         raise typer.Exit(EXIT_CHECK_FAILED)
 
 
+def _namespace(tool: Tool, beginning: str) -> bytes:
+    """A whole digest may be of spans that are on disk alone, which no list names."""
+    if re.fullmatch("[0-9a-fA-F]{64}", beginning):
+        return bytes.fromhex(beginning)
+    return pick(tool.namespaces(), beginning).digest
+
+
 def _confirm(tool: Tool, request: admin_pb2.EvictRequest) -> None:
     if not sys.stdin.isatty():
         print("kmesh: nobody to ask: say --yes, or --dry-run", file=sys.stderr)
@@ -107,6 +114,8 @@ def _count(answer: admin_pb2.EvictResponse) -> str:
     text = f"{answer.spans:,} spans, {render.size(answer.bytes)}"
     if answer.disk_spans:
         text += f"; {answer.disk_spans:,} on disk, {render.size(answer.disk_bytes)}"
+    if answer.held:
+        text += f"; {answer.held:,} more when the recipes over them are made dense"
     if answer.leased or answer.busy:
         text += f"; refused: {answer.leased:,} leased, {answer.busy:,} being written or verified"
     return text

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from asking import A, B
 from disk_world import DiskWorld
@@ -15,6 +17,7 @@ from kmesh_spand.core.codes import Reason, Trouble, Verdict
 from kmesh_spand.core.config import DiskConfig
 from kmesh_spand.core.diskfile import file_bytes
 from kmesh_spand.core.tags import tag
+from kmesh_spand.core.tenants import Tenancy
 
 ONE = file_bytes(TILE_BYTES, 0)
 
@@ -401,6 +404,60 @@ def test_files_that_do_not_fit_any_more_are_removed_by_the_scan() -> None:
     assert len(world.files) == 2
     assert world.core.counters["disk_found_dropped"] == 1
     world.check()
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"group": 4242},
+        {"shard": 1 << 63},
+        {"names": ((1 << 20, bytes(32)),)},
+        {"names": ((0, bytes(32)),)},
+    ],
+)
+def test_files_of_which_nobody_can_ask_are_removed(change: dict[str, object]) -> None:
+    """As of a uid that is not allowed any more."""
+    config = DiskConfig(capacity=8 * ONE, max_files=64)
+    world = DiskWorld({0: 2}, disk=config, tenancy=Tenancy((1000,)))
+    world.scan()
+    on_disk(world, 2)
+    name, (span, content) = next(iter(world.files.items()))
+    world.files[name] = replace(span, **change), content  # type: ignore[arg-type]
+    world.reboot()
+    world.scan()
+    world.settle()
+    assert name not in world.files
+    assert len(world.files) == 1
+    assert {group for group, _ in world.disk_index} == {1000}
+    world.check()
+
+
+def test_shards_are_found_of_what_only_the_disk_has() -> None:
+    world = made()
+    on_disk(world, 2)
+    world.reboot()
+    world.scan()
+    fates = world.core.fates
+    assert fates.shards(key(0), 16) == [SHARD]
+    assert fates.of(key(0), SHARD, world.now).verdict is Verdict.ON_DISK
+    assert fates.shards(key(9), 16) == []
+
+
+def test_waits_for_flights_and_for_the_disk_count_together() -> None:
+    """Together they leave half of what a session may have pending for its work."""
+    world = DiskWorld(
+        {0: 4}, disk=DiskConfig(capacity=8 * ONE, max_files=64), max_waits=2, max_flights=4
+    )
+    world.scan()
+    session = on_disk(world, 2)
+    leader = world.connect()
+    claim = world.claim(leader, names(20, 21))
+    assert world.acquire_waiting(session, names(0)) is None
+    assert world.ask(ev.Await, session, claim.flight, 0, 2, [SHARD]) is None
+    refused = world.ask(ev.Await, session, claim.flight, 0, 2, [SHARD])
+    assert isinstance(refused, fx.Refused)
+    answer = world.acquire_waiting(session, names(1))
+    assert answer is not None
 
 
 def test_a_worker_that_dies_takes_nothing_along() -> None:
