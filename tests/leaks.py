@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import os
 import sys
@@ -26,7 +27,11 @@ def process_tree(root: int | None = None) -> set[int]:
     found: set[int] = set()
     waiting = [root or os.getpid()]
     while waiting:
-        for task in Path(f"/proc/{waiting.pop()}/task").glob("*/children"):
+        tasks: list[Path] = []
+        # A process, or a task of it, may end meanwhile.
+        with contextlib.suppress(OSError):
+            tasks += Path(f"/proc/{waiting.pop()}/task").glob("*/children")
+        for task in tasks:
             try:
                 children = {int(pid) for pid in task.read_text().split()}
             except OSError:
