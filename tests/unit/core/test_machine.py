@@ -117,6 +117,8 @@ class CoreMachine(RuleBasedStateMachine):
         # Why keys may end in the present rule; names that were found at some time, and last.
         self.causes: set[Cause | None] = set()
         self.known: set[tuple[bytes, int]] = set()
+        # Bases that an operator wants gone, when no mirror needs them and nothing holds them.
+        self.condemned: set[tuple[bytes, int]] = set()
         self.found: set[tuple[bytes, int]] = set()
         self.world.store(self.world.connect("a"), stored)
 
@@ -678,6 +680,7 @@ class CoreMachine(RuleBasedStateMachine):
         if rows:
             row = data.draw(st.sampled_from(rows))
             spans = [(row.slot, row.generation), (row.slot, row.generation + 1)]
+            self.condemned.add((row.key, row.shard))
             world.send(ev.EvictBases(spans, drop))
 
     @precondition(having("verifies"))
@@ -850,11 +853,13 @@ class CoreMachine(RuleBasedStateMachine):
                 assert fate.verdict in (Verdict.ENDED, Verdict.NEVER)
                 assert fate.verdict is Verdict.ENDED or (name, shard) not in self.known
                 if (name, shard) in self.found:
-                    assert fate.cause in self.causes
+                    condemned = (name, shard) in self.condemned
+                    assert fate.cause in self.causes | ({Cause.OPERATOR} if condemned else set())
                     assert fate.ago_ms == 0
             if fate.verdict not in (Verdict.ENDED, Verdict.NEVER):
                 found.add((name, shard))
         self.known |= found
+        self.condemned &= found
         self.found = found
         self.causes.clear()
 

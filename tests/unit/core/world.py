@@ -202,9 +202,10 @@ class World:
         based: dict[tuple[int, bytes], Held] = {}
         for base in answer.bases:
             assert self.contents[base.root].key == base.key
-            assert (base.shard, base.key) not in based
+            shard = shards[base.shard]
+            assert (shard, base.key) not in based
             place = Held(base.slab, base.offset // TILE_BYTES, tiles(base.length), base.root)
-            based[base.shard, base.key] = place
+            based[shard, base.key] = place
         dense = list(zip(answer.dense_length, answer.dense_root, strict=True))
         assert len(dense) in ((0, len(answer.reason)) if recipes else (0,))
         dense = dense or [(0, 0)] * len(answer.reason)
@@ -231,7 +232,7 @@ class World:
             held.append(Held(slab, offset // TILE_BYTES, count, root))
             if recipe is not None:
                 for fact in recipe.facts.bases:
-                    base_held = based[entry % len(shards), fact.key]
+                    base_held = based[shards[entry % len(shards)], fact.key]
                     assert base_held.root == fact.root
                 length, root = dense[entry]
                 assert root == recipe.dense, "another span's recipe"
