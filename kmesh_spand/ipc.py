@@ -88,7 +88,7 @@ class Fact(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Encode(Message, frozen=True):
-    """To the worker: answered by Encoded, NotEncoded or Failed. Fields as of the core's effect;
+    """To the worker: answered by Encoded, NotEncoded, EncodeSpoiled or Failed. Fields as of the core's effect;
     a piece is (token, tokens, number of the base, token there)."""
 
     job: int
@@ -116,6 +116,14 @@ class NotEncoded(Message, frozen=True):
 
     job: int
     why: str
+
+
+class EncodeSpoiled(Message, frozen=True):
+    """From the worker: bytes are not those that were stored; of the span, or of these bases."""
+
+    job: int
+    span: bool
+    bases: list[int]
 
 
 class KeepRecipe(Message, frozen=True):
@@ -409,6 +417,7 @@ AnyMessage = (
     | Encode
     | Encoded
     | NotEncoded
+    | EncodeSpoiled
     | KeepRecipe
     | RecipeKept
     | ForgetRecipe

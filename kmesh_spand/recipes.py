@@ -60,16 +60,16 @@ class Recipes:
             return ipc.NotEncoded(job.job, str(wrong))
         if not made.depends:
             return ipc.NotEncoded(job.job, _ALONE)
-        keys = [segment.tobytes() for segment in made.recipe.segments["key"]]
-        roots = {place.key: place.root for place in job.bases}
-        if made.recipe.head["payload_root"] != job.span.root or any(
-            roots[key] != root
-            for key, root in zip(keys, made.recipe.segments["root"].tolist(), strict=True)
-        ):
-            raise ValueError("what a recipe was made of is not what was stored")
-        self._made[job.job] = made.data
         numbers = {place.key: number for number, place in enumerate(job.bases)}
-        return ipc.Encoded(job.job, len(made.data), [numbers[key] for key in keys])
+        used = [numbers[segment.tobytes()] for segment in made.recipe.segments["key"]]
+        roots = made.recipe.segments["root"].tolist()
+        other = made.recipe.head["payload_root"] != job.span.root
+        each = zip(used, roots, strict=True)
+        changed = [number for number, root in each if job.bases[number].root != root]
+        if other or changed:
+            return ipc.EncodeSpoiled(job.job, other, changed)
+        self._made[job.job] = made.data
+        return ipc.Encoded(job.job, len(made.data), used)
 
     def keep(self, job: ipc.KeepRecipe) -> ipc.RecipeKept:
         """A recipe into its range, with its sums."""

@@ -92,6 +92,9 @@ class Recodes:
             case ipc.NotEncoded():
                 if self._answered(message.job):
                     self._event(events.NotEncoded(message.job, message.why))
+            case ipc.EncodeSpoiled():
+                if self._answered(message.job):
+                    self._event(events.EncodeSpoiled(message.job, message.span, message.bases))
             case ipc.RecipeKept():
                 if self._answered(message.job):
                     self._event(events.RecipeKept(message.job, message.root))

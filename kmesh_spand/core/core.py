@@ -166,6 +166,10 @@ class Core:
                 self._recoder.encoded(job, length, used)
             case ev.NotEncoded(job, why):
                 self._recoder.not_encoded(job, why)
+            case ev.EncodeSpoiled(job, span, bases):
+                for row in self._recoder.spoiled(job, bases, span=span):
+                    self._verifier.doubt(row)
+                self._verifier.pump()
             case ev.RecipeKept(job, root):
                 self._recoder.kept(job, root)
             case ev.Densified(job, ok):

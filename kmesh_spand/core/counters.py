@@ -40,6 +40,7 @@ COUNTERS = (
     "encodes",
     "encode_refused",
     "encode_failed",
+    "encode_spoiled",
     "encode_no_room",
     "densified",
     "densify_failed",

@@ -223,7 +223,8 @@ class Piece:
 
 @dataclass(frozen=True, slots=True)
 class Encode:
-    """Make a recipe of a payload, then send Encoded, NotEncoded or RecodeFailed for ``job``.
+    """Make a recipe of a payload, then send one of Encoded, NotEncoded, EncodeSpoiled and
+    RecodeFailed for ``job``.
 
     What is read stays as it is until then. The recipe is kept by whoever made it until KeepRecipe
     or ForgetRecipe.

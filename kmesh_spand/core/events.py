@@ -273,6 +273,20 @@ class NotEncoded:
 
 
 @dataclass(frozen=True, slots=True)
+class EncodeSpoiled:
+    """No recipe was made, since bytes have changed since they were stored.
+
+    Attributes:
+        span: whether they are the payload's own.
+        bases: which of the job's bases they are of.
+    """
+
+    job: int
+    span: bool
+    bases: Sequence[int]
+
+
+@dataclass(frozen=True, slots=True)
 class RecipeKept:
     """A recipe was written into its range, with its sums, which fold to ``root``."""
 
@@ -488,6 +502,7 @@ Event = (
     | VerifyDone
     | Encoded
     | NotEncoded
+    | EncodeSpoiled
     | RecipeKept
     | Densified
     | RecodeFailed

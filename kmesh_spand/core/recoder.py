@@ -278,6 +278,21 @@ class Recoder:
                 self._refuse(job.candidate, why[:_WHY_LENGTH])
             self._end_encode(number)
 
+    def spoiled(self, number: int, bases: Sequence[int], *, span: bool) -> Sequence[int]:
+        """What a recipe was to be made of has changed since it was stored.
+
+        Returns:
+            Rows whose bytes are not what they were.
+        """
+        job = self.encodes.get(number)
+        if job is None:
+            return ()
+        rows = [job.candidate.row] if span else []
+        rows += [job.bases[base] for base in bases if 0 <= base < len(job.bases)]
+        self._end_encode(number)
+        self._store.counters["encode_spoiled"] += 1
+        return rows
+
     def kept(self, number: int, root: int) -> None:
         """A recipe lies in its range: it takes over, if what it was made of still stands."""
         job = self.encodes.get(number)

@@ -15,6 +15,7 @@ from kmesh.families import Family
 from kmesh.layout import TILE_BYTES
 from kmesh.session import ReserveBatch, Role, Session
 from kmesh.store import put_spans, read_span
+from kmesh.v1.common_pb2 import REASON_MISS
 
 
 def connect(daemon: Daemon) -> Session:
@@ -64,6 +65,24 @@ def lives(daemon: Daemon, look: Callable[[Daemon], object]) -> None:
             fields = (household.namespace, "bfloat16", 64, (household.shard,), bytes(32))
             session.families.declare(Family(f"family {number}", *fields))
         assert counted(daemon, "families_forgotten")
+        look(daemon)
+
+
+def spoiled(daemon: Daemon, look: Callable[[Daemon], object]) -> None:
+    """What a recipe was to be made of has changed in memory: it is read again, and goes."""
+    household = Household()
+    member = household.siblings[0]
+    with connect(daemon) as session:
+        staging = session.staging(4 << 20)
+        for spans in (household.primer, member):
+            household.store(session, staging, spans)
+        with session.acquire(member.keys, [household.shard]) as lease:
+            daemon.flip(lease.offset[0] + 9, lease.slab[0])
+        session.families.declare(household.family)
+        household.join(session, member)
+        wait_for(lambda: counted(daemon, "encode_spoiled") and counted(daemon, "corrupt"))
+        with session.acquire(member.keys, [household.shard], recipes=True, prefix=False) as lease:
+            assert lease.reason[0] == REASON_MISS
         look(daemon)
 
 

@@ -417,6 +417,9 @@ def recipes(seen: Seen) -> None:
     with running(host_memory="16MiB") as (daemon, _):
         daemon.wait_populated()
         family_metrics.lives(daemon, seen.look)
+    with running(host_memory="16MiB") as (daemon, _):
+        daemon.wait_populated()
+        family_metrics.spoiled(daemon, seen.look)
     with running(host_memory="4MiB", slab_size="4MiB") as (daemon, _):
         daemon.wait_populated()
         family_metrics.full(daemon, seen.look)

@@ -127,9 +127,17 @@ def test_memory_that_changed_makes_no_recipe(
     """Of what was read, roots are those that were stored, or it is not kept."""
     base, own, _ = family
     bench.slab.mapping.view(own.offset + 9, 1)[:] = b"\x55"
-    with pytest.raises(ValueError, match="not what was stored"):
-        bench.encode(own, [base])
+    assert bench.encode(own, [base]) == ipc.EncodeSpoiled(1, True, [])
     bench.recipes.forget(1)
+
+
+def test_a_base_that_changed_makes_no_recipe(
+    bench: Bench, family: tuple[ipc.Payload, ipc.Payload, bytes]
+) -> None:
+    base, own, _ = family
+    far = bench.put(b"far", 2 * LENGTH, os.urandom(LENGTH))
+    bench.slab.mapping.view(base.offset + 9, 1)[:] = b"\x55"
+    assert bench.encode(own, [far, base]) == ipc.EncodeSpoiled(1, False, [1])
 
 
 def test_a_base_that_changed_gives_no_payload(

@@ -165,6 +165,29 @@ def test_a_failed_job_is_tried_once_more(room: World) -> None:
     room.check()
 
 
+@pytest.mark.parametrize("spoiled", [A, B])
+def test_what_an_encoding_finds_changed_is_read_again(room: World, spoiled: bytes) -> None:
+    one = room.connect()
+    room.store(one, [A, B], length=DENSE)
+    declare(room, one, [A])
+    join(room, one, [B])
+    (row,) = [row for row in room.core.spans(now_ms=0) if row.key == spoiled]
+    place = row.slab, row.offset // TILE_BYTES
+    room.memory[place] = -1
+    room.flipped.add(place)
+    (job,) = room.encodes
+    room.encode_ends(job)
+    assert reasons(room.acquire(one, [A, B])) == [
+        Reason.PENDING if name == spoiled else Reason.OK for name in (A, B)
+    ]
+    room.settle()
+    counters = room.core.counters
+    assert (counters["encode_spoiled"], counters["corrupt"]) == (1, 1)
+    assert reasons(room.acquire(one, [spoiled])) == [Reason.MISS]
+    assert not room.core.counters["encodes"]
+    room.check()
+
+
 def test_a_recipe_that_saves_no_tile_is_not_kept(room: World) -> None:
     one = room.connect()
     room.store(one, [A, B], length=DENSE)

@@ -406,8 +406,12 @@ class World:
         """An encoding is done: a recipe over the first ``used`` bases, or nothing (0)."""
         encode = self.encodes.pop(job)
         bases = list(encode.bases)[:used]
-        if not ok or not self._intact(encode.span, *bases):
+        spoiled = not self._intact(encode.span)
+        changed = [number for number, base in enumerate(bases) if not self._intact(base)]
+        if not ok:
             self.send(ev.RecodeFailed(job))
+        elif spoiled or changed:
+            self.send(ev.EncodeSpoiled(job, spoiled, changed))
         elif not used:
             self.send(ev.NotEncoded(job, "a test says so"))
         else:
