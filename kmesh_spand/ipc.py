@@ -88,8 +88,8 @@ class Fact(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Encode(Message, frozen=True):
-    """To the worker: answered by Encoded, NotEncoded, EncodeSpoiled or Failed. Fields as of the core's effect;
-    a piece is (token, tokens, number of the base, token there)."""
+    """To the worker: answered by Encoded, NotEncoded, EncodeSpoiled or Failed. Fields as of the
+    core's effect; a piece is (token, tokens, number of the base, token there)."""
 
     job: int
     span: Payload
