@@ -68,7 +68,7 @@ MUST_REACH = ("hits", "released", "committed", "aborted", "recovered", "verified
 MUST_REACH += ("evicted", "discarded", "reserve_quota")
 MUST_REACH += ("flight_leads", "flight_joins", "flight_promotions", "flight_landed")
 MUST_REACH += ("flight_leaves", "flight_ended_not_stored")
-MUST_REACH += ("encodes", "encode_spoiled", "densified")
+MUST_REACH += ("encodes", "densified")
 ENDS = [FlightCause.DONE, FlightCause.ABORTED, FlightCause.PREEMPTED, FlightCause.NOT_STORED]
 # Mostly the case in which something happens.
 seldom = st.sampled_from([False, False, False, True])
