@@ -158,6 +158,7 @@ class FakeFamilies:
                 waiting=spans - stored,
                 dense_bytes=size,
                 stored_bytes=size,
+                used_bytes=self._used(family, keys),
             )
         if len(members) > first + limit:
             answer.next_page_token = str(first + limit)
@@ -183,11 +184,17 @@ class FakeFamilies:
             spans=self._counts(family, own)[0],
             dense_bytes=size,
             stored_bytes=size,
+            used_bytes=self._used(family, [*family.base, *own]),
         )
 
     def _counts(self, family: _Family, keys: Iterable[bytes]) -> tuple[int, int]:
         keys = list(keys)
         return len(keys) * len(family.declared.shards), len(self._spans(family, keys))
+
+    def _used(self, family: _Family, keys: Iterable[bytes]) -> int:
+        return layout.TILE_BYTES * sum(
+            layout.tiles(span.length) for span in self._spans(family, keys)
+        )
 
     def _spans(self, family: _Family, keys: Iterable[bytes]) -> list[Span]:
         codes = [_code(shard) for shard in family.declared.shards]

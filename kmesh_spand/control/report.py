@@ -20,6 +20,11 @@ from kmesh_spand.control.storeworker import StoreWorker
 from kmesh_spand.core.codes import Reason
 
 _DEFAULT_LIMIT = 1000
+#: What a status says of families, all tenants' together.
+_OF_FAMILIES = (
+    *("families", "mirrors", "base_spans"),
+    *("mirror_bytes", "mirror_dense_bytes", "mirror_used_bytes"),
+)
 _ROLES: dict[int, str] = {
     sessions_pb2.ROLE_SCHEDULER: "scheduler",
     sessions_pb2.ROLE_WORKER: "worker",
@@ -137,6 +142,7 @@ class Report:
             mirrors=core.mirrors,
             mirror_bytes=core.mirror_bytes,
             mirror_dense_bytes=core.mirror_dense_bytes,
+            mirror_used_bytes=core.mirror_used_bytes,
             base_spans=core.base_spans,
             gpus=self.gpus.rows(),
             not_ready=_conditions(self.readiness.reasons()),
@@ -152,7 +158,7 @@ class Report:
             status.ClearField("reservations")
             status.ClearField("staging_bytes")
             status.ClearField("index_entries")
-            for name in ("families", "mirrors", "mirror_bytes", "mirror_dense_bytes", "base_spans"):
+            for name in _OF_FAMILIES:
                 status.ClearField(name)
             status.ClearField("counters")
             status.spans = sum(tenant.spans for tenant in tenants)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 
+from kmesh.layout import tiles
 from kmesh_spand.core.families import FamilyBook
 from kmesh_spand.core.recoder import Recoder
 from kmesh_spand.core.states import STORED, State
@@ -37,6 +38,7 @@ def _check_mirrors(store: SpanStore) -> None:
     stored = [row for row in mirrors.by_row if table.state[row] in STORED]
     assert mirrors.spans == len(stored)
     assert mirrors.stored_bytes == sum(table.length[row] for row in stored)
+    assert mirrors.tiles == sum(tiles(table.length[row]) for row in stored)
     assert mirrors.dense_bytes == sum(mirrors.by_row[row].length for row in stored)
 
 

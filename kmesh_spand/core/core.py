@@ -310,6 +310,7 @@ class Core:
             mirrors=store.mirrors.spans,
             mirror_bytes=store.mirrors.stored_bytes,
             mirror_dense_bytes=store.mirrors.dense_bytes,
+            mirror_used_bytes=store.mirrors.tiles * TILE_BYTES,
             base_spans=len(store.mirrors.of_base),
             recovering=store.by_state[State.RECOVERED] + store.by_state[State.VERIFYING],
             slabs=tuple(
