@@ -19,7 +19,7 @@ from kmesh.keys import KEY_BYTES
 from kmesh.v1 import common_pb2, families_pb2, spans_pb2
 
 #: What a declaration may not change.
-_FIXED = ("namespace", "dtype", "head_dim", "shards", "rotary")
+_FIXED = ("namespace", "dtype", "head_dim", "shards")
 _PAGE = 200
 
 
@@ -90,13 +90,16 @@ class FakeFamilies:
             known = _Family(next(self._ids), body, base)
             self.families[body.salt, body.family] = known
             return families_pb2.DeclareFamilyResponse(id=known.id, created=True, added=len(base))
-        for name in _FIXED:
+        told = known.declared.rotary.frequencies and body.rotary.frequencies
+        for name in (*_FIXED, "rotary") if told else _FIXED:
             if getattr(known.declared, name) != getattr(body, name):
                 raise errors.InvalidArgument("is declared otherwise", field=f"{call}.{name}")
         added = [key for key in base if key not in known.base]
         if len(known.base) + len(added) > MAX_BASE:
             raise errors.TooLarge(f"over {MAX_BASE} keys", field=f"{call}.base")
         known.base += added
+        if body.rotary.frequencies:
+            known.declared.rotary.CopyFrom(body.rotary)
         return families_pb2.DeclareFamilyResponse(id=known.id, added=len(added))
 
     def _join(self, body: families_pb2.JoinFamilyRequest) -> Message:

@@ -20,11 +20,6 @@ from kmesh_spand.control.storeworker import StoreWorker
 from kmesh_spand.core.codes import Reason
 
 _DEFAULT_LIMIT = 1000
-#: What a status says of families, all tenants' together.
-_OF_FAMILIES = (
-    *("families", "mirrors", "base_spans"),
-    *("mirror_bytes", "mirror_dense_bytes", "mirror_used_bytes"),
-)
 _ROLES: dict[int, str] = {
     sessions_pb2.ROLE_SCHEDULER: "scheduler",
     sessions_pb2.ROLE_WORKER: "worker",
@@ -158,8 +153,9 @@ class Report:
             status.ClearField("reservations")
             status.ClearField("staging_bytes")
             status.ClearField("index_entries")
-            for name in _OF_FAMILIES:
+            for name in ("families", "mirrors", "mirror_bytes", "mirror_dense_bytes", "base_spans"):
                 status.ClearField(name)
+            status.ClearField("mirror_used_bytes")
             status.ClearField("counters")
             status.spans = sum(tenant.spans for tenant in tenants)
             status.span_bytes = sum(tenant.span_bytes for tenant in tenants)

@@ -77,7 +77,8 @@ def test_other_commands_know_mirrors(spand: Daemon) -> None:
     assert (status["families"], status["mirrors"]) == (1, 6)
     assert status["mirror_bytes"] < status["mirror_used_bytes"] < status["mirror_dense_bytes"]
     said = kmesh("status", **where).stdout
-    assert re.search(r"6 mirrors take 384\.0 KiB instead of 768\.0 KiB, \S+ KiB of it recipes", said)
+    took = r"6 mirrors take 384\.0 KiB instead of 768\.0 KiB, \S+ KiB of it recipes"
+    assert re.search(took, said)
     spans = as_json("ls", **where)["spans"]
     mirrors = [span for span in spans if span["dense_length"]]
     assert len(mirrors) == 6

@@ -86,7 +86,8 @@ Global___Rotary: _TypeAlias = Rotary  # noqa: Y015
 class DeclareFamilyRequest(_message.Message):
     """Names a family and what its recipes may refer to. Declaring it again with the
     same fields adds base keys that it does not have yet; any other difference is
-    refused by field. Neither the base nor members need to be stored by then.
+    refused by field, but for a rotary that only one of them says. Neither the base
+    nor members need to be stored by then.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -119,7 +120,7 @@ class DeclareFamilyRequest(_message.Message):
 
     @_builtins.property
     def rotary(self) -> Global___Rotary:
-        """absent: keys are never turned"""
+        """Absent: not known, and no keys are turned. A later declaration may say it."""
 
     def __init__(
         self,
