@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from experiments.tokendance.workload import (
     Member,
     Prompt,
     SegmentState,
+    State,
     check_unaligned,
     describe,
     turned,
@@ -53,9 +55,13 @@ class Captured:
         path: of the checkpoint.
         shared: tokens of the passage.
         prompts: how many, at most as many as there are questions.
+
+    Attributes:
+        path: of the checkpoint.
     """
 
     def __init__(self, path: str, shared: int, prompts: int) -> None:
+        self.path = path
         self._reference = Reference.load(path)
         self._tokenizer: Any = AutoTokenizer.from_pretrained(path)
         self.shape = CapturedShape(self._reference, Path(path).name)
@@ -67,6 +73,14 @@ class Captured:
         state = np.ascontiguousarray(primer.state[:, :, :, start : start + shared])
         described = describe(self.shape, self._passage, start, "segment")
         self.segments = [SegmentState("segment-0", described, state)]
+
+    def rebase(self, state: State) -> None:
+        """Siblings are recovered from this state of the passage from now on, whoever computed it
+        in the primer's frame."""
+        (segment,) = self.segments
+        if state.shape != segment.state.shape:
+            raise ValueError(f"state of {state.shape}, not of {segment.state.shape}")
+        self.segments = [replace(segment, state=state)]
 
     @property
     def own(self) -> list[int]:
@@ -118,6 +132,7 @@ class Captured:
             {
                 "divergence_from_full_prefill": round(divergence(full, computed), 6),
                 "same_first_token": same,
+                "first_token": int(computed.log_probabilities.argmax()),
             },
         )
 
