@@ -16,7 +16,7 @@ import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from demo import daemon, engine
 from demo.evidence import hardware
@@ -25,7 +25,6 @@ from demo.progress import console, step
 from experiments import profile
 from experiments.profile import CHECKPOINT, ROOT, Profile, ProfileError
 from experiments.tokendance import codec, kept
-from experiments.tokendance.captured import Captured
 from experiments.tokendance.kept import Kept, Stored
 from experiments.tokendance.roundreport import DENSE, RECIPES, Answer, Report
 from kmesh.errors import KMeshError
@@ -33,6 +32,9 @@ from kmesh.families import Family
 from kmesh.layout import Shard
 from kmesh.segments import SegmentedPrompt
 from kmesh.session import Role, Session
+
+if TYPE_CHECKING:
+    from experiments.tokendance.captured import Captured
 
 LOGS = ROOT / ".demo"
 FAMILY = "round"

@@ -54,7 +54,11 @@ class Report:
     def pairs(self) -> list[tuple[Answer, Answer]]:
         """Each answer out of recipes, behind the same engine's out of dense spans."""
         dense = {(one.engine, one.member): one for one in self.answers if one.form == DENSE}
-        return [(dense[one.engine, one.member], one) for one in self.answers if one.form == RECIPES]
+        return [
+            (dense[who], one)
+            for one in self.answers
+            if one.form == RECIPES and (who := (one.engine, one.member)) in dense
+        ]
 
     def problems(self) -> list[str]:
         """Where the round fell short, one sentence each."""

@@ -7,6 +7,7 @@ import dataclasses
 import json
 from pathlib import Path
 
+import numpy as np
 import pytest
 from daemon_process import Daemon
 from test_cli import as_json
@@ -46,7 +47,10 @@ def test_spans_are_the_members_cut(workload: Workload) -> None:
     assert sum(span.tokens for member in cut for span in member.provenance) == 2 * 416
     assert [one.description.tokens for one in parts.segments] == [64] * 6 + [32]
     assert sum(member.computed for member in cut) == 2 * 96
-    assert b"".join(m.state.tobytes() for m in cut) != b""
+    for member in whole:
+        mine = [one for one in cut if one.name.startswith(f"{member.name}/")]
+        assert [one.description.position for one in mine] == list(range(0, 512, 64))
+        assert (np.concatenate([one.state for one in mine], axis=3) == member.state).all()
 
 
 def test_a_daemon_holds_what_the_codec_says(
