@@ -58,6 +58,9 @@ def _check_jobs(store: SpanStore, recoder: Recoder) -> None:
     states = {row for row in range(1, table.rows + 1) if table.state[row] == State.DRAFT}
     assert drafts == dict.fromkeys(states, 1)
     assert all(table.state[row] != State.FREE for row in holds)
+    for row in recoder.rests:
+        dense = table.state[row] == State.COMMITTED and row not in store.mirrors.by_row
+        assert not dense or recoder.verdicts.of(row), "a span rests that may be encoded"
     assert store.condemned.keys() <= holds.keys()
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 from kmesh_spand.core.store import SpanStore
 
@@ -22,6 +22,11 @@ class Rests:
 
     def __len__(self) -> int:
         return len(self._since)
+
+    def __iter__(self) -> Iterator[int]:
+        """Rows that rest."""
+        generations = self._store.table.generation
+        return (row for row, (known, _) in self._since.items() if generations[row] == known)
 
     def begin(self, row: int) -> None:
         """A span was made dense."""
