@@ -145,9 +145,11 @@ def _said(workload: Captured) -> SegmentedPrompt:
 
 
 def _declared(session: Session) -> Any:
-    """The family once all of its base is stored; None before."""
-    found = [one for one in session.families.list() if one.name == FAMILY]
-    return found[0] if found and found[0].base_stored == found[0].base_spans else None
+    """The family once the engine has stored its base and joined it; None before."""
+    for one in session.families.list():
+        if one.name == FAMILY and one.members and one.base_stored == one.base_spans:
+            return one
+    return None
 
 
 def _ask(
