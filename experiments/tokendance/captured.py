@@ -87,8 +87,12 @@ class Captured:
         """Own tokens of each prompt."""
         return [len(prompt.tokens) - len(self._passage) for prompt in self.prompts]
 
-    def siblings(self, percent: int) -> Iterator[Member]:
-        """Recovered, with that share of the shared tokens computed anew."""
+    def siblings(self, percent: int, *, against_prefill: bool = True) -> Iterator[Member]:
+        """Recovered, with that share of the shared tokens computed anew.
+
+        Args:
+            against_prefill: say how far they are from what computing everything gives.
+        """
         for number in range(1, len(self.prompts)):
             tokens, start = self.prompts[number].tokens, self.prompts[number].starts[0]
             (segment,) = self.segments
@@ -102,12 +106,13 @@ class Captured:
             own = np.ones(len(tokens), dtype=np.bool_)
             own[start : start + count] = False
             recovered = self._reference.recover(tokens, cached, own, count * percent // 100)
-            yield self._member(number, recovered)
+            yield self._member(number, recovered, self._full(number) if against_prefill else None)
 
     def computed(self) -> Iterator[Member]:
         """The same siblings, all of whose tokens were computed; told where they could share."""
         for number in range(1, len(self.prompts)):
-            yield self._member(number, self._full(number))
+            full = self._full(number)
+            yield self._member(number, full, full)
 
     @cached_property
     def _prefilled(self) -> dict[int, Computed]:
@@ -118,22 +123,22 @@ class Captured:
             self._prefilled[number] = self._reference.prefill(self.prompts[number].tokens)
         return self._prefilled[number]
 
-    def _member(self, number: int, computed: Computed) -> Member:
+    def _member(self, number: int, computed: Computed, full: Computed | None) -> Member:
         prompt, (segment,) = self.prompts[number], self.segments
-        start, frame, full = prompt.starts[0], segment.description, self._full(number)
+        start, frame = prompt.starts[0], segment.description
         told = Provenance(start, frame.tokens, frame.key, 0, start - frame.position)
-        same = int(full.log_probabilities.argmax()) == int(computed.log_probabilities.argmax())
+        first = int(computed.log_probabilities.argmax())
+        seen: dict[str, Any] = {"first_token": first}
+        if full is not None:
+            seen["divergence_from_full_prefill"] = round(divergence(full, computed), 6)
+            seen["same_first_token"] = int(full.log_probabilities.argmax()) == first
         return Member(
             f"member-{number}",
             describe(self.shape, prompt.tokens, 0, "member"),
             computed.state,
             (told,),
             computed.tokens,
-            {
-                "divergence_from_full_prefill": round(divergence(full, computed), 6),
-                "same_first_token": same,
-                "first_token": int(computed.log_probabilities.argmax()),
-            },
+            seen,
         )
 
     def _prompt(self, number: int, rest: npt.NDArray[np.uint32]) -> Prompt:

@@ -10,15 +10,18 @@ from __future__ import annotations
 
 import datetime
 import json
+import signal
 import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from types import FrameType
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from demo import daemon, engine
+from demo.__main__ import prepared_model
 from demo.evidence import hardware
 from demo.processes import ProcessFailed
 from demo.progress import console, step
@@ -74,14 +77,13 @@ def run(config: Profile) -> Report:
         spand, process = stack.enter_context(daemon.run(LOGS, socket_dir))
         with step("kmesh-spand starts"):
             process.wait_ready(spand.is_ready, daemon.START_TIMEOUT)
-        with step("the reference loads the model, and computes the primer by itself"):
-            workload = codec.captured(config)
-        path = workload.path
+        path = prepared_model()
         servers = [
             stack.enter_context(engine.serve(name, path, LOGS, socket_dir=socket_dir, dtype=DTYPE))
             for name in ENGINES
         ]
-        with step("two vLLM servers start"):
+        with step("the reference loads the model, and two vLLM servers start"):
+            workload = codec.captured(config)
             for server, process in servers:
                 process.wait_ready(server.is_healthy, engine.START_TIMEOUT)
         session = stack.enter_context(
@@ -111,7 +113,8 @@ def _round(
         (segment,) = workload.segments
         workload.rebase(house.passage(segment.state))
         prompts = [prompt.tokens.tolist() for prompt in workload.prompts[1:]]
-        siblings = house.put(zip(workload.siblings(0), prompts, strict=True))
+        recovered = workload.siblings(0, against_prefill=False)
+        siblings = house.put(zip(recovered, prompts, strict=True))
         report.first = {one.member.name: int(one.member.seen["first_token"]) for one in siblings}
     report.answers += _ask(engines, siblings, DENSE)
     with step("they join the family"):
@@ -196,8 +199,12 @@ def main(
     show: Callable[[Report], None],
 ) -> int:
     """Exit status 0 means that all held; 1: it did not, or did not get through."""
+    signal.signal(signal.SIGTERM, _terminated)
     try:
         report = run(config)
+    except KeyboardInterrupt:
+        console.print("interrupted; everything that was started has ended")
+        return 130
     except (ProcessFailed, OSError, KMeshError, LookupError) as failed:
         console.print(f"✗ {failed}\nlogs are in {LOGS}", markup=False, style="red")
         return 1
@@ -213,3 +220,7 @@ def main(
     for problem in report.problems():
         print(f"✗ {problem}", file=sys.stderr)
     return 1 if report.problems() else 0
+
+
+def _terminated(number: int, frame: FrameType | None) -> NoReturn:
+    raise KeyboardInterrupt
