@@ -18,6 +18,7 @@ SECONDS := 60
 SEED ?=
 STEPS ?= 1000000
 CHAOS_ARGS ?=
+ROUND_ARGS ?=
 
 VENV := .venv
 PY := $(VENV)/bin/python
@@ -172,6 +173,10 @@ tokendance-codec: env native .config ## encode the experiment's workloads, write
 .PHONY: tokendance-verify
 tokendance-verify: env ## restore the bundle with a second decoder that shares no code with KMesh
 	@$(PY) -m experiments.tokendance.verify
+
+.PHONY: tokendance-round
+tokendance-round: env native .config ## the model's siblings through a daemon and two vLLM servers (ROUND_ARGS=--json)
+	@$(PY) -m experiments.tokendance round $(ROUND_ARGS)
 
 .PHONY: bench-gpu-engines
 bench-gpu-engines: env native ## measure vLLM engines on a GPU, write .bench/gpu-engines.json (needs vLLM and CuPy)

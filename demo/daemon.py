@@ -27,10 +27,14 @@ class Daemon:
 
     def status(self) -> dict[str, Any]:
         """What ``kmesh status --json`` prints; CalledProcessError if no daemon answers."""
-        command = [str(_BIN / "kmesh"), "--socket-dir", str(self.socket_dir), "status", "--json"]
-        done = subprocess.run(command, check=True, capture_output=True, text=True, timeout=30)
-        status: dict[str, Any] = json.loads(done.stdout)
-        return status
+        return self.ask("status")
+
+    def ask(self, *command: str) -> dict[str, Any]:
+        """What a command of ``kmesh`` prints with ``--json``; CalledProcessError if it fails."""
+        line = [str(_BIN / "kmesh"), "--socket-dir", str(self.socket_dir), *command, "--json"]
+        done = subprocess.run(line, check=True, capture_output=True, text=True, timeout=30)
+        answer: dict[str, Any] = json.loads(done.stdout)
+        return answer
 
     def is_ready(self) -> bool:
         """Whether it answers and all of its memory is there."""

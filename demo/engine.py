@@ -9,7 +9,7 @@ import re
 import socket
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,7 +30,7 @@ class Completion:
     """One answer.
 
     Attributes:
-        text: what the engine said.
+        text, tokens: what the engine said.
         prompt_tokens, completion_tokens, cached_tokens: from the answer's usage.
         computed, restored: prompt tokens by source, as the engine's metrics counted them.
         ttft: seconds from sending the request to the first piece of text.
@@ -43,6 +43,7 @@ class Completion:
     computed: int
     restored: int
     ttft: float
+    tokens: tuple[int, ...] = ()
 
 
 class Engine:
@@ -66,17 +67,27 @@ class Engine:
             tokens: list[int] = json.load(response)["tokens"]
         return tokens
 
-    def complete(self, tokens: Sequence[int], max_tokens: int) -> Completion:
-        """A greedy completion, streamed. Nobody else may use the engine meanwhile."""
+    def complete(
+        self, tokens: Sequence[int], max_tokens: int, params: Mapping[str, Any] | None = None
+    ) -> Completion:
+        """A greedy completion, streamed. Nobody else may use the engine meanwhile.
+
+        Args:
+            params: ``kv_transfer_params`` of the request.
+        """
         before = self._tokens_by_source()
-        body = {
+        body: dict[str, Any] = {
             "model": SERVED_NAME,
             "prompt": list(tokens),
             "max_tokens": max_tokens,
             "temperature": 0,
             "stream": True,
             "stream_options": {"include_usage": True},
+            "return_token_ids": True,
         }
+        if params is not None:
+            body["kv_transfer_params"] = dict(params)
+        said: list[int] = []
         text, usage, ttft = "", None, 0.0
         began = time.monotonic()
         with self._call("POST", "/v1/completions", body) as response:
@@ -84,6 +95,7 @@ class Engine:
                 for choice in chunk["choices"]:
                     ttft = ttft or time.monotonic() - began
                     text += choice["text"]
+                    said += choice.get("token_ids") or ()
                 usage = chunk.get("usage") or usage
         if usage is None:
             raise RuntimeError(f"{self.name}: the answer ended without its usage")
@@ -96,6 +108,7 @@ class Engine:
             computed=after["local_compute"] - before["local_compute"],
             restored=after["external_kv_transfer"] - before["external_kv_transfer"],
             ttft=ttft,
+            tokens=tuple(said),
         )
 
     def _tokens_by_source(self) -> dict[str, int]:
@@ -141,7 +154,7 @@ def connector_config(socket_dir: Path) -> str:
 
 @contextmanager
 def serve(
-    name: str, model: str, folder: Path, *, socket_dir: Path | None
+    name: str, model: str, folder: Path, *, socket_dir: Path | None, dtype: str = "float32"
 ) -> Iterator[tuple[Engine, Process]]:
     """Starts a server, with the connector if ``socket_dir`` is given. It is not ready yet.
 
@@ -152,7 +165,7 @@ def serve(
     command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server"]
     command += ["--model", model, "--served-model-name", SERVED_NAME]
     command += ["--host", "127.0.0.1", "--port", str(port)]
-    command += ["--dtype", "float32", "--block-size", "32", "--enforce-eager"]
+    command += ["--dtype", dtype, "--block-size", "32", "--enforce-eager"]
     command += ["--max-model-len", "4096", "--max-num-seqs", "4"]
     command += ["--no-enable-prefix-caching", "--enable-prompt-tokens-details"]
     if socket_dir is not None:

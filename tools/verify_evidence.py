@@ -171,7 +171,8 @@ def _derive_arm(
     recipes = [row["addressable"]["bytes"] for row in members]
     figures = {
         "dense_bytes": dense,
-        "overhead_percent": max(100 * (r / o - 1) for r, o in zip(recipes, own, strict=True)),
+        # A span of which all was recovered has nothing to compare with.
+        "overhead_percent": max(100 * (r / o - 1) for r, o in zip(recipes, own, strict=True) if o),
         "times_least": min(row["dense_bytes"] / r for row, r in zip(members, recipes, strict=True)),
         "depending": sum(row["addressable"]["depends_on_base"] for row in members),
         "cold_base_ratio": sum(one["cold_bytes"] for one in base)
@@ -194,11 +195,69 @@ def _derive_arm(
     return figures
 
 
+def derive_round(raw: Mapping[str, Any]) -> dict[str, float]:
+    """What a family of a real model's siblings takes in a daemon, and what engines made of it."""
+    rows, base, status = raw["held"]["spans"], raw["held"]["base"], raw["held"]["status"]
+    recipes = [row for row in rows if row["recipe"]]
+    dense = sum(row["dense_bytes"] for row in rows)
+    stored, memory = (
+        sum(size(row["bytes"]) for row in (*rows, *base)) for size in (int, _whole_tiles)
+    )
+    out_of = {"dense spans": {}, "recipes": {}}  # type: dict[str, dict[tuple[str, str], Any]]
+    for answer in raw["answers"]:
+        out_of[answer["form"]][answer["engine"], answer["member"]] = answer
+    restored = out_of["recipes"].values()
+    said = {member["member"]: member for member in raw["held"]["family"]["of_members"]}
+    siblings = {row["member"] for row in rows}
+    return {
+        "siblings": len(siblings),
+        "spans": len(rows),
+        "recipes": len(recipes),
+        "recipes_as_codec": sum(row["bytes"] == row["codec"]["bytes"] for row in recipes),
+        "spans_same": raw["same"],
+        "dense_bytes": dense,
+        "base_bytes": sum(row["bytes"] for row in base),
+        "recipe_bytes": sum(row["bytes"] for row in recipes),
+        "stored_bytes": stored,
+        "stored_ratio": stored / dense,
+        "memory_bytes": memory,
+        "memory_ratio": memory / dense,
+        "families_off_bytes": sum(
+            abs(
+                said[name][field] - sum(size(row["bytes"]) for row in rows if row["member"] == name)
+            )
+            for name in siblings
+            for field, size in (("stored_bytes", int), ("used_bytes", _whole_tiles))
+        ),
+        "status_off_bytes": abs(
+            status["mirror_bytes"] - sum(member["recipe_bytes"] for member in said.values())
+        ),
+        "requests": len(raw["answers"]),
+        "same_tokens": sum(
+            answer["tokens"] == out_of["dense spans"][who]["tokens"]
+            for who, answer in out_of["recipes"].items()
+        ),
+        "first_as_reference": sum(
+            answer["tokens"][0] == raw["first"][answer["member"]] for answer in restored
+        ),
+        "restored_share_min_percent": min(
+            100 * answer["restored"] / answer["prompt_tokens"] for answer in restored
+        ),
+        "made_dense": raw["after"]["counters"]["densified"],
+        "mirrors_left": raw["after"]["mirrors"] - status["mirrors"],
+    }
+
+
+def _whole_tiles(size: int) -> int:
+    return -(-size // 65536) * 65536
+
+
 DERIVE: dict[str, Callable[[Mapping[str, Any]], dict[str, float]]] = {
     "chaos": derive_chaos,
     "demo": derive_demo,
     "bench": derive_bench,
     "codec": derive_codec,
+    "round": derive_round,
     "gpu-memory": derive_gpu_memory,
 }
 

@@ -19,7 +19,7 @@ from kmesh.keys import KEY_BYTES
 from kmesh.v1 import common_pb2, families_pb2, spans_pb2
 
 #: What a declaration may not change.
-_FIXED = ("namespace", "dtype", "head_dim", "shards", "rotary")
+_FIXED = ("namespace", "dtype", "head_dim", "shards")
 _PAGE = 200
 
 
@@ -90,13 +90,16 @@ class FakeFamilies:
             known = _Family(next(self._ids), body, base)
             self.families[body.salt, body.family] = known
             return families_pb2.DeclareFamilyResponse(id=known.id, created=True, added=len(base))
-        for name in _FIXED:
+        told = known.declared.rotary.frequencies and body.rotary.frequencies
+        for name in (*_FIXED, "rotary") if told else _FIXED:
             if getattr(known.declared, name) != getattr(body, name):
                 raise errors.InvalidArgument("is declared otherwise", field=f"{call}.{name}")
         added = [key for key in base if key not in known.base]
         if len(known.base) + len(added) > MAX_BASE:
             raise errors.TooLarge(f"over {MAX_BASE} keys", field=f"{call}.base")
         known.base += added
+        if body.rotary.frequencies:
+            known.declared.rotary.CopyFrom(body.rotary)
         return families_pb2.DeclareFamilyResponse(id=known.id, added=len(added))
 
     def _join(self, body: families_pb2.JoinFamilyRequest) -> Message:
@@ -158,6 +161,7 @@ class FakeFamilies:
                 waiting=spans - stored,
                 dense_bytes=size,
                 stored_bytes=size,
+                used_bytes=self._used(family, keys),
             )
         if len(members) > first + limit:
             answer.next_page_token = str(first + limit)
@@ -183,11 +187,17 @@ class FakeFamilies:
             spans=self._counts(family, own)[0],
             dense_bytes=size,
             stored_bytes=size,
+            used_bytes=self._used(family, [*family.base, *own]),
         )
 
     def _counts(self, family: _Family, keys: Iterable[bytes]) -> tuple[int, int]:
         keys = list(keys)
         return len(keys) * len(family.declared.shards), len(self._spans(family, keys))
+
+    def _used(self, family: _Family, keys: Iterable[bytes]) -> int:
+        return layout.TILE_BYTES * sum(
+            layout.tiles(span.length) for span in self._spans(family, keys)
+        )
 
     def _spans(self, family: _Family, keys: Iterable[bytes]) -> list[Span]:
         codes = [_code(shard) for shard in family.declared.shards]

@@ -57,7 +57,8 @@ class Family:
         head_dim: elements of one head's K, and of its V.
         shards: in which every span of the family is stored.
         base: keys, 32 bytes each, of spans in the frame in which they were computed; at most 512.
-        rotary: how the model turns its keys; None: keys are never turned.
+        rotary: how the model turns its keys; None: not known, so that no keys are turned. Whoever
+            knows it may declare the family again with it.
         salt: digest of the requests' salt, 32 bytes, or empty.
 
     Raises:

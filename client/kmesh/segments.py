@@ -20,7 +20,8 @@ from __future__ import annotations
 
 import dataclasses
 import enum
-from collections.abc import Callable, Collection, Mapping, Sequence
+import operator
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from kmesh.errors import SegmentError
@@ -72,28 +73,38 @@ class SegmentedPrompt:
     """A prompt's segments, in order, without gaps from its start on.
 
     Attributes:
-        family: name of the family that the request belongs to, or empty.
+        family: name of the family that the request belongs to; None: of none.
         segments: at most ``MAX_SEGMENTS``.
         unit: what their positions count. Requests are in tokens.
 
     Raises:
-        SegmentError: a name or a position is not one.
+        SegmentError: names the field that is not what it should be.
     """
 
-    family: str = ""
+    family: str | None = None
     segments: tuple[Segment, ...] = ()
     unit: Unit = Unit.TOKENS
 
     def __post_init__(self) -> None:
-        if self.family:
+        if self.family is not None:
             _name(self.family, f"{_PLACE}.family")
+        if not isinstance(self.unit, Unit):
+            raise SegmentError(f"is {_kind(self.unit)}, not a Unit", field="unit")
+        if not isinstance(self.segments, tuple):
+            what = _kind(self.segments)
+            raise SegmentError(f"is {what}, not a tuple", field=f"{_PLACE}.segments")
         if len(self.segments) > MAX_SEGMENTS:
             raise SegmentError(f"more than {MAX_SEGMENTS}", field=f"{_PLACE}.segments")
         at = 0
         for number, segment in enumerate(self.segments):
             here = _item(number)
+            if not isinstance(segment, Segment):
+                raise SegmentError(f"is {_kind(segment)}, not a Segment", field=here)
             _range((segment.begin, segment.end), at, MAX_POSITION, f"{here}.{self.unit.value}")
-            if segment.id:
+            if type(segment.private) is not bool:
+                what = _kind(segment.private)
+                raise SegmentError(f"is {what}, not true or false", field=f"{here}.private")
+            if segment.id != "":
                 _name(segment.id, f"{here}.id")
                 if segment.private:
                     raise SegmentError("a private segment has none", field=f"{here}.id")
@@ -131,13 +142,13 @@ class SegmentedPrompt:
 
         Raises:
             SegmentError: the segments are in tokens, do not make up the text, or one of them has no
-                token; or the offsets are not in order.
+                token; or the offsets are none, or not in order.
         """
         if self.unit is not Unit.CHARS:
             raise SegmentError("the segments are in tokens already", field="unit")
         lengths = [0] * len(self.segments)
         number = last = furthest = 0
-        for index, (begin, end) in enumerate(offsets):
+        for index, (begin, end) in enumerate(_offsets(offsets)):
             if begin < end:
                 if begin < last:
                     raise SegmentError(
@@ -168,7 +179,7 @@ class SegmentedPrompt:
             if segment.private:
                 item["private"] = True
             items.append(item)
-        said: dict[str, object] = {"family": self.family} if self.family else {}
+        said: dict[str, object] = {} if self.family is None else {"family": self.family}
         return {_PLACE: said | {"segments": items}} if items else {_PLACE: said}
 
     def _with(self, length: int, id: str, private: bool) -> SegmentedPrompt:
@@ -217,7 +228,7 @@ def parse(
     if _PLACE not in params:
         return None
     said = _object(params[_PLACE], _PLACE, _FIELDS)
-    family = _name(said["family"], f"{_PLACE}.family") if "family" in said else ""
+    family = _name(said["family"], f"{_PLACE}.family") if "family" in said else None
     if "segments" not in said:
         return SegmentedPrompt(family)
     items = said["segments"]
@@ -236,7 +247,7 @@ def parse(
 
 
 def split(
-    prompt: Sequence[int], separators: Collection[int], family: str = ""
+    prompt: Sequence[int], separators: Collection[int], family: str | None = None
 ) -> SegmentedPrompt | None:
     """Segments of a prompt that holds separator tokens; None if it holds none.
 
@@ -312,6 +323,19 @@ class _Reader:
 
     def _holds(self, begin: int, end: int, tokens: Sequence[int]) -> bool:
         return end - begin == len(tokens) and list(self._prompt[begin:end]) == list(tokens)
+
+
+def _offsets(said: object) -> Iterator[tuple[int, int]]:
+    """What a tokenizer says of its tokens; one that is not fast says nothing."""
+    if not isinstance(said, Iterable):
+        raise SegmentError(f"is {_kind(said)}, not a list", field="offsets")
+    for index, pair in enumerate(said):
+        field = f"offsets[{index}]"
+        try:
+            begin, end = pair
+            yield operator.index(begin), operator.index(end)
+        except (TypeError, ValueError):
+            raise SegmentError("is no pair of whole numbers", field=field) from None
 
 
 def _item(number: int) -> str:

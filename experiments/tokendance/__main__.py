@@ -10,11 +10,12 @@ from typing import TYPE_CHECKING, Any
 
 from experiments import profile
 from experiments.profile import CHECKPOINT, GENERATED, PROFILES, ROOT, Profile, ProfileError
-from experiments.tokendance import codec, evidence
+from experiments.tokendance import codec, evidence, kept
 from experiments.tokendance.workload import Workload, check_unaligned, digest
 
 if TYPE_CHECKING:
     from experiments.tokendance.captured import Captured
+    from experiments.tokendance.roundreport import Report
 
 
 MODELS = {
@@ -28,7 +29,10 @@ ARMS = {
         "long: one sibling of 16,384 tokens",
         "gathered: nine siblings of 20,000 tokens, 5.7 % of them own",
     ),
-    CHECKPOINT: ("computed: the same siblings, all of whose tokens were computed",),
+    CHECKPOINT: (
+        "computed: the same siblings, all of whose tokens were computed",
+        "spans: recompute-0 cut into spans of 64 tokens, as a daemon keeps it",
+    ),
 }
 
 
@@ -82,6 +86,41 @@ def show(result: dict[str, Any]) -> None:
     print("stored bytes are with the base where it is needed")
 
 
+def go_round(config: Profile, as_json: bool, out: Path | None) -> int:
+    """The exit status: 2 where there is no bundle of a model to go by."""
+    # Engines and what talks to them are loaded only here.
+    from experiments.tokendance import round as through
+
+    try:
+        return through.main(config, as_json, out, show_round)
+    except ProfileError as error:
+        print(error, file=sys.stderr)
+        return 2
+
+
+def show_round(report: Report) -> None:
+    """A round, for people."""
+    print(f"{'engine':9} {'sibling':9} {'out of':12} {'restored':>8} {'computed':>8}  next tokens")
+    for answer in report.answers:
+        print(
+            f"{answer.engine:9} {answer.member:9} {answer.form:12} {answer.restored:8,}"
+            f" {answer.computed:8,}  {answer.text!r}"
+        )
+    total = kept.totals(report.held)
+    dense = total["dense"]
+    print(f"siblings dense             {dense:13,} B")
+    for name, text in (
+        ("stored", "base, recipes, dense spans"),
+        ("memory", "the same, whole tiles"),
+    ):
+        print(f"{text:26} {total[name]:13,} B  {total[name] / dense:.4f}")
+    if not report.problems():
+        print(
+            f"{total['recipes']} recipes have the bytes that codec.json says; both engines said the"
+            " same out of them"
+        )
+
+
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m experiments.tokendance", description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True)
@@ -91,6 +130,9 @@ def main(argv: list[str] | None = None) -> int:
         commands.add_parser(name, help=text).add_argument(
             "--json", action="store_true", help="print JSON instead of lines for people"
         )
+    through = commands.add_parser("round", help="siblings through a daemon and two vLLM servers")
+    through.add_argument("--json", action="store_true", help="print the report as JSON")
+    through.add_argument("--evidence", type=Path, metavar="FILE", help="write the round down")
     record = commands.add_parser("evidence", help="write two verified bundles down as evidence")
     record.add_argument("generated", type=Path, help="bundle of the profile tokendance-cpu")
     record.add_argument("captured", type=Path, help="bundle of the profile tokendance-model")
@@ -111,6 +153,8 @@ def main(argv: list[str] | None = None) -> int:
     if given.command == "plan":
         print(json.dumps(plan(config, said), indent=None if given.json else 1))
         return 0
+    if given.command == "round":
+        return go_round(config, given.json, given.evidence)
     result = codec.Run(config, ROOT / config.bundle).run()
     if given.json:
         print(json.dumps(result))

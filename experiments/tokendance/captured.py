@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from experiments.tokendance.workload import (
     Member,
     Prompt,
     SegmentState,
+    State,
     check_unaligned,
     describe,
     turned,
@@ -53,9 +55,13 @@ class Captured:
         path: of the checkpoint.
         shared: tokens of the passage.
         prompts: how many, at most as many as there are questions.
+
+    Attributes:
+        path: of the checkpoint.
     """
 
     def __init__(self, path: str, shared: int, prompts: int) -> None:
+        self.path = path
         self._reference = Reference.load(path)
         self._tokenizer: Any = AutoTokenizer.from_pretrained(path)
         self.shape = CapturedShape(self._reference, Path(path).name)
@@ -68,13 +74,25 @@ class Captured:
         described = describe(self.shape, self._passage, start, "segment")
         self.segments = [SegmentState("segment-0", described, state)]
 
+    def rebase(self, state: State) -> None:
+        """Siblings are recovered from this state of the passage from now on, whoever computed it
+        in the primer's frame."""
+        (segment,) = self.segments
+        if state.shape != segment.state.shape:
+            raise ValueError(f"state of {state.shape}, not of {segment.state.shape}")
+        self.segments = [replace(segment, state=state)]
+
     @property
     def own(self) -> list[int]:
         """Own tokens of each prompt."""
         return [len(prompt.tokens) - len(self._passage) for prompt in self.prompts]
 
-    def siblings(self, percent: int) -> Iterator[Member]:
-        """Recovered, with that share of the shared tokens computed anew."""
+    def siblings(self, percent: int, *, against_prefill: bool = True) -> Iterator[Member]:
+        """Recovered, with that share of the shared tokens computed anew.
+
+        Args:
+            against_prefill: say how far they are from what computing everything gives.
+        """
         for number in range(1, len(self.prompts)):
             tokens, start = self.prompts[number].tokens, self.prompts[number].starts[0]
             (segment,) = self.segments
@@ -88,12 +106,13 @@ class Captured:
             own = np.ones(len(tokens), dtype=np.bool_)
             own[start : start + count] = False
             recovered = self._reference.recover(tokens, cached, own, count * percent // 100)
-            yield self._member(number, recovered)
+            yield self._member(number, recovered, self._full(number) if against_prefill else None)
 
     def computed(self) -> Iterator[Member]:
         """The same siblings, all of whose tokens were computed; told where they could share."""
         for number in range(1, len(self.prompts)):
-            yield self._member(number, self._full(number))
+            full = self._full(number)
+            yield self._member(number, full, full)
 
     @cached_property
     def _prefilled(self) -> dict[int, Computed]:
@@ -104,21 +123,22 @@ class Captured:
             self._prefilled[number] = self._reference.prefill(self.prompts[number].tokens)
         return self._prefilled[number]
 
-    def _member(self, number: int, computed: Computed) -> Member:
+    def _member(self, number: int, computed: Computed, full: Computed | None) -> Member:
         prompt, (segment,) = self.prompts[number], self.segments
-        start, frame, full = prompt.starts[0], segment.description, self._full(number)
+        start, frame = prompt.starts[0], segment.description
         told = Provenance(start, frame.tokens, frame.key, 0, start - frame.position)
-        same = int(full.log_probabilities.argmax()) == int(computed.log_probabilities.argmax())
+        first = int(computed.log_probabilities.argmax())
+        seen: dict[str, Any] = {"first_token": first}
+        if full is not None:
+            seen["divergence_from_full_prefill"] = round(divergence(full, computed), 6)
+            seen["same_first_token"] = int(full.log_probabilities.argmax()) == first
         return Member(
             f"member-{number}",
             describe(self.shape, prompt.tokens, 0, "member"),
             computed.state,
             (told,),
             computed.tokens,
-            {
-                "divergence_from_full_prefill": round(divergence(full, computed), 6),
-                "same_first_token": same,
-            },
+            seen,
         )
 
     def _prompt(self, number: int, rest: npt.NDArray[np.uint32]) -> Prompt:

@@ -13,6 +13,7 @@ import numpy as np
 from experiments import profile
 from experiments.profile import CHECKPOINT, GENERATED, Profile
 from experiments.tokendance.bundle import Bundle, described
+from experiments.tokendance.cutting import Parts
 from experiments.tokendance.workload import Member, Shape, Workload
 from kmesh.codec import Base, Encoder, Form, Segment
 
@@ -88,6 +89,15 @@ class Run:
                 self._arm("by-content", name, base, workload, members, by_content=True)
             else:
                 self._arm("computed", name, base, workload, workload.computed())
+                self._spans(name, workload)
+        return self._close()
+
+    def run_spans(self, name: str, workload: Workload | Captured) -> dict[str, Any]:
+        """As ``run``, only the arm of siblings in spans."""
+        self._spans(name, workload)
+        return self._close()
+
+    def _close(self) -> dict[str, Any]:
         result = {
             "executed_kv_reuse": self._config.model != GENERATED,
             "segments": self._segments,
@@ -106,7 +116,13 @@ class Run:
         )
         return result
 
-    def _base(self, name: str, workload: Workload | Captured) -> Base:
+    def _spans(self, name: str, workload: Workload | Captured) -> None:
+        parts = Parts(workload.shape, workload.segments)
+        base = self._base(f"{name}-spans", parts)
+        members = parts.members(workload.siblings(0))
+        self._arm("spans", f"{name}-spans", base, parts, members)
+
+    def _base(self, name: str, workload: Workload | Captured | Parts) -> Base:
         """A base, and how it is kept: dense, or each segment as a recipe without segments."""
         base = Base(Segment(one.description, one.state) for one in workload.segments)
         cold = Encoder(Base(), form=Form.COLD)
@@ -128,7 +144,7 @@ class Run:
         arm: str,
         base_name: str,
         base: Base,
-        workload: Workload | Captured,
+        workload: Workload | Captured | Parts,
         members: Iterable[Member],
         *,
         by_content: bool = False,

@@ -70,6 +70,7 @@ class Metrics(Collector):
             "mirrors": status.mirrors,
             "mirror_bytes": status.mirror_bytes,
             "mirror_dense_bytes": status.mirror_dense_bytes,
+            "mirror_used_bytes": status.mirror_used_bytes,
             "base_spans": status.base_spans,
             "flights": flights,
             "flight_waits": waits,

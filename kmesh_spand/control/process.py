@@ -221,7 +221,7 @@ class Control:
         while True:
             self._wake.clear()
             self._workers.check()
-            if self._disk is not None:
+            if self._handler.core.waits:
                 self._event(events.Tick())
             self._readiness.turn()
             self._ask_for_slabs()

@@ -137,6 +137,7 @@ class Report:
             mirrors=core.mirrors,
             mirror_bytes=core.mirror_bytes,
             mirror_dense_bytes=core.mirror_dense_bytes,
+            mirror_used_bytes=core.mirror_used_bytes,
             base_spans=core.base_spans,
             gpus=self.gpus.rows(),
             not_ready=_conditions(self.readiness.reasons()),
@@ -154,6 +155,7 @@ class Report:
             status.ClearField("index_entries")
             for name in ("families", "mirrors", "mirror_bytes", "mirror_dense_bytes", "base_spans"):
                 status.ClearField(name)
+            status.ClearField("mirror_used_bytes")
             status.ClearField("counters")
             status.spans = sum(tenant.spans for tenant in tenants)
             status.span_bytes = sum(tenant.span_bytes for tenant in tenants)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 
+from kmesh.layout import tiles
 from kmesh_spand.core.families import FamilyBook
 from kmesh_spand.core.recoder import Recoder
 from kmesh_spand.core.states import STORED, State
@@ -37,6 +38,7 @@ def _check_mirrors(store: SpanStore) -> None:
     stored = [row for row in mirrors.by_row if table.state[row] in STORED]
     assert mirrors.spans == len(stored)
     assert mirrors.stored_bytes == sum(table.length[row] for row in stored)
+    assert mirrors.tiles == sum(tiles(table.length[row]) for row in stored)
     assert mirrors.dense_bytes == sum(mirrors.by_row[row].length for row in stored)
 
 
@@ -56,6 +58,9 @@ def _check_jobs(store: SpanStore, recoder: Recoder) -> None:
     states = {row for row in range(1, table.rows + 1) if table.state[row] == State.DRAFT}
     assert drafts == dict.fromkeys(states, 1)
     assert all(table.state[row] != State.FREE for row in holds)
+    for row in recoder.rests:
+        dense = table.state[row] == State.COMMITTED and row not in store.mirrors.by_row
+        assert not dense or recoder.verdicts.of(row), "a span rests that may be encoded"
     assert store.condemned.keys() <= holds.keys()
 
 

@@ -39,6 +39,8 @@ class CoreConfig:
         max_family_names, max_group_names: keys and runs that the members of one family name, and
             those of one group's families, those of several members counted for each; one takes up
             to 250 bytes.
+        dense_rest_ms: a mirror that was read by somebody who takes no recipes stays dense until
+            nobody has done that for so long.
         max_encodes, max_densify: jobs in flight that make recipes, and that make them dense.
         max_bases: spans that one answer names as what its recipes refer to.
     """
@@ -69,6 +71,7 @@ class CoreConfig:
     max_group_spans: int = 262_144
     max_family_names: int = 262_144
     max_group_names: int = 524_288
+    dense_rest_ms: int = 600_000
     max_encodes: int = 1
     max_densify: int = 2
     max_bases: int = 768

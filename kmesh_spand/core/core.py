@@ -152,6 +152,11 @@ class Core:
         """Whether work was left for a GoOn, so that others are served first."""
         return self._recoder.behind
 
+    @property
+    def waits(self) -> bool:
+        """Whether something comes with time alone, so that ticks are needed."""
+        return self.disk is not None or len(self._recoder.rests) > 0
+
     def _note(self, event: ev.Event) -> None:
         store = self._store
         match event:
@@ -207,6 +212,8 @@ class Core:
                 self._writing.draining = self._recoder.draining = True
                 self.flights.drain()
             case ev.GoOn():
+                pass
+            case ev.Tick() if self.disk is None:
                 pass
             case ev.Resume():
                 self._writing.draining = self._recoder.draining = False
@@ -310,6 +317,7 @@ class Core:
             mirrors=store.mirrors.spans,
             mirror_bytes=store.mirrors.stored_bytes,
             mirror_dense_bytes=store.mirrors.dense_bytes,
+            mirror_used_bytes=store.mirrors.tiles * TILE_BYTES,
             base_spans=len(store.mirrors.of_base),
             recovering=store.by_state[State.RECOVERED] + store.by_state[State.VERIFYING],
             slabs=tuple(

@@ -21,8 +21,9 @@ from kmesh_spand.core.states import STORED, State
 from kmesh_spand.core.store import SpanStore
 from kmesh_spand.core.tags import scope
 
-#: What a second declaration must repeat.
-_FIXED = ("namespace", "dtype", "head_dim", "shards", "frequencies", "interleaved")
+#: What a second declaration must repeat; how keys are turned only if both say it.
+_FIXED = ("namespace", "dtype", "head_dim", "shards")
+_ROTARY = ("frequencies", "interleaved")
 _FIELDS = {"frequencies": "rotary.frequencies", "interleaved": "rotary.interleaved"}
 
 
@@ -82,7 +83,8 @@ class FamilyBook:
                 return invalid(f"base[{number}]", why)
         family = self.find(owner, event.family)
         if family is not None:
-            for name in _FIXED:
+            told = event.frequencies and family.frequencies
+            for name in (*_FIXED, *_ROTARY) if told else _FIXED:
                 given = getattr(event, name)
                 if getattr(family, name) != (tuple(given) if name == "shards" else given):
                     return invalid(_FIELDS.get(name, name), "the family was declared with another")
@@ -105,8 +107,11 @@ class FamilyBook:
             self.by_id[family.id] = self._by_name[owner, event.family] = family
         self._touch(family)
         added = family.add_base(keys)
+        learned = bool(event.frequencies) and not family.frequencies
+        if learned:
+            family.frequencies, family.interleaved = event.frequencies, event.interleaved
         self._count(family, sum(self._register(key, family, None) for key in keys))
-        for member in family.members.values() if added else ():
+        for member in family.members.values() if added or learned else ():
             self._scans[family.id, member.name] = None
         self._make_room(family)
         return DeclareResult(family.id, created, added)
@@ -201,17 +206,23 @@ class FamilyBook:
         config = self._config
         if refused := check_member(name, packed, runs, family.base, config):
             return refused
-        count = len(packed) // KEY_BYTES
+        keys = _split(packed)
         if known is None and len(family.members) >= config.max_members:
             return Refused(Code.EXHAUSTED, f"{config.max_members} members are in it", "member")
-        if family.spans + count * len(family.shards) > config.max_family_spans:
+        fresh = sum(not self._names(family, key) for key in dict.fromkeys(keys))
+        if family.spans + fresh * len(family.shards) > config.max_family_spans:
             most = config.max_family_spans
             return Refused(Code.EXHAUSTED, f"a family has at most {most} spans", "keys")
-        for number, key in enumerate(_split(packed)):
+        for number, key in enumerate(keys):
             for shard, row in zip(family.shards, self._found(family, key), strict=True):
                 if why := self._strange(family, row, shard):
                     return invalid(f"keys[{number}]", why)
         return None
+
+    def _names(self, family: Family, key: bytes) -> bool:
+        """Whether a key is a family's already."""
+        places = self._places.get(family.owner, {}).get(key, ())
+        return any(place.family is family for place in places)
 
     def _too_long(self, family: Family, named: int) -> Refused | None:
         """Whether members would name too much, what several of them name counted for each."""
@@ -398,6 +409,16 @@ class FamilyBook:
     def starved(self, family: Family) -> None:
         """A family's spans can't be looked at before more of its base is stored."""
         self._starved.add(family.id)
+
+    def doubted(self, candidate: Candidate) -> None:
+        """A base of a span is not served now: the span is looked at again when that is over."""
+        row, family = candidate.row, candidate.family
+        if family.id not in self.by_id:
+            return
+        if self._whole(family, row):
+            self._offer(row, family, candidate.member)
+        else:
+            self.starved(family)
 
     @property
     def waiting(self) -> bool:

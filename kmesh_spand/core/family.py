@@ -45,7 +45,7 @@ class Family:
         owner: whose name it is.
         shards: codes.
         base: number of each base key.
-        frequencies: radians a position; none if keys are never turned.
+        frequencies: radians a position; none if it is not known how keys are turned.
         spans: keys of members and of the base, each once, times shards.
         named: keys and runs of all members, however often.
         members: by name.

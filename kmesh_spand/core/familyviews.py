@@ -4,13 +4,26 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable
+from dataclasses import dataclass
 
+from kmesh.layout import TILE_BYTES, tiles
 from kmesh_spand.core.families import FamilyBook
 from kmesh_spand.core.family import Family, Member
 from kmesh_spand.core.recoder import Recoder
 from kmesh_spand.core.store import SpanStore
 from kmesh_spand.core.tenants import tenant_name
 from kmesh_spand.core.views import FamilyRow, MemberRow
+
+
+@dataclass(slots=True)
+class _Sizes:
+    """Bytes that spans would take dense, that they have, and that their recipes have of these;
+    tiles that they take."""
+
+    dense: int = 0
+    stored: int = 0
+    recipes: int = 0
+    tiles: int = 0
 
 
 class FamilyViews:
@@ -54,7 +67,7 @@ class FamilyViews:
         """A family as a whole: each of its spans counts once."""
         book, mirrors = self._book, self._store.mirrors.by_row
         base, own = book.base_rows(family), book.rows(family)
-        dense, stored = self._sizes([*base, *own])
+        sizes = self._sizes([*base, *own])
         keys = {key for member in family.members.values() for key in member.keys}
         return FamilyRow(
             id=family.id,
@@ -66,12 +79,14 @@ class FamilyViews:
             shards=family.shards,
             base_spans=len(family.base) * len(family.shards),
             base_stored=len(base),
-            base_bytes=self._sizes(base)[1],
+            base_bytes=self._sizes(base).stored,
             members=len(family.members),
             spans=len(keys - family.base.keys()) * len(family.shards),
             mirrors=sum(row in mirrors for row in own),
-            dense_bytes=dense,
-            stored_bytes=stored,
+            dense_bytes=sizes.dense,
+            stored_bytes=sizes.stored,
+            recipe_bytes=sizes.recipes,
+            used_bytes=sizes.tiles * TILE_BYTES,
             age_ms=max(0, now_ms - family.began_ms),
         )
 
@@ -87,7 +102,7 @@ class FamilyViews:
         refusals = [
             why for row in own if row not in mirrors and (why := self._recoder.verdicts.of(row))
         ]
-        dense, stored = self._sizes([*base, *own])
+        sizes = self._sizes([*base, *own])
         recipes = sum(row in mirrors for row in own)
         spans = len(member.keys) * len(family.shards)
         return MemberRow(
@@ -100,16 +115,20 @@ class FamilyViews:
             dense=len(own) - recipes,
             waiting=max(0, spans - len(base) - len(own)),
             refused=len(refusals),
-            dense_bytes=dense,
-            stored_bytes=stored,
+            dense_bytes=sizes.dense,
+            stored_bytes=sizes.stored,
+            recipe_bytes=sizes.recipes,
+            used_bytes=sizes.tiles * TILE_BYTES,
             refusal=refusals[-1] if refusals else "",
         )
 
-    def _sizes(self, rows: Iterable[int]) -> tuple[int, int]:
-        """Bytes that spans would take dense, and that they take."""
+    def _sizes(self, rows: Iterable[int]) -> _Sizes:
         length, mirrors = self._store.table.length, self._store.mirrors
-        dense = stored = 0
+        sizes = _Sizes()
         for row in rows:
-            stored += length[row]
-            dense += mirrors.dense(row) or length[row]
-        return dense, stored
+            sizes.stored += length[row]
+            sizes.tiles += tiles(length[row])
+            if dense := mirrors.dense(row):
+                sizes.recipes += length[row]
+            sizes.dense += dense or length[row]
+        return sizes

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from kmesh.layout import tiles
 from kmesh_spand.core.codes import Cause
 from kmesh_spand.core.states import STORED, State, Trigger
 
@@ -55,7 +56,7 @@ class Mirrors:
     Attributes:
         by_row: the mirrors.
         of_base: for each row that mirrors refer to, which.
-        spans, stored_bytes, dense_bytes: of mirrors with a catalog record.
+        spans, stored_bytes, dense_bytes, tiles: of mirrors with a catalog record.
     """
 
     def __init__(self, store: SpanStore) -> None:
@@ -65,6 +66,7 @@ class Mirrors:
         self.spans = 0
         self.stored_bytes = 0
         self.dense_bytes = 0
+        self.tiles = 0
 
     def among(self, rows: Iterable[int]) -> bool:
         """Whether one of these rows is a mirror."""
@@ -131,7 +133,9 @@ class Mirrors:
         mirror = self.by_row.get(row)
         if mirror:
             self.spans += sign
-            self.stored_bytes += sign * self._store.table.length[row]
+            length = self._store.table.length[row]
+            self.stored_bytes += sign * length
+            self.tiles += sign * tiles(length)
             self.dense_bytes += sign * mirror.length
 
     def freed(self, row: int) -> None:

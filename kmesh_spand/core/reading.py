@@ -99,6 +99,8 @@ class Reading:
             self._store.pin(held)
         if wanted:
             reasons = self._densify(reasons, wanted)
+        if not event.recipes:
+            self._recoder.rests.read(rows)
         missing = reasons.count(Reason.MISS)
         entries = len(event.keys) // KEY_BYTES * len(event.shards)
         pending = len(rows) - len(held) - missing

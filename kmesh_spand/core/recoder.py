@@ -19,6 +19,7 @@ from kmesh_spand.core.effects import Densify, Encode, ForgetRecipe, KeepRecipe, 
 from kmesh_spand.core.eviction import Evictor
 from kmesh_spand.core.family import Family, Member
 from kmesh_spand.core.provenance import pieces
+from kmesh_spand.core.rests import Rests
 from kmesh_spand.core.states import State, Trigger
 from kmesh_spand.core.store import SpanStore
 from kmesh_spand.core.verdicts import Verdicts
@@ -62,6 +63,10 @@ class Source(Protocol):
     def is_base(self, row: int) -> bool: ...
     def base(self, family: Family, shard: int) -> Rows | None: ...
     def starved(self, family: Family) -> None: ...
+    def stored(self, row: int) -> None: ...
+
+    def doubted(self, candidate: Candidate) -> None:
+        """A base of it is not served now: it is to be looked at again when that is over."""
 
 
 @dataclass(slots=True)
@@ -89,6 +94,7 @@ class Recoder:
         encodes, densifies: jobs in flight.
         wishes: mirrors that wait to be made dense: generation, and whether they may be dropped.
         verdicts: on spans that stay dense.
+        rests: spans that stay so for a while, since somebody asked for them.
         draining: nothing new begins.
         source: what may be worth a recipe.
     """
@@ -105,6 +111,7 @@ class Recoder:
         self.densifies: dict[int, DensifyJob] = {}
         self.wishes: OrderedDict[int, tuple[int, bool]] = OrderedDict()
         self.verdicts = Verdicts(store.table)
+        self.rests = Rests(store, config.dense_rest_ms)
         self._again: list[Candidate] = []
         self.draining = False
 
@@ -125,6 +132,10 @@ class Recoder:
     def pump(self) -> None:
         """Begins as many jobs as may be in flight; looks at a few spans for that."""
         mirrors, table = self._store.mirrors.by_row, self._store.table
+        for _ in range(_TURN):
+            if row := self.rests.over():
+                self.verdicts.gone(row)
+                self.source.stored(row)
         for _ in range(_TURN):
             if not self.behind:
                 return
@@ -229,6 +240,8 @@ class Recoder:
         good = 0 < length <= _U32 and bool(used) and all(0 <= base < count for base in used)
         if not good or not self._stands(job):
             self._end_encode(number, forget=True)
+            if good:
+                self._doubted(job.candidate)
             return
         if tiles(length) >= tiles(table.length[row]):
             self._refuse(job.candidate, _LARGE)
@@ -291,6 +304,9 @@ class Recoder:
         rows += [job.bases[base] for base in bases if 0 <= base < len(job.bases)]
         self._end_encode(number)
         self._store.counters["encode_spoiled"] += 1
+        candidate = job.candidate
+        if not span and self._once_more(candidate.row, candidate.generation):
+            self._again.append(candidate)
         return rows
 
     def kept(self, number: int, root: int) -> None:
@@ -305,7 +321,15 @@ class Recoder:
             store.mirrors.add(draft, table.length[row], table.root[row], job.bases)
             store.take_over(row, draft)
             store.counters["encodes"] += 1
-        self._end_encode(number)
+            self._end_encode(number)
+        else:
+            self._end_encode(number)
+            self._doubted(job.candidate)
+
+    def _doubted(self, candidate: Candidate) -> None:
+        """A job was for nothing: not for ever, if the span is still what it was."""
+        if not self.draining and self._is(candidate.row, candidate.generation):
+            self.source.doubted(candidate)
 
     def _end_encode(self, number: int, *, forget: bool = False) -> None:
         store, job = self._store, self.encodes.pop(number)
@@ -390,6 +414,7 @@ class Recoder:
             table.root[job.draft] = mirror.root
             store.take_over(job.row, job.draft)
             self.verdicts.add(job.draft, _ASKED, None)
+            self.rests.begin(job.draft)
             store.counters["densified"] += 1
         else:
             store.move(job.draft, Trigger.FAILED)

@@ -10,12 +10,12 @@ from kmesh_spand.core.table import SpanTable
 
 @dataclass(frozen=True, slots=True)
 class _Verdict:
-    """``base``: number of the family whose base was tried, and how many keys that had; None:
-    whatever the base, the span stays dense."""
+    """``base``: number of the family whose base was tried, how many keys that had, and whether it
+    was known how keys are turned; None: whatever the base, the span stays dense."""
 
     generation: int
     why: str
-    base: tuple[int, int] | None
+    base: tuple[int, int, bool] | None
 
 
 class Verdicts:
@@ -53,5 +53,5 @@ class Verdicts:
         self._of.pop(row, None)
 
 
-def _base(family: Family) -> tuple[int, int]:
-    return family.id, len(family.base)
+def _base(family: Family) -> tuple[int, int, bool]:
+    return family.id, len(family.base), bool(family.frequencies)

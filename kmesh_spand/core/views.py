@@ -29,8 +29,8 @@ class CoreStatus:
         index_entries: keys that are published.
         recovering: spans of an earlier epoch that are not verified yet.
         families: that are declared.
-        mirrors, mirror_bytes, mirror_dense_bytes: spans that are kept as recipes, bytes that they
-            take, and that they would take dense.
+        mirrors, mirror_bytes, mirror_dense_bytes: spans that are kept as recipes, bytes of these,
+            and that they would take dense. mirror_used_bytes: of the tiles that they take.
         base_spans: that mirrors refer to.
     """
 
@@ -51,6 +51,7 @@ class CoreStatus:
     mirrors: int
     mirror_bytes: int
     mirror_dense_bytes: int
+    mirror_used_bytes: int
     base_spans: int
     slabs: tuple[SlabStatus, ...]
 
@@ -102,6 +103,8 @@ class FamilyRow:
     mirrors: int
     dense_bytes: int
     stored_bytes: int
+    recipe_bytes: int
+    used_bytes: int
     age_ms: int
 
 
@@ -120,6 +123,8 @@ class MemberRow:
     refused: int
     dense_bytes: int
     stored_bytes: int
+    recipe_bytes: int
+    used_bytes: int
     refusal: str
 
 

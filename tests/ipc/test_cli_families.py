@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from typing import Any
 
 from daemon_process import Daemon, wait_for
 from household import Household
@@ -10,7 +11,13 @@ from test_cli import as_json, kmesh
 from test_cli_operator import explained
 
 from kmesh.families import Family
+from kmesh.layout import TILE_BYTES
 from kmesh.session import Role, Session
+
+
+def whole_tiles(span: dict[str, Any]) -> int:
+    """Memory that a span takes."""
+    return -(-int(span["length"]) // TILE_BYTES) * TILE_BYTES
 
 
 def test_families_are_listed_and_drawn(spand: Daemon) -> None:
@@ -34,6 +41,7 @@ def test_families_are_listed_and_drawn(spand: Daemon) -> None:
     assert (of["a [child]"]["parent"], of["a [child]"]["mirrors"]) == ("member-1", 3)
     assert of["member-1"]["refused"] == 2
     human = kmesh("families", "round", **where).stdout
+    assert re.search(r"B stored \(\S+ KiB of recipes\), \S+ MiB in memory, \d+\.\d %", human)
     assert "member-0 (master)" in human
     assert re.search(r"member-1: .* of 5 spans 3 mirrors, 2 dense \(2 stay dense: ", human)
     assert human.index("member-1: ") < human.index("a [child]: ") < human.index("member-2: ")
@@ -67,11 +75,23 @@ def test_other_commands_know_mirrors(spand: Daemon) -> None:
         wait_for(lambda: session.families.describe("round").family.mirrors == 6)
     status = as_json("status", **where)
     assert (status["families"], status["mirrors"]) == (1, 6)
-    assert status["mirror_bytes"] < status["mirror_dense_bytes"]
-    assert "6 mirrors take" in kmesh("status", **where).stdout
+    assert status["mirror_bytes"] < status["mirror_used_bytes"] < status["mirror_dense_bytes"]
+    said = kmesh("status", **where).stdout
+    took = r"6 mirrors take 384\.0 KiB instead of 768\.0 KiB, \S+ KiB of it recipes"
+    assert re.search(took, said)
     spans = as_json("ls", **where)["spans"]
     mirrors = [span for span in spans if span["dense_length"]]
     assert len(mirrors) == 6
+    assert status["mirror_bytes"] == sum(span["length"] for span in mirrors)
+    assert status["mirror_used_bytes"] == sum(whole_tiles(span) for span in mirrors)
+    (family,) = as_json("families", **where)["families"]
+    assert family["recipe_bytes"] == status["mirror_bytes"]
+    assert family["stored_bytes"] == sum(span["length"] for span in spans)
+    assert family["used_bytes"] == sum(map(whole_tiles, spans))
+    assert family["used_bytes"] == sum(slab["used"] for slab in status["slabs"])
+    of = {m["member"]: m for m in as_json("families", "round", **where)["of_members"]}
+    assert sum(m["recipe_bytes"] for m in of.values()) == status["mirror_bytes"]
+    assert all(m["stored_bytes"] < m["used_bytes"] < m["dense_bytes"] for m in of.values())
     assert all(span["bases"] and span["length"] < span["dense_length"] for span in mirrors)
     assert sum(span["mirrors"] > 0 for span in spans) == status["base_spans"]
     human = kmesh("ls", **where).stdout

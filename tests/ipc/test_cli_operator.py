@@ -143,12 +143,15 @@ def test_explain_text(spand: Daemon, tmp_path: Path) -> None:
 def test_explain_refuses_what_is_unclear(spand: Daemon, tmp_path: Path) -> None:
     file = tmp_path / "tokens"
     file.write_text("[1, 2, true]")
+    parts = tmp_path / "parts"
+    parts.write_text("[1, 2.5]")
     good = tmp_path / "good"
     good.write_text("1 2 3")
     for arguments, said in (
         ((), "either PROMPT or --tokens"),
         (("text",), "--tokenizer"),
         (("--tokens", str(file)), "no list of token ids"),
+        (("--tokens", str(parts)), "no list of token ids"),
         (("--tokens", str(tmp_path / "none")), "No such file"),
         (("--tokens", str(good)), "no namespace has any spans"),
         (("--tokens", str(good), "--field", "nothing"), "NAME=VALUE"),
@@ -183,10 +186,18 @@ def test_evict(spand: Daemon) -> None:
         assert unasked.returncode == 2
         assert "--yes" in unasked.stderr
         assert spand.status().spans == 4
-        one = as_json("evict", "--key", keys[:32].hex(), "--yes", **where)
+        one = as_json("evict", "--key", keys[:32].hex().upper(), "--yes", **where)
         assert one["spans"] == 1
-        none = as_json("evict", "--older-than", "1h", "--idle", "5min", "--yes", **where)
-        assert none["spans"] == 0
+        for ages in (("--older-than", "1h", "--idle", "5min"), ("--idle", "5000")):
+            assert as_json("evict", *ages, "--yes", **where)["spans"] == 0
+        # As `kmesh ls` shows it; named twice it is one.
+        named = ("--key", keys[32:64].hex()[:16], "--key", keys[32:64].hex())
+        assert as_json("evict", *named, "--dry-run", **where)["spans"] == 1
+        unknown = keys[:32].hex()[:16]
+        for text, said in ((unknown, "no span in memory begins with"), ("x" * 8, "hex digits")):
+            refused = kmesh("evict", "--key", text, "--yes", **where)
+            assert refused.returncode == 2
+            assert said in " ".join(refused.stderr.split())
         with session.acquire(keys[32:64], [SHARD]):
             part = ("evict", "--namespace", SPACE.digest().hex()[:12], "--yes")
             some = kmesh(*part, **where)
@@ -198,6 +209,7 @@ def test_evict(spand: Daemon) -> None:
         ("--all", "--key", "00" * 32),
         ("--key", "xy"),
         ("--older-than", "soon"),
+        ("--idle", "5 s"),
         ("--namespace", "zz"),
     ):
         assert kmesh("evict", *arguments, "--yes", **where).returncode == 2

@@ -20,6 +20,7 @@ from daemon_process import Daemon
 from kmesh import errors
 from kmesh.aio import AsyncSession
 from kmesh.families import Family, MirrorFate, Recovered
+from kmesh.kernels.rotary import Rotary
 from kmesh.layout import Shard
 from kmesh.session import ReserveBatch, Role, Session
 from kmesh.store import put_spans, read_span
@@ -94,6 +95,19 @@ def test_members_come_and_go(connect: Connect) -> None:
     assert session.families.dissolve(made.name, MirrorFate.KEEP).members == 3
     with pytest.raises(errors.NotFound, match=r"dissolve_family\.family"):
         session.families.dissolve(made.name)
+
+
+def test_who_knows_how_keys_are_turned_may_say_it_later(connect: Connect) -> None:
+    session = connect()
+    made = family(os.urandom(32))
+    assert session.families.declare(made).created
+    rotary = Rotary((1.0, 0.25), False, "bfloat16")
+    for said in (rotary, None, rotary):
+        again = session.families.declare(replace(made, rotary=said))
+        assert (again.created, again.added) == (False, 0)
+    other = replace(made, rotary=Rotary((1.0, 0.5), False, "bfloat16"))
+    with pytest.raises(errors.InvalidArgument, match="rotary"):
+        session.families.declare(other)
 
 
 def test_a_family_of_many(connect: Connect) -> None:

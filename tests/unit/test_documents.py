@@ -91,8 +91,19 @@ def test_readme_shows_settings_defaults() -> None:
     assert "tokens of a span [64]" in said
 
 
-def test_readme_example_runs(tmp_path: Path) -> None:
-    example = re.search(r"```python\n(.*?)```", README, re.DOTALL)
+@pytest.mark.parametrize(
+    ("document", "said"),
+    [
+        ("README.md", "32768 verified bytes\n"),
+        (
+            "docs/families.md",
+            "False 131072 bytes\nTrue 131072 bytes\nTrue 131072 bytes\n"
+            "524288 bytes of memory for 655360\n",
+        ),
+    ],
+)
+def test_first_examples_run_as_they_stand(tmp_path: Path, document: str, said: str) -> None:
+    example = re.search(r"```python\n(.*?)```", (ROOT / document).read_text(), re.DOTALL)
     assert example
     assert '"/run/kmesh"' in example[1]
     sockets = tmp_path / "s"
@@ -103,4 +114,4 @@ def test_readme_example_runs(tmp_path: Path) -> None:
             [sys.executable, "-W", "error", "-c", code], capture_output=True, text=True, timeout=60
         )
     assert done.returncode == 0, done.stderr
-    assert done.stdout == "32768 verified bytes\n"
+    assert done.stdout == said

@@ -156,7 +156,7 @@ class Segmenting:
     def _read(self, state: RequestState, params: object) -> SegmentedPrompt | None:
         prompt = parse(params, state.tokens, lambda id: self.book.named(state.namespace, id))
         if self._separators and (prompt is None or not prompt.segments):
-            family = prompt.family if prompt is not None else ""
+            family = prompt.family if prompt is not None else None
             return split(state.tokens, self._separators, family) or prompt
         return prompt
 
@@ -222,7 +222,8 @@ class Segmenting:
         keys = chain.keys
         if tail := chain.tokens % request.grid[0] // request.grid[1] * request.grid[1]:
             keys += chain.key(chain.spans, tail)
-        if keys:
+        family = request.prompt.family
+        if keys and family is not None:
             # A member's keys are one batch.
             most = session.welcome.max_batch
             own = request.own[: most // 2]
@@ -230,7 +231,7 @@ class Segmenting:
             self.joining.join(
                 session,
                 Member(
-                    request.prompt.family,
+                    family,
                     state.request_id,
                     state.namespace,
                     state.salt,

@@ -75,7 +75,7 @@ def read_tokens(file: Path) -> list[int]:
     try:
         text = sys.stdin.read() if str(file) == "-" else file.read_text()
         found = json.loads(text) if text.lstrip().startswith("[") else text.split()
-        ids = [int(item) for item in found if not isinstance(item, bool)]
+        ids = [int(item) for item in found if not isinstance(item, bool | float)]
     except (OSError, ValueError, TypeError) as wrong:
         raise typer.BadParameter(f"{file}: {wrong}", param_hint="--tokens") from None
     if not ids or len(ids) != len(found) or min(ids) < 0 or max(ids) >= 1 << 32:

@@ -72,6 +72,8 @@ def family_json(family: families_pb2.FamilyInfo) -> render.Json:
         "mirrors": family.mirrors,
         "dense_bytes": family.dense_bytes,
         "stored_bytes": family.stored_bytes,
+        "recipe_bytes": family.recipe_bytes,
+        "used_bytes": family.used_bytes,
         "age_ms": family.age_ms,
     }
 
@@ -91,13 +93,15 @@ def member_json(member: families_pb2.MemberInfo) -> render.Json:
         "refusal": member.refusal,
         "dense_bytes": member.dense_bytes,
         "stored_bytes": member.stored_bytes,
+        "recipe_bytes": member.recipe_bytes,
+        "used_bytes": member.used_bytes,
     }
 
 
 def _print(found: Sequence[families_pb2.FamilyInfo]) -> None:
     columns = (
         *(">id", "family", "tenant", ">members", ">base", ">spans", ">mirrors"),
-        *(">dense", ">stored", ">of dense", ">age"),
+        *(">dense", ">stored", ">recipes", ">in memory", ">of dense", ">age"),
     )
     rows = [
         (
@@ -110,7 +114,9 @@ def _print(found: Sequence[families_pb2.FamilyInfo]) -> None:
             f"{family.mirrors:,}",
             render.size(family.dense_bytes),
             render.size(family.stored_bytes),
-            _share(family.stored_bytes, family.dense_bytes),
+            render.size(family.recipe_bytes),
+            render.size(family.used_bytes),
+            _share(family.used_bytes, family.dense_bytes),
             render.age(family.age_ms),
         )
         for family in found
@@ -125,13 +131,13 @@ def _print(found: Sequence[families_pb2.FamilyInfo]) -> None:
 def _tree(described: Description) -> Tree:
     family = described.family
     head = f"{_plain(family.name)} (#{family.id}, tenant {family.tenant}): "
-    tree = Tree(head + _bytes(family.dense_bytes, family.stored_bytes))
+    tree = Tree(head + _bytes(family))
     base = f"base: {family.base_stored} of {family.base_spans} spans stored"
     tree.add(f"{base}, {render.size(family.base_bytes)}")
     drawn: dict[str, Tree] = {}
     for member in described.members:
         line = f"{_plain(member.name)}{' (master)' if member.master else ''}: "
-        line += _bytes(member.dense_bytes, member.stored_bytes)
+        line += _bytes(member)
         counts = [
             f"{getattr(member, kind)} {kind}"
             for kind in ("base", "mirrors", "dense", "waiting")
@@ -147,8 +153,13 @@ def _tree(described: Description) -> Tree:
     return tree
 
 
-def _bytes(dense: int, stored: int) -> str:
-    return f"{render.size(dense)} dense, {render.size(stored)} stored, {_share(stored, dense)}"
+def _bytes(of: families_pb2.FamilyInfo | families_pb2.MemberInfo) -> str:
+    """A daemon of before this was counted says nothing of memory."""
+    dense, used = of.dense_bytes, of.used_bytes or of.stored_bytes
+    text = f"{render.size(dense)} dense, {render.size(of.stored_bytes)} stored"
+    if of.recipe_bytes:
+        text += f" ({render.size(of.recipe_bytes)} of recipes)"
+    return f"{text}, {render.size(used)} in memory, {_share(used, dense)}"
 
 
 def _share(stored: int, dense: int) -> str:

@@ -80,6 +80,7 @@ def status_json(
         "mirrors": status.mirrors,
         "mirror_bytes": status.mirror_bytes,
         "mirror_dense_bytes": status.mirror_dense_bytes,
+        "mirror_used_bytes": status.mirror_used_bytes,
         "base_spans": status.base_spans,
         "sessions": status.sessions,
         "leases": status.leases,
@@ -209,10 +210,10 @@ def print_status(
         ("restarts", f"control {status.control_restarts}, worker {status.worker_restarts}"),
     ]
     if status.families or status.mirrors:
-        text = f"{status.families:,}; {status.mirrors:,} mirrors take {size(status.mirror_bytes)}"
-        dense = size(status.mirror_dense_bytes)
-        bases = f"over {status.base_spans:,} base spans"
-        rows.insert(5, ("families", f"{text} instead of {dense}, {bases}"))
+        text = f"{status.families:,}; {status.mirrors:,} mirrors take "
+        text += f"{size(status.mirror_used_bytes)} instead of {size(status.mirror_dense_bytes)}"
+        text += f", {size(status.mirror_bytes)} of it"
+        rows.insert(5, ("families", f"{text} recipes, over {status.base_spans:,} base spans"))
     if status.HasField("disk"):
         rows[4:4] = _disk_rows(status.disk)
     rows += [("warning", warning.text) for warning in status.warnings]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import sys
+from collections.abc import Sequence
 from typing import Annotated
 
 import typer
@@ -12,8 +13,12 @@ from kmesh import errors
 from kmesh.cli import render
 from kmesh.cli.app import EXIT_CHECK_FAILED, EXIT_USAGE, AsJson, app, connected, pick
 from kmesh.cli.rpc import Tool
+from kmesh.keys import KEY_BYTES
 from kmesh.v1 import admin_pb2
 
+_KEY = re.compile(f"[0-9a-fA-F]{{1,{2 * KEY_BYTES}}}")
+#: More spans than a daemon can have.
+_EVERY = 1 << 32
 _UNITS = {"": 1.0, "ms": 0.001, "s": 1.0, "min": 60.0, "h": 3600.0, "d": 86400.0}
 
 
@@ -21,7 +26,10 @@ def milliseconds(text: str) -> int:
     """``90s``, ``5min``, ``2h``, ``1d``, or seconds without a unit."""
     found = re.fullmatch(r"(\d+(?:\.\d+)?)(ms|s|min|h|d)?", text.strip())
     if not found:
-        raise typer.BadParameter(f"{text!r} is no time such as 90s, 5min, 2h or 1d")
+        raise typer.BadParameter(
+            f"{text!r} is no time: a number and ms, s, min, h or d, such as 90s or 1.5h;"
+            " a number alone is seconds"
+        )
     return int(float(found[1]) * _UNITS[found[2] or ""] * 1000)
 
 
@@ -29,12 +37,22 @@ def milliseconds(text: str) -> int:
 def evict(
     context: typer.Context,
     namespace: Annotated[str, typer.Option(help="Of this namespace; or")] = "",
-    key: Annotated[list[str] | None, typer.Option(help="these spans, 64 hex digits; or")] = None,
+    key: Annotated[
+        list[str] | None,
+        typer.Option(help="these spans, by their keys in hex or the beginnings of them; or"),
+    ] = None,
     every: Annotated[bool, typer.Option("--all", help="all spans.")] = False,
     older: Annotated[
-        str, typer.Option("--older-than", help="Only what was stored so long ago.")
+        str,
+        typer.Option(
+            "--older-than",
+            metavar="TIME",
+            help="Only what was stored so long ago, such as 90s, 5min, 2h, 1d.",
+        ),
     ] = "",
-    idle: Annotated[str, typer.Option(help="Only what was not leased for so long.")] = "",
+    idle: Annotated[
+        str, typer.Option(metavar="TIME", help="Only what was not leased for so long.")
+    ] = "",
     drop_mirrors: Annotated[
         bool,
         typer.Option(
@@ -54,14 +72,10 @@ def evict(
         raise typer.BadParameter("only one of --namespace, --key and --all makes sense")
     if not (namespace or key or every or older or idle):
         raise typer.BadParameter("one of --namespace, --key, --all, or an age, is needed")
-    try:
-        keys = b"".join(bytes.fromhex(text) for text in key or [])
-    except ValueError:
-        raise typer.BadParameter("a key has 64 hex digits", param_hint="--key") from None
-    if any(len(text) != 64 for text in key or []):
-        raise typer.BadParameter("a key has 64 hex digits", param_hint="--key")
+    for text in key or []:
+        if not _KEY.fullmatch(text):
+            raise typer.BadParameter(f"{text!r} is not 1 to 64 hex digits", param_hint="--key")
     request = admin_pb2.EvictRequest(
-        keys=keys,
         all=every,
         min_age_ms=milliseconds(older) if older else 0,
         min_idle_ms=milliseconds(idle) if idle else 0,
@@ -71,6 +85,7 @@ def evict(
     with connected(context) as tool:
         if namespace:
             request.namespace = _namespace(tool, namespace)
+        request.keys = _keys(tool, [text.lower() for text in key or []])
         if not dry_run and not yes:
             _confirm(tool, request)
         answer = tool.evict(request)
@@ -98,6 +113,23 @@ def _namespace(tool: Tool, beginning: str) -> bytes:
     if re.fullmatch("[0-9a-fA-F]{64}", beginning):
         return bytes.fromhex(beginning)
     return pick(tool.namespaces(), beginning).digest
+
+
+def _keys(tool: Tool, texts: Sequence[str]) -> bytes:
+    """Whole keys; a beginning is looked for among all spans in memory."""
+    short = {text for text in texts if len(text) < 2 * KEY_BYTES}
+    found: dict[str, set[bytes]] = {text: set() for text in short}
+    for span in tool.spans(b"", _EVERY) if short else ():
+        digits = span.key.hex()
+        for text in short:
+            if digits.startswith(text):
+                found[text].add(span.key)
+    for text, keys in found.items():
+        if len(keys) != 1:
+            count = f"{len(keys)} spans in memory begin" if keys else "no span in memory begins"
+            raise typer.BadParameter(f"{count} with {text!r}", param_hint="--key")
+    whole = dict.fromkeys(found[t].pop() if t in short else bytes.fromhex(t) for t in texts)
+    return b"".join(whole)
 
 
 def _confirm(tool: Tool, request: admin_pb2.EvictRequest) -> None:

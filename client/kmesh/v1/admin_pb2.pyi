@@ -349,6 +349,7 @@ class StatusResponse(_message.Message):
     BASE_SPANS_FIELD_NUMBER: _builtins.int
     GPUS_FIELD_NUMBER: _builtins.int
     DISK_FIELD_NUMBER: _builtins.int
+    MIRROR_USED_BYTES_FIELD_NUMBER: _builtins.int
     NOT_READY_FIELD_NUMBER: _builtins.int
     WARNINGS_FIELD_NUMBER: _builtins.int
     version: _builtins.str
@@ -379,11 +380,13 @@ class StatusResponse(_message.Message):
     mirrors: _builtins.int
     """spans that are kept as recipes"""
     mirror_bytes: _builtins.int
-    """that these take"""
+    """of these recipes"""
     mirror_dense_bytes: _builtins.int
     """that they would take dense"""
     base_spans: _builtins.int
     """that mirrors refer to, and hold"""
+    mirror_used_bytes: _builtins.int
+    """memory for mirror_bytes: whole tiles"""
     @_builtins.property
     def slabs(self) -> _containers.RepeatedCompositeFieldContainer[Global___SlabInfo]: ...
     @_builtins.property
@@ -446,12 +449,13 @@ class StatusResponse(_message.Message):
         base_spans: _builtins.int = ...,
         gpus: _abc.Iterable[Global___GpuInfo] | None = ...,
         disk: Global___DiskInfo | None = ...,
+        mirror_used_bytes: _builtins.int = ...,
         not_ready: _abc.Iterable[Global___Condition] | None = ...,
         warnings: _abc.Iterable[Global___Condition] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["disk", b"disk"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["base_spans", b"base_spans", "control_restarts", b"control_restarts", "counters", b"counters", "disk", b"disk", "draining", b"draining", "epoch", b"epoch", "families", b"families", "gpus", b"gpus", "handles", b"handles", "hardened", b"hardened", "index_entries", b"index_entries", "leased_bytes", b"leased_bytes", "leases", b"leases", "max_spans", b"max_spans", "max_staging_bytes", b"max_staging_bytes", "mirror_bytes", b"mirror_bytes", "mirror_dense_bytes", b"mirror_dense_bytes", "mirrors", b"mirrors", "not_ready", b"not_ready", "paused", b"paused", "reservations", b"reservations", "sessions", b"sessions", "slabs", b"slabs", "socket_dir", b"socket_dir", "span_bytes", b"span_bytes", "span_tokens", b"span_tokens", "spans", b"spans", "staging_bytes", b"staging_bytes", "tenants", b"tenants", "uptime_ms", b"uptime_ms", "version", b"version", "warnings", b"warnings", "worker_restarts", b"worker_restarts"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["base_spans", b"base_spans", "control_restarts", b"control_restarts", "counters", b"counters", "disk", b"disk", "draining", b"draining", "epoch", b"epoch", "families", b"families", "gpus", b"gpus", "handles", b"handles", "hardened", b"hardened", "index_entries", b"index_entries", "leased_bytes", b"leased_bytes", "leases", b"leases", "max_spans", b"max_spans", "max_staging_bytes", b"max_staging_bytes", "mirror_bytes", b"mirror_bytes", "mirror_dense_bytes", b"mirror_dense_bytes", "mirror_used_bytes", b"mirror_used_bytes", "mirrors", b"mirrors", "not_ready", b"not_ready", "paused", b"paused", "reservations", b"reservations", "sessions", b"sessions", "slabs", b"slabs", "socket_dir", b"socket_dir", "span_bytes", b"span_bytes", "span_tokens", b"span_tokens", "spans", b"spans", "staging_bytes", b"staging_bytes", "tenants", b"tenants", "uptime_ms", b"uptime_ms", "version", b"version", "warnings", b"warnings", "worker_restarts", b"worker_restarts"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -86,7 +86,8 @@ Global___Rotary: _TypeAlias = Rotary  # noqa: Y015
 class DeclareFamilyRequest(_message.Message):
     """Names a family and what its recipes may refer to. Declaring it again with the
     same fields adds base keys that it does not have yet; any other difference is
-    refused by field. Neither the base nor members need to be stored by then.
+    refused by field, but for a rotary that only one of them says. Neither the base
+    nor members need to be stored by then.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -119,7 +120,7 @@ class DeclareFamilyRequest(_message.Message):
 
     @_builtins.property
     def rotary(self) -> Global___Rotary:
-        """absent: keys are never turned"""
+        """Absent: not known, and no keys are turned. A later declaration may say it."""
 
     def __init__(
         self,
@@ -371,6 +372,8 @@ class FamilyInfo(_message.Message):
     DENSE_BYTES_FIELD_NUMBER: _builtins.int
     STORED_BYTES_FIELD_NUMBER: _builtins.int
     AGE_MS_FIELD_NUMBER: _builtins.int
+    RECIPE_BYTES_FIELD_NUMBER: _builtins.int
+    USED_BYTES_FIELD_NUMBER: _builtins.int
     id: _builtins.int
     name: _builtins.str
     tenant: _builtins.str
@@ -392,8 +395,12 @@ class FamilyInfo(_message.Message):
     dense_bytes: _builtins.int
     """base and stored spans, if all were dense"""
     stored_bytes: _builtins.int
-    """that they take"""
+    """that they take: payloads and recipes"""
     age_ms: _builtins.int
+    recipe_bytes: _builtins.int
+    """of stored_bytes, those of recipes"""
+    used_bytes: _builtins.int
+    """memory for stored_bytes: whole tiles of 64 KiB"""
     @_builtins.property
     def shards(self) -> _containers.RepeatedCompositeFieldContainer[_common_pb2.Shard]: ...
     def __init__(
@@ -415,10 +422,12 @@ class FamilyInfo(_message.Message):
         dense_bytes: _builtins.int = ...,
         stored_bytes: _builtins.int = ...,
         age_ms: _builtins.int = ...,
+        recipe_bytes: _builtins.int = ...,
+        used_bytes: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["age_ms", b"age_ms", "base_bytes", b"base_bytes", "base_spans", b"base_spans", "base_stored", b"base_stored", "dense_bytes", b"dense_bytes", "dtype", b"dtype", "head_dim", b"head_dim", "id", b"id", "members", b"members", "mirrors", b"mirrors", "name", b"name", "namespace", b"namespace", "shards", b"shards", "spans", b"spans", "stored_bytes", b"stored_bytes", "tenant", b"tenant"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["age_ms", b"age_ms", "base_bytes", b"base_bytes", "base_spans", b"base_spans", "base_stored", b"base_stored", "dense_bytes", b"dense_bytes", "dtype", b"dtype", "head_dim", b"head_dim", "id", b"id", "members", b"members", "mirrors", b"mirrors", "name", b"name", "namespace", b"namespace", "recipe_bytes", b"recipe_bytes", "shards", b"shards", "spans", b"spans", "stored_bytes", b"stored_bytes", "tenant", b"tenant", "used_bytes", b"used_bytes"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -442,6 +451,8 @@ class MemberInfo(_message.Message):
     DENSE_BYTES_FIELD_NUMBER: _builtins.int
     STORED_BYTES_FIELD_NUMBER: _builtins.int
     REFUSAL_FIELD_NUMBER: _builtins.int
+    RECIPE_BYTES_FIELD_NUMBER: _builtins.int
+    USED_BYTES_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     parent: _builtins.str
     """of a fork"""
@@ -464,6 +475,10 @@ class MemberInfo(_message.Message):
     """that it takes, base included"""
     refusal: _builtins.str
     """why the last one was refused"""
+    recipe_bytes: _builtins.int
+    """of stored_bytes, those of recipes"""
+    used_bytes: _builtins.int
+    """memory for stored_bytes: whole tiles of 64 KiB"""
     def __init__(
         self,
         *,
@@ -479,10 +494,12 @@ class MemberInfo(_message.Message):
         dense_bytes: _builtins.int = ...,
         stored_bytes: _builtins.int = ...,
         refusal: _builtins.str = ...,
+        recipe_bytes: _builtins.int = ...,
+        used_bytes: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["base", b"base", "dense", b"dense", "dense_bytes", b"dense_bytes", "master", b"master", "mirrors", b"mirrors", "name", b"name", "parent", b"parent", "refusal", b"refusal", "refused", b"refused", "spans", b"spans", "stored_bytes", b"stored_bytes", "waiting", b"waiting"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["base", b"base", "dense", b"dense", "dense_bytes", b"dense_bytes", "master", b"master", "mirrors", b"mirrors", "name", b"name", "parent", b"parent", "recipe_bytes", b"recipe_bytes", "refusal", b"refusal", "refused", b"refused", "spans", b"spans", "stored_bytes", b"stored_bytes", "used_bytes", b"used_bytes", "waiting", b"waiting"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

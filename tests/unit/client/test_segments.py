@@ -30,7 +30,7 @@ PIECES = st.lists(
 
 
 def built(pieces: list[tuple[int, str | None, bool]], family: str = "") -> SegmentedPrompt:
-    prompt = SegmentedPrompt(family)
+    prompt = SegmentedPrompt(family or None)
     for length, name, private in pieces:
         prompt = prompt.with_private(length) if private else prompt.with_shared(length, name or "")
     return prompt
@@ -189,6 +189,35 @@ def test_what_is_wrong_is_refused_by_its_field(params: Any, field: str, why: str
     assert str(refused.value).isprintable()
 
 
+BUILT: list[tuple[Callable[[], object], str, str]] = [
+    (lambda: SegmentedPrompt(""), "kmesh.family", "is empty"),
+    (lambda: SegmentedPrompt(17), "kmesh.family", "is int, not a string"),  # type: ignore[arg-type]
+    (lambda: SegmentedPrompt("f", [Segment(0, 4)]), "kmesh.segments", "an array, not a tuple"),  # type: ignore[arg-type]
+    (lambda: SegmentedPrompt("f", ((0, 4),)), "kmesh.segments[0]", "not a Segment"),  # type: ignore[arg-type]
+    (lambda: SegmentedPrompt("f", unit="chars"), "unit", "a string, not a Unit"),  # type: ignore[arg-type]
+    (lambda: SegmentedPrompt().with_private("4"), "kmesh.segments[0].tokens", "a string, not a"),  # type: ignore[arg-type]
+    (lambda: SegmentedPrompt().with_shared(4.0), "kmesh.segments[0].tokens", "is float, not a"),  # type: ignore[arg-type]
+    (lambda: SegmentedPrompt().with_shared(4, 16), "kmesh.segments[0].id", "is int"),  # type: ignore[arg-type]
+    (lambda: SegmentedPrompt().with_shared(4, None), "kmesh.segments[0].id", "is null"),  # type: ignore[arg-type]
+    (lambda: SegmentedPrompt("f", (Segment(0, 4, private=1),)), "kmesh.segments[0].private", "int"),  # type: ignore[arg-type]
+    (lambda: TEXT.resolve(None), "offsets", "is null, not a list"),  # type: ignore[arg-type]
+    (lambda: TEXT.resolve([None]), "offsets[0]", "no pair"),  # type: ignore[list-item]
+    (lambda: TEXT.resolve([(0, 2), (2, "4")]), "offsets[1]", "no pair"),  # type: ignore[list-item]
+    (lambda: TEXT.resolve([(0, 2), (2, 3, 4)]), "offsets[1]", "no pair"),  # type: ignore[list-item]
+]
+TEXT = SegmentedPrompt(unit=Unit.CHARS).with_shared(4)
+
+
+@pytest.mark.parametrize(("build", "field", "why"), BUILT, ids=map(str, range(len(BUILT))))
+def test_what_is_built_wrong_is_refused_by_its_field(
+    build: Callable[[], object], field: str, why: str
+) -> None:
+    with pytest.raises(SegmentError) as refused:
+        build()
+    assert refused.value.field == field
+    assert why in refused.value.why
+
+
 JSON = st.recursive(
     st.none()
     | st.booleans()
@@ -259,10 +288,10 @@ def test_builders_refuse_what_requests_may_not_say() -> None:
     with pytest.raises(SegmentError, match=r"^kmesh\.segments\[1\]\.id: "):
         SegmentedPrompt().with_shared(1).with_shared(1, "\n")
     with pytest.raises(SegmentError, match=r"^kmesh\.segments\[1\]\.tokens: .*gap"):
-        SegmentedPrompt("", (Segment(0, 1), Segment(2, 3)))
+        SegmentedPrompt(None, (Segment(0, 1), Segment(2, 3)))
     with pytest.raises(SegmentError, match=r"^kmesh\.segments\[0\]\.id: a private"):
-        SegmentedPrompt("", (Segment(0, 1, "a", private=True),))
-    full = SegmentedPrompt("", tuple(Segment(i, i + 1) for i in range(MAX_SEGMENTS)))
+        SegmentedPrompt(None, (Segment(0, 1, "a", private=True),))
+    full = SegmentedPrompt(None, tuple(Segment(i, i + 1) for i in range(MAX_SEGMENTS)))
     with pytest.raises(SegmentError, match=r"^kmesh\.segments: more than"):
         full.with_shared(1)
     assert issubclass(SegmentError, KMeshError)
@@ -356,7 +385,7 @@ def test_separators_end_segments() -> None:
     assert prompt.family == "f"
     assert [(s.begin, s.end) for s in prompt.segments] == [(0, 3), (3, 5), (5, 6), (6, 7)]
     assert not any(s.private or s.id for s in prompt.segments)
-    assert split([99], {99}) == SegmentedPrompt("", (Segment(0, 1),))
+    assert split([99], {99}) == SegmentedPrompt(None, (Segment(0, 1),))
     assert split([1, 2], {99}) is None
     assert split([], {99}) is None
 

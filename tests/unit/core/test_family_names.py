@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hypothesis.strategies as st
 import pytest
-from asking import A, B, C, D
+from asking import A, B, C, D, E
 from hypothesis import given, settings
 from test_mirrors import DENSE, declare, join, mirrored, settle
 from world import NAMESPACE, OTHER_SHARD, SHARD, World, key
@@ -71,15 +71,38 @@ def test_too_large_a_base(room: World) -> None:
         ({"head_dim": 32}, "head_dim"),
         ({"namespace": b"x" * 32}, "namespace"),
         ({"shards": [OTHER_SHARD]}, "shards"),
-        ({"frequencies": (1.0,)}, "rotary.frequencies"),
-        ({"interleaved": True}, "rotary.interleaved"),
+        ({"frequencies": (0.5,)}, "rotary.frequencies"),
+        ({"frequencies": (1.0,), "interleaved": True}, "rotary.interleaved"),
     ],
 )
 def test_declared_again_otherwise(room: World, how: dict[str, object], field: str) -> None:
     one = room.connect()
-    assert declare(room, one, [A]) == fx.DeclareResult(1, True, 1)
+    assert declare(room, one, [A], frequencies=(1.0,)) == fx.DeclareResult(1, True, 1)
     assert refused(declare(room, one, [A], **how)) == (Code.INVALID_ARGUMENT, field)
     assert declare(room, one, [A]) == fx.DeclareResult(1, False, 0)
+    # What one declaration left open, as that just now, it has not taken back.
+    assert refused(declare(room, one, [A], frequencies=(2.0,))) == (
+        Code.INVALID_ARGUMENT,
+        "rotary.frequencies",
+    )
+
+
+def test_how_keys_are_turned_may_be_said_later(room: World) -> None:
+    """Spans that were not worth a recipe without it are looked at again."""
+    one = room.connect()
+    room.store(one, [A, B], length=DENSE)
+    declare(room, one, [A])
+    join(room, one, [B])
+    (job,) = room.encodes
+    room.encode_ends(job, 2 * DENSE)
+    join(room, one, [B], "b")
+    assert not room.encodes
+    assert declare(room, one, [A], frequencies=(1.0, 0.5)) == fx.DeclareResult(1, False, 0)
+    ((job, encode),) = room.encodes.items()
+    assert encode.frequencies == (1.0, 0.5)
+    room.settle()
+    assert len(room.mirrors) == 1
+    room.check()
 
 
 def test_a_stored_base_of_another_layout(room: World) -> None:
@@ -166,7 +189,11 @@ def test_a_family_has_limits() -> None:
     join(world, one, [B], "a")
     join(world, one, [C], "b")
     assert refused(join(world, one, [D], "c")) == (Code.EXHAUSTED, "member")
-    assert refused(join(world, one, [B, C, D], "a")) == (Code.EXHAUSTED, "keys")
+    assert refused(join(world, one, [B, C, D, E], "a")) == (Code.EXHAUSTED, "keys")
+    # What the family names already takes no more room.
+    assert join(world, one, [B, C, D], "a") == fx.JoinResult(3, 0)
+    assert join(world, one, [B, C, D, A], "a") == fx.JoinResult(4, 0)
+    assert refused(join(world, one, [C, E], "b")) == (Code.EXHAUSTED, "keys")
     world.check()
 
 

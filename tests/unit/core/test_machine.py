@@ -112,6 +112,7 @@ class CoreMachine(RuleBasedStateMachine):
             max_flights=3,
             max_waits=3,
             hold_ms=50,
+            dense_rest_ms=150,
         )
         self.grace: list[Held] = []
         # Why keys may end in the present rule; names that were found at some time, and last.

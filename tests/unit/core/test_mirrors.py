@@ -188,6 +188,81 @@ def test_what_an_encoding_finds_changed_is_read_again(room: World, spoiled: byte
     room.check()
 
 
+@pytest.mark.parametrize("written", [False, True])
+def test_an_encoding_over_a_base_in_doubt_is_done_again(room: World, written: bool) -> None:
+    """The base is reported, wrongly, while a recipe over it is made, or while it is written."""
+    one = room.connect()
+    room.store(one, [A, B], length=DENSE)
+    declare(room, one, [A])
+    join(room, one, [B])
+    (job,) = room.encodes
+    lease = room.acquire(one, [A]).lease
+    if written:
+        room.encode_ends(job)
+    room.ask(ev.ReportCorrupt, one, lease, [0])
+    if written:
+        room.keep_ends(job)
+    else:
+        room.encode_ends(job)
+    assert not room.encodes
+    assert not room.mirrors
+    room.check()
+    room.settle()
+    assert len(room.mirrors) == 1
+    assert room.core.counters["corrupt_false"] == 1
+    room.check()
+
+
+def test_an_encoding_that_found_a_good_base_changed_is_done_again_once(room: World) -> None:
+    """What it read was wrong, and what lies there is not."""
+    one = room.connect()
+    room.store(one, [A, B], length=DENSE)
+    declare(room, one, [A])
+    join(room, one, [B])
+    for _ in range(2):
+        ((job, _),) = room.encodes.items()
+        del room.encodes[job]
+        room.send(ev.EncodeSpoiled(job, False, [0]))
+        assert not room.encodes
+        for verifying in list(room.verifies):
+            room.verify_ends(verifying)
+    assert not room.encodes
+    assert room.core.counters["encode_spoiled"] == 2
+    room.check()
+
+
+def test_dense_for_a_while(room: World) -> None:
+    """What was made dense for a reader becomes a mirror again when such readers stay away."""
+    one = mirrored(room, [A], [B])
+    room.acquire(one, [B])
+    room.settle()
+    assert not room.mirrors
+    rest = room.core.config.dense_rest_ms
+    assert room.core.waits
+    for _ in range(3):
+        room.now += rest - 1
+        room.send(ev.Tick())
+        assert not room.encodes
+        room.release(one, [room.acquire(one, [B]).lease])
+    # Readers of recipes don't mind.
+    room.now += rest - 1
+    room.release(one, [room.acquire(one, [B], recipes=True).lease])
+    room.now += 1
+    room.send(ev.Tick())
+    room.settle()
+    assert len(room.mirrors) == 1
+    assert not room.core.waits
+    room.check()
+    # Without its family nobody makes it one.
+    room.acquire(one, [B])
+    room.settle()
+    room.ask(ev.Dissolve, one, "round", MirrorFate.KEEP)
+    room.now += rest
+    room.send(ev.Tick())
+    assert not room.encodes
+    room.check()
+
+
 def test_a_recipe_that_saves_no_tile_is_not_kept(room: World) -> None:
     one = room.connect()
     room.store(one, [A, B], length=DENSE)

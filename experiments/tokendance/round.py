@@ -1,0 +1,226 @@
+"""A round through real engines: siblings that were recovered from an engine's own state, kept as
+recipes by the daemon, and restored out of these by two vLLM servers.
+
+The first server computes the primer and stores its passage once, as a segment. The reference
+recovers four siblings from that, outside of the engines, and stores them. Both servers answer each
+sibling's prompt out of dense spans, then out of recipes.
+"""
+
+from __future__ import annotations
+
+import datetime
+import json
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from types import FrameType
+from typing import TYPE_CHECKING, Any, NoReturn
+
+from demo import daemon, engine
+from demo.__main__ import prepared_model
+from demo.evidence import hardware
+from demo.processes import ProcessFailed
+from demo.progress import console, step
+from experiments import profile
+from experiments.profile import CHECKPOINT, ROOT, Profile, ProfileError
+from experiments.tokendance import codec, kept
+from experiments.tokendance.kept import Kept, Stored
+from experiments.tokendance.roundreport import DENSE, RECIPES, Answer, Report
+from kmesh.errors import KMeshError
+from kmesh.families import Family
+from kmesh.layout import Shard
+from kmesh.segments import SegmentedPrompt
+from kmesh.session import Role, Session
+
+if TYPE_CHECKING:
+    from experiments.tokendance.captured import Captured
+
+LOGS = ROOT / ".demo"
+FAMILY = "round"
+ENGINES = ("engine A", "engine B")
+DTYPE = "bfloat16"
+MAX_TOKENS = 16
+_ARM = "spans"
+
+
+def sizes_of(folder: Path) -> dict[str, Any]:
+    """The arm of ``codec.json`` with siblings in spans.
+
+    Raises:
+        ProfileError: there is none; says what to do.
+    """
+    try:
+        arms: dict[str, dict[str, Any]] = json.loads((folder / "codec.json").read_text())["arms"]
+        return arms[_ARM]
+    except (FileNotFoundError, KeyError):
+        targets = "make defconfig-tokendance-model tokendance-codec"
+        raise ProfileError(f"{folder.name}: no arm {_ARM!r}: run `{targets}`") from None
+
+
+def run(config: Profile) -> Report:
+    """Starts a daemon and two servers, runs the round, ends everything.
+
+    Raises:
+        ProfileError: the profile has no model, or its bundle is not there.
+        ProcessFailed, OSError, KMeshError, LookupError: the round did not get through.
+    """
+    if config.model != CHECKPOINT:
+        raise ProfileError("the profile has no model: run `make defconfig-tokendance-model`")
+    arm = sizes_of(ROOT / config.bundle)
+    LOGS.mkdir(exist_ok=True)
+    with ExitStack() as stack:
+        socket_dir = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="kmesh-round-")))
+        spand, process = stack.enter_context(daemon.run(LOGS, socket_dir))
+        with step("kmesh-spand starts"):
+            process.wait_ready(spand.is_ready, daemon.START_TIMEOUT)
+        path = prepared_model()
+        servers = [
+            stack.enter_context(engine.serve(name, path, LOGS, socket_dir=socket_dir, dtype=DTYPE))
+            for name in ENGINES
+        ]
+        with step("the reference loads the model, and two vLLM servers start"):
+            workload = codec.captured(config)
+            for server, process in servers:
+                process.wait_ready(server.is_healthy, engine.START_TIMEOUT)
+        session = stack.enter_context(
+            Session.connect(
+                socket_dir, role=Role.TOOL, client_name="tokendance round", timeout=30.0
+            )
+        )
+        return _round([server for server, _ in servers], session, spand, workload, arm)
+
+
+def _round(
+    engines: Sequence[engine.Engine],
+    session: Session,
+    spand: daemon.Daemon,
+    workload: Captured,
+    arm: dict[str, Any],
+) -> Report:
+    report = Report(Path(workload.path).name)
+    said = _said(workload)
+    primer = workload.prompts[0].tokens.tolist()
+    with step(f"{engines[0].name} computes the primer, and stores its passage"):
+        engines[0].complete(primer, MAX_TOKENS, said.to_params())
+        declared = kept.wait_for(lambda: _declared(session), "the engine declares the family")
+    shard = Shard(*(getattr(declared.shards[0], name) for name in Shard.__slots__))
+    house = Kept(session, FAMILY, declared.namespace, shard, said, primer)
+    with step("siblings are recovered from it, and stored"):
+        (segment,) = workload.segments
+        workload.rebase(house.passage(segment.state))
+        prompts = [prompt.tokens.tolist() for prompt in workload.prompts[1:]]
+        recovered = workload.siblings(0, against_prefill=False)
+        siblings = house.put(zip(recovered, prompts, strict=True))
+        report.first = {one.member.name: int(one.member.seen["first_token"]) for one in siblings}
+    report.answers += _ask(engines, siblings, DENSE)
+    with step("they join the family"):
+        rotary = workload.shape.rotary
+        # The engine, which turns no cached keys, has not said how its model does.
+        session.families.declare(
+            Family(
+                FAMILY,
+                declared.namespace,
+                declared.dtype,
+                declared.head_dim,
+                (shard,),
+                house.base,
+                rotary,
+            )
+        )
+        house.join(siblings)
+    report.same = house.same(siblings)
+    report.held = kept.sizes(spand.ask, FAMILY, siblings, house.base, arm)
+    report.answers += _ask(engines, siblings, RECIPES)
+    report.after = kept.sizes(spand.ask, FAMILY, siblings, house.base, arm)["status"]
+    return report
+
+
+def _said(workload: Captured) -> SegmentedPrompt:
+    """The primer's segments."""
+    prompt, (segment,) = workload.prompts[0], workload.segments
+    said = SegmentedPrompt(FAMILY).with_private(prompt.starts[0])
+    said = said.with_shared(segment.description.tokens, "passage")
+    return said.with_private(len(prompt.tokens) - said.length)
+
+
+def _declared(session: Session) -> Any:
+    """The family once the engine has stored its base and joined it; None before."""
+    for one in session.families.list():
+        if one.name == FAMILY and one.members and one.base_stored == one.base_spans:
+            return one
+    return None
+
+
+def _ask(
+    engines: Sequence[engine.Engine], siblings: Sequence[Stored], form: str
+) -> Iterator[Answer]:
+    for server in engines:
+        for one in siblings:
+            with step(f"{server.name} answers {one.member.name} out of {form}"):
+                done = server.complete(one.tokens, MAX_TOKENS)
+            yield Answer(
+                server.name,
+                one.member.name,
+                form,
+                done.prompt_tokens,
+                done.computed,
+                done.restored,
+                done.tokens,
+                done.text,
+            )
+
+
+def write_evidence(path: Path, report: Report) -> None:
+    """See evidence/README.md for the form."""
+    from tools.verify_evidence import derive
+
+    evidence: dict[str, Any] = {
+        "kind": "round",
+        "label": "functional, CPU",
+        "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
+        "command": "make tokendance-round ROUND_ARGS='--evidence FILE'",
+        **profile.source(),
+        "hardware": hardware(),
+        "versions": profile.versions(),
+        "raw": report.to_json(),
+    }
+    evidence["derived"] = derive(evidence)
+    path.write_text(json.dumps(evidence, indent=1, ensure_ascii=False) + "\n")
+
+
+def main(
+    config: Profile,
+    as_json: bool,
+    evidence: Path | None,
+    show: Callable[[Report], None],
+) -> int:
+    """Exit status 0 means that all held; 1: it did not, or did not get through."""
+    signal.signal(signal.SIGTERM, _terminated)
+    try:
+        report = run(config)
+    except KeyboardInterrupt:
+        console.print("interrupted; everything that was started has ended")
+        return 130
+    except (ProcessFailed, OSError, KMeshError, LookupError) as failed:
+        console.print(f"✗ {failed}\nlogs are in {LOGS}", markup=False, style="red")
+        return 1
+    except subprocess.CalledProcessError as failed:
+        console.print(f"✗ {failed}\n{failed.stderr}", markup=False, style="red")
+        return 1
+    if evidence:
+        write_evidence(evidence, report)
+    if as_json:
+        print(json.dumps(report.to_json(), indent=1, ensure_ascii=False))
+    else:
+        show(report)
+    for problem in report.problems():
+        print(f"✗ {problem}", file=sys.stderr)
+    return 1 if report.problems() else 0
+
+
+def _terminated(number: int, frame: FrameType | None) -> NoReturn:
+    raise KeyboardInterrupt
