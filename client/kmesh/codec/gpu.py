@@ -227,12 +227,13 @@ class _Planner:
         passes: Passes,
     ) -> None:
         self._member, self._expected, self._found = member, expected, found
-        self._counts = passes.counts() if found.worth.any() else None
+        self._near: list[bool] = found.worth.any(axis=1).tolist()
+        self._counts = passes.counts() if any(self._near) else None
         self._known: dict[tuple[int, bytes], RunPlan] = {}
 
     def plan(self, run: int, literal: npt.NDArray[np.intp] | None = None) -> RunPlan:
         """Of one run; the tokens ``literal`` are not referred to."""
-        if literal is None and not self._found.worth[run].any():
+        if literal is None and not self._near[run]:
             # Layers mostly share the same tokens.
             key = run % 2, self._found.equal[run].tobytes()
             plan = self._known.get(key)
@@ -310,7 +311,7 @@ class _Writer:
             tables = lay_out(plans, base, turns)
             encoded = self._allocated(tables)
             try:
-                wrong = self._written(encoded, tables, base, plans)
+                wrong = self._written(encoded, tables, base)
             except BaseException:
                 encoded.close()
                 raise
@@ -343,19 +344,13 @@ class _Writer:
         return GpuEncoded(self._device, address, size, tables.used.tolist(), owned=owned)
 
     def _written(
-        self, encoded: GpuEncoded, tables: Tables, base: Base, plans: Sequence[RunPlan]
+        self, encoded: GpuEncoded, tables: Tables, base: Base
     ) -> dict[int, npt.NDArray[np.intp]]:
         """Writes it, with a head if all came back; for each run the tokens that did not."""
         member, middle = self._member, tables.tobytes(_NO_CHUNKS)
-        differences = [
-            (run, op)
-            for run, plan in enumerate(plans)
-            for op in np.flatnonzero(plan.ops["kind"] == XOR).tolist()
-        ]
         found = self._passes.write(
-            encoded.address, middle, tables, base.segments,
-            np.array(differences, dtype=np.uint32).reshape(-1, 2),
-        )  # fmt: skip
+            encoded.address, middle, tables, base.segments, _differences(tables)
+        )
         if found.root != self._root or found.compared != member.payload_bytes:
             raise RecipeError("the payload changed while it was encoded", field="payload_root")
         all_of_them = np.packbits(np.ones(member.tokens, dtype=np.uint8), bitorder="little")
@@ -377,6 +372,21 @@ def check_size(description: SpanDescription, payload: GpuBytes) -> None:
             f" {description.tokens} tokens",
             field="payload",
         )
+
+
+def _differences(tables: Tables) -> npt.NDArray[np.uint32]:
+    """[n, 2]: runs, and numbers of ops in their lists, that are differences."""
+    at = np.flatnonzero(tables.ops["kind"] == XOR)
+    if not len(at):
+        return np.empty((0, 2), dtype=np.uint32)
+    of_list = np.searchsorted(tables.lists["first"], at, side="right") - 1
+    number = at - tables.lists["first"][of_list]
+    which = [
+        (run, op)
+        for run, used in enumerate(tables.runs["list"].tolist())
+        for op in number[of_list == used].tolist()
+    ]
+    return np.array(which, dtype=np.uint32)
 
 
 def _size(tables: Tables) -> int:

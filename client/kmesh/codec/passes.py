@@ -36,7 +36,7 @@ _NONE = 0xFFFFFFFF
 _ITEM_BYTES = 16384
 _ITEM_ROWS = 256
 _ROWS = 2**31
-_BLOCKS = 3  # of each multiprocessor
+_BLOCKS = 4  # of each multiprocessor
 _ALIGN = 64
 #: Memory of whichever kind; the driver knows from the addresses.
 _ANY = 4

@@ -164,12 +164,14 @@ def _lists(
 ) -> tuple[npt.NDArray[np.void], npt.NDArray[np.void], list[int]]:
     """Lists that are different, their ops, and for each run the number of its list."""
     known: dict[bytes, int] = {}
-    numbers = [known.setdefault(plan.ops.tobytes(), len(known)) for plan in plans]
+    # Most runs have a plan in common.
+    each = {id(plan): plan for plan in plans}
+    of_plan = {at: known.setdefault(plan.ops.tobytes(), len(known)) for at, plan in each.items()}
     ops = np.frombuffer(bytearray(b"".join(known)), dtype=records.OP)
     lists = np.zeros(len(known), dtype=records.LIST)
     lists["count"] = [len(one) // records.OP.itemsize for one in known]
     lists["first"] = np.cumsum(lists["count"]) - lists["count"]
-    return lists, ops, numbers
+    return lists, ops, [of_plan[id(plan)] for plan in plans]
 
 
 def _renumber(

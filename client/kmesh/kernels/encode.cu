@@ -177,7 +177,7 @@ __device__ inline void give(const Sums &taken, u64 *sums) {
 // One item: whole rows, whose others are known.
 template <typename V, u32 pass>
 __device__ inline u32 move(const Encoding *job, const Other *others, const Item &item) {
-    const u32 in_row = job->by_vectors.value, count = item.bytes / sizeof(V), at_once = 4;
+    const u32 in_row = job->by_vectors.value, count = item.bytes / sizeof(V), at_once = 2;
     const V *payload = (const V *)(job->payload + item.begin);
     Sums sums(item);
     u32 compared = 0;
@@ -342,7 +342,7 @@ __device__ inline void tell(const Encoding *job, u32 *results) {
 
 #ifndef KM_ENTRY
 #define KM_ENTRY(name, call)                                                                    \
-    extern "C" __global__ void __launch_bounds__(256, 3) name(const Encoding *job, u32 *results) { \
+    extern "C" __global__ void __launch_bounds__(256, 4) name(const Encoding *job, u32 *results) { \
         call;                                                                                   \
     }
 #endif
