@@ -227,8 +227,9 @@ class _Planner:
         passes: Passes,
     ) -> None:
         self._member, self._expected, self._found = member, expected, found
-        self._near: list[bool] = found.worth.any(axis=1).tolist()
-        self._counts = passes.counts() if any(self._near) else None
+        near: npt.NDArray[np.bool_] = found.worth.astype(np.bool_).any(axis=1, keepdims=True)
+        self._near = near[:, 0].tolist()
+        self._counts = passes.counts() if near.any() else None
         self._known: dict[tuple[int, bytes], RunPlan] = {}
 
     def plan(self, run: int, literal: npt.NDArray[np.intp] | None = None) -> RunPlan:
