@@ -227,14 +227,13 @@ class _Planner:
         passes: Passes,
     ) -> None:
         self._member, self._expected, self._found = member, expected, found
-        near: npt.NDArray[np.bool_] = found.worth.astype(np.bool_).any(axis=1, keepdims=True)
-        self._near = near[:, 0].tolist()
-        self._counts = passes.counts() if near.any() else None
+        self._near = set(np.unique(np.nonzero(found.worth)[0]).tolist())
+        self._counts = passes.counts() if self._near else None
         self._known: dict[tuple[int, bytes], RunPlan] = {}
 
     def plan(self, run: int, literal: npt.NDArray[np.intp] | None = None) -> RunPlan:
         """Of one run; the tokens ``literal`` are not referred to."""
-        if literal is None and not self._near[run]:
+        if literal is None and run not in self._near:
             # Layers mostly share the same tokens.
             key = run % 2, self._found.equal[run].tobytes()
             plan = self._known.get(key)
