@@ -36,6 +36,7 @@ _NONE = 0xFFFFFFFF
 _ITEM_BYTES = 16384
 _ITEM_ROWS = 256
 _ROWS = 2**31
+_RUN_BYTES = 2**32
 _BLOCKS = 4  # of each multiprocessor
 _ALIGN = 64
 #: Memory of whichever kind; the driver knows from the addresses.
@@ -89,8 +90,11 @@ class Passes:
         self._rows = member.runs * member.shard.heads * member.tokens
         if row % 4 or row > _ITEM_BYTES:
             raise UnsupportedError(f"rows of {row} bytes: served are 4 to {_ITEM_BYTES}, by fours")
-        if self._rows >= _ROWS:
-            raise UnsupportedError(f"{self._rows} rows in one payload")
+        if self._rows >= _ROWS or member.run_bytes >= _RUN_BYTES:
+            raise UnsupportedError(
+                f"{self._rows} rows, {member.run_bytes} bytes of one run: less than {_ROWS} and"
+                f" {_RUN_BYTES} are served"
+            )
         self._counts_at = 0
 
     def compare(
