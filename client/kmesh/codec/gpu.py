@@ -112,9 +112,13 @@ class GpuEncoded:
 
     def close(self) -> None:
         """Frees the memory that was allocated for it; what the host has already stays."""
+        with self._device:
+            self.free()
+
+    def free(self) -> None:
+        """The same, where the device is the current one already."""
         if self._owned:
-            with self._device as device:
-                device.runtime.free(self.address)
+            self._device.runtime.free(self.address)
             self._owned = False
 
     def __enter__(self) -> Self:
@@ -313,12 +317,12 @@ class _Writer:
             try:
                 wrong = self._written(encoded, tables, base)
             except BaseException:
-                encoded.close()
+                encoded.free()
                 raise
             if not wrong:
                 encoded.payload_root, encoded.refused = self._root, len(literal)
                 return encoded, tables
-            encoded.close()
+            encoded.free()
             for run, tokens in wrong.items():
                 tokens = np.union1d(tokens, literal.get(run, tokens))
                 if run in literal and len(tokens) == len(literal[run]):
@@ -333,7 +337,7 @@ class _Writer:
         plans = [alone.plan(run) for run in range(self._member.runs)]
         if encoded.size <= WORTH * _size(lay_out(plans, nothing, turns)):
             return encoded
-        encoded.close()
+        encoded.free()
         return self.write(alone, nothing, turns)[0]
 
     def _allocated(self, tables: Tables) -> GpuEncoded:

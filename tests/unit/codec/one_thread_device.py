@@ -111,12 +111,15 @@ class OneThreadDevice:
         self.multiprocessors = multiprocessors
         self.before: Callable[[str], None] = lambda _name: None
         self.busy: list[Slot] = []
+        self._current = False
 
     def __enter__(self) -> Self:
+        assert not self._current, "the device before would be forgotten"
+        self._current = True
         return self
 
     def __exit__(self, *_: object) -> None:
-        pass
+        self._current = False
 
     @contextmanager
     def job(self, stream: int) -> Iterator[Slot]:
@@ -138,6 +141,7 @@ class OneThreadDevice:
         stream: int,
     ) -> None:  # fmt: skip
         assert (program, shared, parts) == ("encode", 0, None)
+        assert self._current
         self.before(name)
         self._library[name](
             ctypes.c_void_p(slot.job), ctypes.c_void_p(slot.told), ctypes.c_uint32(blocks)
