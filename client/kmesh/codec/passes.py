@@ -163,7 +163,9 @@ class Passes:
             turns_at=offsets["turns"], turn_bytes=tables.turns.dtype.itemsize,
         )  # fmt: skip
         self.copy(file + offsets["segments"], job.host_address(2), len(middle))
-        self._start(job, head, ("clear", "gather", "stored", "verify", "tell"), vector, stored)
+        pack, unpack = (("pack",), ("unpack",)) if len(differences) else ((), ())
+        names = ("clear", "gather", *pack, "stored", "verify", *unpack, "tell")
+        self._start(job, head, names, vector, stored)
         return self._found(stored)
 
     def counts(self) -> npt.NDArray[np.uint32]:

@@ -214,7 +214,7 @@ __device__ inline u32 move(const Encoding *job, const Other *others, const Item 
 }
 
 // An op that is a difference, by one warp: each lane has 32 elements, which is one word of the
-// bitmap. Written, or compared with the payload.
+// bitmap. It is written, or the payload is compared with what it gives.
 template <bool writes>
 __device__ inline void difference(const Encoding *job, const Difference &which) {
     const u32 bytes = job->element == FLOAT32 ? 4 : 2, in_row = job->row_bytes / bytes;
@@ -278,14 +278,18 @@ __device__ inline void walk(const Encoding *job) {
         item.bytes = rows * job->row_bytes;
         compared += move<V, pass>(job, others, item);
     }
-    if (pass == COMPARE) return;
+    if (pass != VERIFY) return;
+    u64 all = warp_sum(compared);
+    if (lane() == 0) add(in<u64>(job, job->compared), all);
+}
+
+// All ops that are differences.
+template <bool writes>
+__device__ inline void differences(const Encoding *job) {
     const u32 warps = threads() / lanes();
     for (u32 at = block() * warps + thread() / lanes(); at < job->differences_count;
          at += blocks() * warps)
-        difference<pass == GATHER>(job, in<Difference>(job, job->differences)[at]);
-    if (pass == GATHER) return;
-    u64 all = warp_sum(compared);
-    if (lane() == 0) add(in<u64>(job, job->compared), all);
+        difference<writes>(job, in<Difference>(job, job->differences)[at]);
 }
 
 __device__ inline void clear_range(u64 address, u64 bytes) {
@@ -350,6 +354,8 @@ __device__ inline void tell(const Encoding *job, u32 *results) {
 KM_ENTRY(kmesh_encode_clear, clear(job))
 KM_ENTRY(kmesh_encode_tell, tell(job, results))
 KM_ENTRY(kmesh_encode_stored, sum_stored(job))
+KM_ENTRY(kmesh_encode_pack, differences<true>(job))
+KM_ENTRY(kmesh_encode_unpack, differences<false>(job))
 KM_ENTRY(kmesh_encode_compare_16, (walk<Vec16, COMPARE>(job)))
 KM_ENTRY(kmesh_encode_compare_4, (walk<Vec4, COMPARE>(job)))
 KM_ENTRY(kmesh_encode_gather_16, (walk<Vec16, GATHER>(job)))

@@ -215,11 +215,20 @@ def test_a_payload_that_changes_meanwhile_is_an_error(device: OneThreadDevice, k
 
 
 def test_a_gpu_that_refuses_leaves_nothing(device: OneThreadDevice) -> None:
-    family = recovered(Geometry(head_dim=16), 3, segments=[100])
+    family = nearly(recovered(Geometry(head_dim=16), 3, segments=[100]), 0.5, 1, 3)
     placed = Placed(device, family)
     encoder = GpuEncoder(placed.base, family.rotary, device=device)
 
-    for kernel in ("clear", "compare_16", "gather_16", "stored", "verify_16", "tell"):
+    for kernel in (
+        "clear",
+        "compare_16",
+        "gather_16",
+        "pack",
+        "stored",
+        "verify_16",
+        "unpack",
+        "tell",
+    ):
 
         def refuse(name: str, kernel: str = kernel) -> None:
             if name == f"kmesh_encode_{kernel}":
