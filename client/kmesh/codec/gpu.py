@@ -15,16 +15,16 @@ from typing import Self
 import numpy as np
 import numpy.typing as npt
 
-from kmesh.codec.assignment import XOR, Assignment, Piece
-from kmesh.codec.assignment import place as place_data
+from kmesh.codec.assignment import XOR
 from kmesh.codec.description import SpanDescription
 from kmesh.codec.encoder import CLEARLY_SHARED, WORTH, check_family, check_member
+from kmesh.codec.judging import AlonePlanner, JudgedPlanner, bits
 from kmesh.codec.memory import address_of, root_of
-from kmesh.codec.passes import Found, Passes
-from kmesh.codec.planning import RunPlan, expected_pieces
+from kmesh.codec.passes import Passes
+from kmesh.codec.planning import expected_pieces
 from kmesh.codec.provenance import Provenance
 from kmesh.codec.recipe import Recipe
-from kmesh.codec.records import BLOCK_TOKENS, CHUNK, RUN_ALIGN, UNIT, Form, XorCode, aligned
+from kmesh.codec.records import BLOCK_TOKENS, CHUNK, RUN_ALIGN, Form
 from kmesh.codec.segments import Base, Segment
 from kmesh.codec.turning import Turns
 from kmesh.codec.writing import Tables, head_of, lay_out
@@ -200,7 +200,7 @@ class GpuEncoder:
                 turns = Turns(self._rotary)
                 expected = expected_pieces(provenance, member, self._base, turns)
                 found = passes.compare(expected, self._base.segments, turns.angles())
-                planner = _Planner(member, expected, found, passes)
+                planner = JudgedPlanner(member, expected, found, passes)
                 writer = _Writer(device, passes, member, found.root, self._block, place)
                 encoded, tables = writer.write(planner, self._base, turns)
                 if encoded.depends and tables.referred < CLEARLY_SHARED:
@@ -213,80 +213,6 @@ class GpuEncoder:
         if self._own:
             with self._device:
                 self._device.close()
-
-
-class _Planner:
-    """Plans runs by what the GPU found, as ``planning.Planner`` does by its own comparison.
-
-    Args:
-        expected: pieces of K and of V.
-        found: of the pass that compared; its counts are fetched here if they are needed.
-    """
-
-    def __init__(
-        self,
-        member: SpanDescription,
-        expected: tuple[list[Piece], list[Piece]],
-        found: Found,
-        passes: Passes,
-    ) -> None:
-        self._member, self._expected, self._found = member, expected, found
-        self._near = set(np.unique(np.nonzero(found.worth)[0]).tolist())
-        self._counts = passes.counts() if self._near else None
-        self._known: dict[tuple[int, bytes], RunPlan] = {}
-
-    def plan(self, run: int, literal: npt.NDArray[np.intp] | None = None) -> RunPlan:
-        """Of one run; the tokens ``literal`` are not referred to."""
-        if literal is None and run not in self._near:
-            # Layers mostly share the same tokens.
-            key = run % 2, self._found.equal[run].tobytes()
-            plan = self._known.get(key)
-            if plan is None:
-                plan = self._known[key] = RunPlan(self._ops(self._assigned(run), XorCode.DENSE))
-            return plan
-        assignment = self._assigned(run)
-        if literal is not None:
-            assignment.literal(literal)
-            return RunPlan(self._ops(assignment, XorCode.DENSE))
-        worth = _bits(self._found.worth[run], self._member.tokens)
-        for piece in self._expected[run % 2]:
-            assignment.refer(piece, worth[piece.token : piece.token + piece.tokens], XOR)
-        ops = self._ops(assignment, XorCode.SPARSE)
-        sizes = ops["size"].astype(np.int64)
-        for number in np.flatnonzero(ops["kind"] == XOR).tolist():
-            first, count = int(ops[number]["token"]), int(ops[number]["tokens"])
-            sizes[number] = self._sparse_units(run, first, count)
-        place_data(ops, sizes)
-        return RunPlan(ops)
-
-    def _assigned(self, run: int) -> Assignment:
-        equal = _bits(self._found.equal[run], self._member.tokens)
-        assignment = Assignment(self._member.tokens)
-        for piece in self._expected[run % 2]:
-            assignment.refer(piece, equal[piece.token : piece.token + piece.tokens])
-        return assignment
-
-    def _ops(self, assignment: Assignment, code: XorCode) -> npt.NDArray[np.void]:
-        return assignment.ops(self._member.token_bytes, code)
-
-    def _sparse_units(self, run: int, first: int, tokens: int) -> int:
-        """What a sparse difference of those tokens takes."""
-        assert self._counts is not None
-        size = self._member.element_bytes
-        elements = tokens * self._member.token_bytes // size
-        changed = int(self._counts[run, first : first + tokens].sum())
-        return aligned(aligned(-(-elements // 8), 4) + changed * size, UNIT) // UNIT
-
-
-class _Alone:
-    """All of a member literal."""
-
-    def __init__(self, member: SpanDescription) -> None:
-        ops = Assignment(member.tokens).ops(member.token_bytes, XorCode.DENSE)
-        self._plan = RunPlan(ops)
-
-    def plan(self, _run: int, _literal: npt.NDArray[np.intp] | None = None) -> RunPlan:
-        return self._plan
 
 
 class _Writer:
@@ -305,11 +231,10 @@ class _Writer:
         self._member, self._root, self._block = member, root, block_tokens
 
     def write(
-        self, planner: _Planner | _Alone, base: Base, turns: Turns
+        self, planner: JudgedPlanner | AlonePlanner, base: Base, turns: Turns
     ) -> tuple[GpuEncoded, Tables]:
         """The recipe by these plans, with literals for what does not come back."""
-        runs = range(self._member.runs)
-        plans = [planner.plan(run) for run in runs]
+        plans = planner.plans()
         literal: dict[int, npt.NDArray[np.intp]] = {}
         while True:
             tables = lay_out(plans, base, turns)
@@ -332,10 +257,9 @@ class _Writer:
 
     def smaller(self, encoded: GpuEncoded) -> GpuEncoded:
         """This one, or a recipe that refers to nothing if that is as well."""
-        alone, nothing = _Alone(self._member), Base()
+        alone, nothing = AlonePlanner(self._member), Base()
         turns = Turns(None)
-        plans = [alone.plan(run) for run in range(self._member.runs)]
-        if encoded.size <= WORTH * _size(lay_out(plans, nothing, turns)):
+        if encoded.size <= WORTH * _size(lay_out(alone.plans(), nothing, turns)):
             return encoded
         encoded.free()
         return self.write(alone, nothing, turns)[0]
@@ -365,7 +289,7 @@ class _Writer:
             given = (tables.literal_bytes, self._root, root_of(middle), found.stored_root)
             head = head_of(member, tables, Form.ADDRESSABLE, self._block, len(middle), 0, *given)
             self._passes.head(encoded.address, head)
-        return {run: np.flatnonzero(~_bits(found.equal[run], member.tokens)) for run in wrong}
+        return {run: np.flatnonzero(~bits(found.equal[run], member.tokens)) for run in wrong}
 
 
 def check_size(description: SpanDescription, payload: GpuBytes) -> None:
@@ -396,10 +320,6 @@ def _differences(tables: Tables) -> npt.NDArray[np.uint32]:
 def _size(tables: Tables) -> int:
     """Of the file."""
     return tables.offsets()["literals"] + tables.literal_bytes
-
-
-def _bits(words: npt.NDArray[np.uint32], count: int) -> npt.NDArray[np.bool_]:
-    return np.unpackbits(words.view(np.uint8), count=count, bitorder="little").view(np.bool_)
 
 
 def _fetch(device: Device, address: int, size: int) -> npt.NDArray[np.uint8]:
