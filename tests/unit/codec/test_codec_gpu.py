@@ -14,9 +14,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from one_thread_device import OneThreadDevice, build
 
-from kmesh.codec import Encoder, Op, Provenance, XorCode, decode
+from kmesh.codec import Encoder, Op, Provenance, Recipe, XorCode, decode
 from kmesh.codec.gpu import GpuBytes, GpuEncoder, GpuSegment
 from kmesh.codec.passes import worth_limit
+from kmesh.codec.records import UNIT
 from kmesh.errors import RecipeError, RecipeMismatch, UnsupportedError
 from kmesh.kernels.rotary import Rotary
 from kmesh.layout import TILE_BYTES
@@ -157,30 +158,37 @@ def test_what_does_not_come_back_is_written_out(device: OneThreadDevice) -> None
     placed.free()
 
 
-@pytest.mark.parametrize("share", [0.0, 1.0])
-def test_literals_and_differences_that_were_damaged_are_noticed(
-    device: OneThreadDevice, share: float
+@pytest.mark.parametrize(
+    ("kind", "byte"), [(Op.LITERAL, 0), (Op.LITERAL, 5 * 64 - 1), (Op.XOR, 0), (Op.XOR, -1)]
+)
+@pytest.mark.parametrize("run", [0, 3])
+def test_data_that_were_damaged_are_noticed(
+    device: OneThreadDevice, kind: Op, byte: int, run: int
 ) -> None:
-    family = nearly(recovered(Geometry(head_dim=16), 3, segments=[100]), share, 1, 3)
-    expected = Encoder(family.base, family.rotary).encode(
-        family.member, family.state, family.provenance
+    """Rows, a difference's bitmap, and its last element."""
+    family = nearly(recovered(Geometry(head_dim=16), 3, segments=[100]), 1.0, 1, 3)
+    recipe = same(device, family).recipe
+    begin, end = _list_of(recipe, run)
+    op = next(one for one in recipe.ops[begin:end] if one["kind"] == kind)
+    at = len(recipe.file) - len(recipe.stored) + int(recipe.runs["offset"][run])
+    data = recipe.file[at + int(op["data"]) * UNIT :][: int(op["size"]) * UNIT]
+    within = byte if byte >= 0 else int(np.flatnonzero(data)[-1])
+    first, second = (device.runtime.malloc(2 * len(recipe.file)) for _ in range(2))
+    change_once(device, "kmesh_encode_verify", first + at + int(op["data"]) * UNIT + within)
+    placed, rooms = Placed(device, family), iter([first, second])
+    found = GpuEncoder(placed.base, family.rotary, device=device).encode(
+        family.member, placed.payload, family.provenance, 0, place=lambda _size: next(rooms)
     )
-    size = len(expected.data)
-    room = device.runtime.malloc(size)
-    for at in {size - len(expected.recipe.stored), size - 17, size - 50}:
-        change_once(device, "kmesh_encode_verify", room + at)
-        placed = Placed(device, family)
-        encoder = GpuEncoder(placed.base, family.rotary, device=device)
-        rooms = iter([room, device.runtime.malloc(2 * size)])
-        found = encoder.encode(
-            family.member, placed.payload, family.provenance, 0,
-            place=lambda _size, rooms=rooms: next(rooms),
-        )  # fmt: skip
-        assert found.refused == 1
-        assert decode(found.data, family.base).tobytes() == family.state.tobytes()
-        device.runtime.free(found.address)
-        placed.free()
-    device.runtime.free(room)
+    assert found.refused == 1
+    assert decode(found.data, family.base).tobytes() == family.state.tobytes()
+    for address in (first, second):
+        device.runtime.free(address)
+    placed.free()
+
+
+def _list_of(recipe: Recipe, run: int) -> tuple[int, int]:
+    first, count = recipe.lists[recipe.runs["list"][run]].tolist()
+    return first, first + count
 
 
 def test_literals_that_never_come_back_are_an_error(device: OneThreadDevice) -> None:
