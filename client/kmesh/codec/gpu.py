@@ -279,8 +279,12 @@ class _Writer:
         found = self._passes.write(
             encoded.address, middle, tables, base.segments, _differences(tables)
         )
-        if found.root != self._root or found.compared != member.payload_bytes:
+        if found.root != self._root:
             raise RecipeError("the payload changed while it was encoded", field="payload_root")
+        if found.compared != member.payload_bytes:
+            raise RecipeError(
+                f"{found.compared} of {member.payload_bytes} bytes were compared", field="tokens"
+            )
         all_of_them = np.packbits(np.ones(member.tokens, dtype=np.uint8), bitorder="little")
         right = np.zeros(found.equal.shape[1], dtype=np.uint32)
         right.view(np.uint8)[: len(all_of_them)] = all_of_them

@@ -128,14 +128,16 @@ def test_one_token_and_one_row(device: OneThreadDevice) -> None:
 # ---- verification ----------------------------------------------------------------------
 
 
-def change_once(device: OneThreadDevice, kernel: str, address: int, times: int = 1) -> None:
-    """Flips a bit before a kernel runs, for so many of its runs."""
+def change_once(
+    device: OneThreadDevice, kernel: str, address: int, times: int = 1, bits: int = 1
+) -> None:
+    """Flips bits before a kernel runs, for so many of its runs."""
     left = [times]
 
     def before(name: str) -> None:
         if name.startswith(kernel) and left[0]:
             left[0] -= 1
-            ctypes.c_uint8.from_address(address).value ^= 1
+            ctypes.c_uint8.from_address(address).value ^= bits
 
     device.before = before
 
@@ -207,6 +209,22 @@ def test_literals_that_never_come_back_are_an_error(device: OneThreadDevice) -> 
     # A recipe without a head is none.
     assert ctypes.string_at(room, 8) != b"KMRECIPE"
     placed.free()
+    device.runtime.free(room)
+
+
+def test_a_row_that_nobody_compares_is_an_error(device: OneThreadDevice) -> None:
+    family = recovered(Geometry(head_dim=16), 3, segments=[100])
+    recipe = same(device, family).recipe
+    number = int(np.flatnonzero(recipe.ops["kind"] == Op.REF)[0])
+    ops_at = recipe.ops.ctypes.data - recipe.file.ctypes.data
+    room = device.runtime.malloc(len(recipe.file))
+    at = room + ops_at + number * recipe.ops.itemsize
+    change_once(device, "kmesh_encode_verify", at, bits=Op.REF ^ Op.XOR)
+    with (
+        pytest.raises(RecipeError, match="bytes were compared"),
+        encoded(device, family, place=lambda _size: room),
+    ):
+        pass
     device.runtime.free(room)
 
 
