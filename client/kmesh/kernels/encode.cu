@@ -130,6 +130,24 @@ __device__ inline Other other_of(const Encoding *job, u32 index) {
     return referred(job, row, op);
 }
 
+// A vector of one half of a row, turned with its partners in the other half.
+template <u32 element, typename V>
+__device__ inline V turned_half(const V &own, const V &partner, bool second, const float2 *angle) {
+    V out;
+#pragma unroll
+    for (u32 w = 0; w < sizeof(V) / 4; w++) {
+        u32 a = own.word[w], b = partner.word[w];
+        if (element == FLOAT32) {
+            out.word[w] = turned_pair(element, a, b, second, angle[w]);
+            continue;
+        }
+        u32 low = turned_pair(element, a & 0xFFFF, b & 0xFFFF, second, angle[2 * w]);
+        u32 high = turned_pair(element, a >> 16, b >> 16, second, angle[2 * w + 1]);
+        out.word[w] = low | high << 16;
+    }
+    return out;
+}
+
 // A vector of a row as it is wanted; `own` is what the base has there.
 template <typename V>
 __device__ inline V wanted(const Encoding *job, const Other &other, u32 within, const V &own) {
@@ -139,20 +157,12 @@ __device__ inline V wanted(const Encoding *job, const Other &other, u32 within, 
     if (job->interleaved || half % sizeof(V)) return turned<V>(job, row, within, other.turns);
     bool second = within >= half;
     u32 first = second ? within - half : within;
-    V partner = load((const V *)(row + (second ? first : within + half))), out;
+    V partner = load((const V *)(row + (second ? first : within + half)));
     const float2 *angle = other.turns + first / bytes;
-#pragma unroll
-    for (u32 w = 0; w < sizeof(V) / 4; w++) {
-        u32 a = own.word[w], b = partner.word[w];
-        if (bytes == 4) {
-            out.word[w] = turned_pair(FLOAT32, a, b, second, angle[w]);
-            continue;
-        }
-        u32 low = turned_pair(job->element, a & 0xFFFF, b & 0xFFFF, second, angle[2 * w]);
-        u32 high = turned_pair(job->element, a >> 16, b >> 16, second, angle[2 * w + 1]);
-        out.word[w] = low | high << 16;
-    }
-    return out;
+    // One branch for a vector, not some for each element.
+    if (job->element == BFLOAT16) return turned_half<BFLOAT16>(own, partner, second, angle);
+    if (job->element == FLOAT16) return turned_half<FLOAT16>(own, partner, second, angle);
+    return turned_half<FLOAT32>(own, partner, second, angle);
 }
 
 template <typename V>

@@ -10,14 +10,14 @@ __device__ inline float widen(u32 element, u32 bits) {
     return from_bits(bits);
 }
 
-// Rounds to nearest even; all that is not a number becomes one pattern.
+// Rounds to nearest even; all that is not a number becomes one pattern. Without branches, which lanes
+// would take one by one.
 __device__ inline u32 narrow(u32 element, float value) {
     bool none = value != value;
-    if (element == FLOAT32) return none ? 0x7FFFFFFFu : to_bits(value);
-    if (none) return 0x7FFFu;
-    if (element == FLOAT16) return to_half(value);
     u32 bits = to_bits(value);
-    return (bits + 0x7FFFu + ((bits >> 16) & 1)) >> 16;
+    if (element == FLOAT32) return none ? 0x7FFFFFFFu : bits;
+    u32 narrowed = element == FLOAT16 ? to_half(value) : (bits + 0x7FFFu + ((bits >> 16) & 1)) >> 16;
+    return none ? 0x7FFFu : narrowed;
 }
 
 __device__ inline u32 element_of(const u8 *row, u32 index, u32 bytes) {
@@ -29,7 +29,8 @@ __device__ inline u32 element_of(const u8 *row, u32 index, u32 bytes) {
 __device__ inline u32 turned_pair(u32 element, u32 own, u32 partner, bool second, float2 angle) {
     float a = product(widen(element, own), angle.x);
     float b = product(widen(element, partner), angle.y);
-    return narrow(element, second ? plus(a, b) : minus(a, b));
+    float sum = plus(a, b), difference = minus(a, b);
+    return narrow(element, second ? sum : difference);
 }
 
 // One element of a key's row, turned by the angles of `turns`. A job has the rotation.

@@ -98,6 +98,30 @@ def test_a_difference_is_worth_it_up_to_the_same_element(
     same(device, family)
 
 
+@pytest.mark.parametrize(("head_dim", "off", "vector"), [(16, 0, 16), (16, 4, 4), (10, 0, 4)])
+def test_vectors_are_as_large_as_everything_is_aligned(
+    device: OneThreadDevice, head_dim: int, off: int, vector: int
+) -> None:
+    names: list[str] = []
+    device.before = names.append
+    same(device, recovered(Geometry(head_dim=head_dim), 3, segments=[30]), off=off)
+    assert names == [
+        f"kmesh_encode_{name}"
+        for name in (
+            *("clear", f"compare_{vector}", "tell"),
+            *("clear", f"gather_{vector}", "stored", f"verify_{vector}", "tell"),
+        )
+    ]
+
+
+@pytest.mark.parametrize("plane", [0, 1])
+def test_a_layer_of_its_own(device: OneThreadDevice, plane: int) -> None:
+    family = recovered(Geometry(layers=3, heads=1, head_dim=8), 3, segments=[60])
+    family.state[1, plane, :, 20] ^= 0x5A5A
+    lists = same(device, family).recipe.runs["list"].tolist()
+    assert lists == ([0, 1, 2, 1, 0, 1] if plane == 0 else [0, 1, 0, 2, 0, 1])
+
+
 @pytest.mark.parametrize("kernel", [1, 2])
 def test_keys_that_another_kernel_turned_are_written_out(
     device: OneThreadDevice, kernel: int
