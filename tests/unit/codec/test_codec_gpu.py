@@ -1,4 +1,4 @@
-"""Recipes that the GPU's kernels make, run by one CPU thread, are those of the CPU's encoder."""
+"""Recipes that the GPU's kernels make, run by the CPU, are those of the CPU's encoder."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 from codec_cases import Family, Geometry, recovered
+from cpu_device import CpuDevice, build
 from gpu_families import ELEMENTS, Placed, encoded, families, nearly, same
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from one_thread_device import OneThreadDevice, build
 
 from kmesh.codec import Encoder, Op, Provenance, Recipe, XorCode, decode
 from kmesh.codec.gpu import GpuBytes, GpuEncoder, GpuSegment
@@ -29,19 +29,22 @@ def kernels(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
 
 
 @pytest.fixture
-def device(kernels: ctypes.CDLL) -> Iterator[OneThreadDevice]:
-    made = OneThreadDevice(kernels)
+def device(kernels: ctypes.CDLL) -> Iterator[CpuDevice]:
+    made = CpuDevice(kernels)
     yield made
     assert not made.busy
     assert not made.runtime.held
 
 
 @settings(max_examples=80, deadline=None, suppress_health_check=[HealthCheck.too_slow])
-@given(family=families(), off=st.sampled_from([0, 4]), multiprocessors=st.integers(1, 5))
+@given(
+    family=families(), off=st.sampled_from([0, 4]), multiprocessors=st.integers(1, 5),
+    threads=st.sampled_from([1, 1, 5, 32]),
+)  # fmt: skip
 def test_any_member_gives_the_same_recipe(
-    kernels: ctypes.CDLL, family: Family, off: int, multiprocessors: int
+    kernels: ctypes.CDLL, family: Family, off: int, multiprocessors: int, threads: int
 ) -> None:
-    device = OneThreadDevice(kernels, multiprocessors)
+    device = CpuDevice(kernels, multiprocessors, threads)
     same(device, family, off=off)
     assert not device.busy
     assert not device.runtime.held
@@ -51,7 +54,7 @@ def test_any_member_gives_the_same_recipe(
 @pytest.mark.parametrize("dtype", ELEMENTS)
 @pytest.mark.parametrize("pairs", [64, 40, 31])
 def test_keys_are_turned_as_the_cpu_turns_them(
-    device: OneThreadDevice, dtype: str, interleaved: bool, pairs: int
+    device: CpuDevice, dtype: str, interleaved: bool, pairs: int
 ) -> None:
     geometry = Geometry(dtype=dtype, heads=2, head_dim=128)
     rotary = geometry.rotary(interleaved=interleaved, pairs=pairs)
@@ -63,9 +66,7 @@ def test_keys_are_turned_as_the_cpu_turns_them(
 
 
 @pytest.mark.parametrize("dtype", ELEMENTS)
-def test_tokens_that_were_computed_anew_are_written_out(
-    device: OneThreadDevice, dtype: str
-) -> None:
+def test_tokens_that_were_computed_anew_are_written_out(device: CpuDevice, dtype: str) -> None:
     family = recovered(Geometry(dtype=dtype, head_dim=40), 2, segments=[300], anew=0.15)
     recipe = same(device, family).recipe
     assert 50 < len(recipe.ops) < 300
@@ -74,7 +75,7 @@ def test_tokens_that_were_computed_anew_are_written_out(
 @pytest.mark.parametrize("dtype", ELEMENTS)
 @pytest.mark.parametrize("off", [0, 4])
 def test_small_differences_are_packed_as_the_cpu_packs_them(
-    device: OneThreadDevice, dtype: str, off: int
+    device: CpuDevice, dtype: str, off: int
 ) -> None:
     family = recovered(Geometry(dtype=dtype, heads=3, head_dim=20), 2, segments=[90, 30])
     ops = same(device, nearly(family, 0.5, 9, 4), off=off).recipe.ops
@@ -87,7 +88,7 @@ def test_small_differences_are_packed_as_the_cpu_packs_them(
 @pytest.mark.parametrize("dtype", ELEMENTS)
 @pytest.mark.parametrize(("heads", "head_dim"), [(1, 2), (1, 6), (2, 64), (3, 10)])
 def test_a_difference_is_worth_it_up_to_the_same_element(
-    device: OneThreadDevice, dtype: str, heads: int, head_dim: int
+    device: CpuDevice, dtype: str, heads: int, head_dim: int
 ) -> None:
     geometry = Geometry(dtype=dtype, layers=1, heads=heads, head_dim=head_dim)
     family = recovered(geometry, 6, segments=[40], own=[4, 4])
@@ -100,7 +101,7 @@ def test_a_difference_is_worth_it_up_to_the_same_element(
 
 @pytest.mark.parametrize(("head_dim", "off", "vector"), [(16, 0, 16), (16, 4, 4), (10, 0, 4)])
 def test_vectors_are_as_large_as_everything_is_aligned(
-    device: OneThreadDevice, head_dim: int, off: int, vector: int
+    device: CpuDevice, head_dim: int, off: int, vector: int
 ) -> None:
     names: list[str] = []
     device.before = names.append
@@ -115,7 +116,7 @@ def test_vectors_are_as_large_as_everything_is_aligned(
 
 
 @pytest.mark.parametrize("plane", [0, 1])
-def test_a_layer_of_its_own(device: OneThreadDevice, plane: int) -> None:
+def test_a_layer_of_its_own(device: CpuDevice, plane: int) -> None:
     family = recovered(Geometry(layers=3, heads=1, head_dim=8), 3, segments=[60])
     family.state[1, plane, :, 20] ^= 0x5A5A
     lists = same(device, family).recipe.runs["list"].tolist()
@@ -123,9 +124,7 @@ def test_a_layer_of_its_own(device: OneThreadDevice, plane: int) -> None:
 
 
 @pytest.mark.parametrize("kernel", [1, 2])
-def test_keys_that_another_kernel_turned_are_written_out(
-    device: OneThreadDevice, kernel: int
-) -> None:
+def test_keys_that_another_kernel_turned_are_written_out(device: CpuDevice, kernel: int) -> None:
     family = recovered(Geometry(head_dim=16), 3, segments=[80, 50])
     told = tuple(dataclasses.replace(one, kernel=kernel) for one in family.provenance)
     recipe = same(device, dataclasses.replace(family, provenance=told)).recipe
@@ -133,19 +132,19 @@ def test_keys_that_another_kernel_turned_are_written_out(
 
 
 @pytest.mark.parametrize("shared", [0, 2, 30])
-def test_what_shares_too_little_refers_to_nothing(device: OneThreadDevice, shared: int) -> None:
+def test_what_shares_too_little_refers_to_nothing(device: CpuDevice, shared: int) -> None:
     family = recovered(Geometry(head_dim=16), 3, segments=[100], own=[30, 30])
     part = family.state[:, :, :, 30 + shared : 130]
     part[:] = Geometry(head_dim=16).draw(np.random.default_rng(1), 100 - shared)
     assert same(device, family).depends == (shared == 30)
 
 
-def test_a_member_without_literals(device: OneThreadDevice) -> None:
+def test_a_member_without_literals(device: CpuDevice) -> None:
     recipe = same(device, recovered(Geometry(head_dim=16), 3, segments=[100], own=[0, 0])).recipe
     assert recipe.head["literal_bytes"] == 0
 
 
-def test_one_token_and_one_row(device: OneThreadDevice) -> None:
+def test_one_token_and_one_row(device: CpuDevice) -> None:
     same(device, recovered(Geometry(layers=1, heads=1, head_dim=2), 3, segments=[1], own=[0, 0]))
 
 
@@ -153,7 +152,7 @@ def test_one_token_and_one_row(device: OneThreadDevice) -> None:
 
 
 def change_once(
-    device: OneThreadDevice, kernel: str, address: int, times: int = 1, bits: int = 1
+    device: CpuDevice, kernel: str, address: int, times: int = 1, bits: int = 1
 ) -> None:
     """Flips bits before a kernel runs, for so many of its runs."""
     left = [times]
@@ -166,7 +165,7 @@ def change_once(
     device.before = before
 
 
-def test_what_does_not_come_back_is_written_out(device: OneThreadDevice) -> None:
+def test_what_does_not_come_back_is_written_out(device: CpuDevice) -> None:
     family = recovered(Geometry(head_dim=16), 3, segments=[100], own=[5, 4])
     placed = Placed(device, family)
     # Run 2 begins with another row when the recipe is decoded: no reference to that one holds.
@@ -189,7 +188,7 @@ def test_what_does_not_come_back_is_written_out(device: OneThreadDevice) -> None
 )
 @pytest.mark.parametrize("run", [0, 3])
 def test_data_that_were_damaged_are_noticed(
-    device: OneThreadDevice, kind: Op, byte: int, run: int
+    device: CpuDevice, kind: Op, byte: int, run: int
 ) -> None:
     """Rows, a difference's bitmap, and its last element."""
     family = nearly(recovered(Geometry(head_dim=16), 3, segments=[100]), 1.0, 1, 3)
@@ -217,7 +216,7 @@ def _list_of(recipe: Recipe, run: int) -> tuple[int, int]:
     return first, first + count
 
 
-def test_literals_that_never_come_back_are_an_error(device: OneThreadDevice) -> None:
+def test_literals_that_never_come_back_are_an_error(device: CpuDevice) -> None:
     family = recovered(Geometry(head_dim=16), 3, segments=[100])
     room = device.runtime.malloc(1 << 20)
     placed = Placed(device, family)
@@ -236,7 +235,7 @@ def test_literals_that_never_come_back_are_an_error(device: OneThreadDevice) -> 
     device.runtime.free(room)
 
 
-def test_a_row_that_nobody_compares_is_an_error(device: OneThreadDevice) -> None:
+def test_a_row_that_nobody_compares_is_an_error(device: CpuDevice) -> None:
     family = recovered(Geometry(head_dim=16), 3, segments=[100])
     recipe = same(device, family).recipe
     number = int(np.flatnonzero(recipe.ops["kind"] == Op.REF)[0])
@@ -253,7 +252,7 @@ def test_a_row_that_nobody_compares_is_an_error(device: OneThreadDevice) -> None
 
 
 @pytest.mark.parametrize("kernel", ["gather", "verify"])
-def test_a_payload_that_changes_meanwhile_is_an_error(device: OneThreadDevice, kernel: str) -> None:
+def test_a_payload_that_changes_meanwhile_is_an_error(device: CpuDevice, kernel: str) -> None:
     family = recovered(Geometry(head_dim=16), 3, segments=[100])
     placed = Placed(device, family)
     encoder = GpuEncoder(placed.base, family.rotary, device=device)
@@ -264,7 +263,7 @@ def test_a_payload_that_changes_meanwhile_is_an_error(device: OneThreadDevice, k
     placed.free()
 
 
-def test_a_gpu_that_refuses_leaves_nothing(device: OneThreadDevice) -> None:
+def test_a_gpu_that_refuses_leaves_nothing(device: CpuDevice) -> None:
     family = nearly(recovered(Geometry(head_dim=16), 3, segments=[100]), 0.5, 1, 3)
     placed = Placed(device, family)
     encoder = GpuEncoder(placed.base, family.rotary, device=device)
@@ -293,7 +292,7 @@ def test_a_gpu_that_refuses_leaves_nothing(device: OneThreadDevice) -> None:
 # ---- refusals --------------------------------------------------------------------------
 
 
-def test_what_the_kernels_do_not_serve_says_why(device: OneThreadDevice) -> None:
+def test_what_the_kernels_do_not_serve_says_why(device: CpuDevice) -> None:
     def refused(match: str, family: Family, **more: object) -> None:
         with pytest.raises(UnsupportedError, match=match), encoded(device, family, **more):
             pass
@@ -309,7 +308,7 @@ def test_what_the_kernels_do_not_serve_says_why(device: OneThreadDevice) -> None
         GpuEncoder(family.base, family.rotary, device=device)
 
 
-def test_members_that_can_not_be_of_the_family_are_refused(device: OneThreadDevice) -> None:
+def test_members_that_can_not_be_of_the_family_are_refused(device: CpuDevice) -> None:
     family = recovered(Geometry(head_dim=8), 1)
     member, (given,) = family.member, family.provenance
 
@@ -331,7 +330,7 @@ def test_members_that_can_not_be_of_the_family_are_refused(device: OneThreadDevi
     refused(RecipeError, "dtype", rotary=wrong)
 
 
-def test_a_place_is_a_multiple_of_64(device: OneThreadDevice) -> None:
+def test_a_place_is_a_multiple_of_64(device: CpuDevice) -> None:
     family = recovered(Geometry(head_dim=8), 1)
     with (
         pytest.raises(RecipeError, match="place"),
@@ -340,7 +339,7 @@ def test_a_place_is_a_multiple_of_64(device: OneThreadDevice) -> None:
         pass
 
 
-def test_a_segment_that_is_read_has_its_digest_and_root(device: OneThreadDevice) -> None:
+def test_a_segment_that_is_read_has_its_digest_and_root(device: CpuDevice) -> None:
     family = recovered(Geometry(head_dim=8), 1)
     placed = Placed(device, family)
     (kept,) = family.base

@@ -1,4 +1,4 @@
-"""A device whose kernels are run by one CPU thread, and whose memory is the CPU's."""
+"""A device whose kernels are run by the CPU, and whose memory is the CPU's."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ KERNELS = Path(sources.__file__).parent
 
 def build(folder: Path) -> ctypes.CDLL:
     """The kernels that encode as a shared library of the CPU's."""
-    library = folder / "one_thread_encode.so"
+    library = folder / "cpu_encode.so"
     command = [*shlex.split(os.environ.get("CXX", "g++")), "-std=c++17", "-O1", "-Wall", "-Werror"]
     command += ["-Wno-unknown-pragmas", "-Wno-unused-function", "-ffp-contract=off", "-shared"]
     command += [
@@ -32,7 +32,7 @@ def build(folder: Path) -> ctypes.CDLL:
         str(HERE.parent),
         "-x",
         "c++",
-        str(HERE / "one_thread_encode.cpp"),
+        str(HERE / "cpu_encode.cpp"),
     ]
     subprocess.run([*command, "-o", str(library)], check=True, timeout=110)
     return ctypes.CDLL(str(library))
@@ -97,16 +97,19 @@ class Slot:
         pass
 
 
-class OneThreadDevice:
+class CpuDevice:
     """As ``kmesh.kernels.device.Device``, as far as encoding needs it.
+
+    Args:
+        threads: of a block, each of which stands for a warp.
 
     Attributes:
         before: called with each kernel's name before it runs.
         busy: slots of jobs under way.
     """
 
-    def __init__(self, library: ctypes.CDLL, multiprocessors: int = 1) -> None:
-        self._library = library
+    def __init__(self, library: ctypes.CDLL, multiprocessors: int = 1, threads: int = 1) -> None:
+        self._library, self._threads = library, threads
         self.runtime = Memory()
         self.multiprocessors = multiprocessors
         self.before: Callable[[str], None] = lambda _name: None
@@ -144,5 +147,6 @@ class OneThreadDevice:
         assert self._current
         self.before(name)
         self._library[name](
-            ctypes.c_void_p(slot.job), ctypes.c_void_p(slot.told), ctypes.c_uint32(blocks)
-        )
+            ctypes.c_void_p(slot.job), ctypes.c_void_p(slot.told), ctypes.c_uint32(blocks),
+            ctypes.c_uint32(self._threads),
+        )  # fmt: skip
