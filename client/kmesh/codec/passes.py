@@ -16,7 +16,7 @@ from kmesh import _host
 from kmesh.codec.assignment import Piece
 from kmesh.codec.description import SpanDescription
 from kmesh.codec.memory import address_of
-from kmesh.codec.records import aligned
+from kmesh.codec.records import HEAD, aligned
 from kmesh.codec.segments import Segment
 from kmesh.codec.writing import Tables
 from kmesh.errors import UnsupportedError
@@ -25,7 +25,7 @@ from kmesh.kernels.rotary import ELEMENTS, Rotary
 from kmesh.layout import tiles
 
 #: ``struct Encoding`` of ``kernels/encode.cu``.
-_HEAD = struct.Struct("<16Q28I")
+_JOB = struct.Struct("<16Q28I")
 _PIECE = np.dtype(
     [("address", "<u8"), ("tokens", "<u4"), ("shift", "<u4"), ("turn", "<u4"), ("spare", "<u4")]
 )
@@ -150,8 +150,9 @@ class Passes:
         for record, number in zip(sources, tables.used, strict=True):
             record["address"] = base[number].address
             record["tokens"] = base[number].description.tokens
-        tables_bytes = np.frombuffer(middle, dtype=np.uint8)
-        job = _Job(self._slot, [sources, differences, tables_bytes], self._sizes(stored))
+        # What was there before must not look like this one's head.
+        front = np.frombuffer(bytes(HEAD.size) + middle, dtype=np.uint8)
+        job = _Job(self._slot, [sources, differences, front], self._sizes(stored))
         used = [base[number].address for number in tables.used]
         vector = self._vector([self._payload, file, *used])
         literals = file + offsets["literals"]
@@ -162,7 +163,7 @@ class Passes:
             lists_at=offsets["lists"], ops_at=offsets["ops"], runs_at=offsets["runs"],
             turns_at=offsets["turns"], turn_bytes=tables.turns.dtype.itemsize,
         )  # fmt: skip
-        self.copy(file + offsets["segments"], job.host_address(2), len(middle))
+        self.copy(file, job.host_address(2), len(front))
         pack, unpack = (("pack",), ("unpack",)) if len(differences) else ((), ())
         names = ("clear", "gather", *pack, "stored", "verify", *unpack, "tell")
         self._start(job, head, names, vector, stored)
@@ -238,7 +239,7 @@ class Passes:
         by = (member.tokens, member.shard.heads, member.row_bytes // vector)
         divisors = [_divisor(value) for value in by]
         values = [head.get(name, 0) for name in _FIELDS]
-        job.write_head(_HEAD.pack(*values, *(word for one in divisors for word in one)))
+        job.write_head(_JOB.pack(*values, *(word for one in divisors for word in one)))
         self._slot.upload(job.upload_bytes, self._stream)
         self._slot.expect(self._words(stored))
         blocks = min(head["items"], _BLOCKS * self._device.multiprocessors)
@@ -302,7 +303,7 @@ class _Job:
     """
 
     def __init__(self, slot: Slot, tables: Sequence[npt.NDArray[Any]], sizes: Sequence[int]):
-        at, self.inputs, self.outputs = aligned(_HEAD.size, _ALIGN), [], []
+        at, self.inputs, self.outputs = aligned(_JOB.size, _ALIGN), [], []
         for table in tables:
             self.inputs.append(at)
             at = aligned(at + table.nbytes, _ALIGN)

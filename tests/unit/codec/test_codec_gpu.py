@@ -219,6 +219,7 @@ def _list_of(recipe: Recipe, run: int) -> tuple[int, int]:
 def test_literals_that_never_come_back_are_an_error(device: CpuDevice) -> None:
     family = recovered(Geometry(head_dim=16), 3, segments=[100])
     room = device.runtime.malloc(1 << 20)
+    ctypes.memmove(room, b"KMRECIPE", 8)
     placed = Placed(device, family)
     encoder = GpuEncoder(placed.base, family.rotary, device=device)
     data = Encoder(family.base, family.rotary).encode(
