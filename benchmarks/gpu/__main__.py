@@ -18,6 +18,7 @@ from benchmarks import check
 
 ROOT = Path(__file__).resolve().parents[2]
 RESULT = ROOT / ".bench" / "bench-gpu.json"
+PARTIAL = RESULT.with_name("partial-gpu.json")
 TARGETS = Path(__file__).with_name("targets.toml")
 
 
@@ -27,24 +28,31 @@ def main(argv: Sequence[str] | None = None) -> int:
     commands = parser.add_subparsers(dest="command", required=True)
     running = commands.add_parser("run", help="measure and write JSON")
     running.add_argument("--rounds", type=int, default=41, help="samples of a series [41]")
-    running.add_argument("--out", type=Path, default=RESULT)
+    running.add_argument("--out", type=Path, help=f"[{RESULT.name}; of a part {PARTIAL.name}]")
+    running.add_argument("--only", help="one part alone: host, gpu, small, beside, encode, …")
     running.add_argument("--peer", type=Path, help="results of the peer's benchmark, as JSON")
     checking = commands.add_parser("check", help="compare a result with targets.toml")
     checking.add_argument("result", nargs="?", type=Path, default=RESULT)
     options = parser.parse_args(argv)
     if options.command == "check":
         return check.main(options.result, TARGETS, ROOT)
-    return run(options.rounds, options.out, options.peer)
+    out = options.out or (PARTIAL if options.only else RESULT)
+    return run(options.rounds, out, options.peer, options.only)
 
 
-def run(rounds: int, out: Path, peer: Path | None) -> int:
-    """Measures everything and writes the result file, also when a part fails."""
+def run(rounds: int, out: Path, peer: Path | None, only: str | None = None) -> int:
+    """Measures everything, or one part, and writes the result file, also when a part fails."""
     from benchmarks.gpu import rows
 
+    parts = dict(rows.ROWS)
+    if only:
+        if only not in parts:
+            print(f"--only: {only!r} is none of {', '.join(parts)}", file=sys.stderr)
+            return 2
+        parts = {only: parts[only]}
     bench = rows.Bench(rounds)
     found: list[dict[str, Any]] = []
     failed = []
-    parts = dict(rows.ROWS)
     if peer:
         theirs = json.loads(peer.read_text(encoding="utf-8"))
         parts["peer"] = lambda bench: rows.peer(bench, theirs)

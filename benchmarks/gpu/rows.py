@@ -8,6 +8,7 @@ from typing import Any
 
 import cupy
 
+from benchmarks.gpu.encoding import encode
 from benchmarks.gpu.rig import (
     LARGE,
     SMALL,
@@ -305,5 +306,6 @@ ROWS: dict[str, Callable[[Bench], Iterator[Row]]] = {
     "gpu": gpu,
     "small": small,
     "beside": beside,
+    "encode": encode,
     "registration": registration,
 }

@@ -15,7 +15,8 @@ from gpus import Faults
 from kmesh.cuda import driver as cuda
 from kmesh.cuda.device import Device, see_all
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "unit"))
+_UNIT = Path(__file__).parents[1] / "unit"
+sys.path[:0] = [str(_UNIT), str(_UNIT / "codec")]
 
 Start = Callable[..., Daemon]
 Record = Callable[[str, object], None]

@@ -53,10 +53,13 @@ static u32 to_half(float f) {
     return bits;
 }
 static void add(u64 *sum, u64 value) { *sum += value; }
+static inline void add(u32 *sum, u32 value) { *sum += value; }
 static u32 count(u32 *counter) { return (*counter)++; }
 static u64 warp_sum(u64 value) { return value; }
 static u32 lane() { return 0; }
 static u32 lanes() { return 1; }
+static inline u32 ones(u32 bits) { return (u32)__builtin_popcount(bits); }
+static inline u32 warp_before(u32 value, u32 *all) { *all = value; return 0; }
 
 template <typename V> static V load(const V *from) { V v; memcpy(&v, from, sizeof v); return v; }
 template <typename V> static V load_once(const V *from) { return load(from); }

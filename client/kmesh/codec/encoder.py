@@ -14,11 +14,11 @@ from kmesh.codec.memory import Bytes
 from kmesh.codec.planning import Planner
 from kmesh.codec.provenance import Provenance
 from kmesh.codec.recipe import Recipe
-from kmesh.codec.records import BLOCK_TOKENS, Form, Op
+from kmesh.codec.records import BLOCK_TOKENS, Form
 from kmesh.codec.segments import Base, check_shared, rows_of
 from kmesh.codec.sharing import Finder, Match, equal_tokens
 from kmesh.codec.turning import Turns
-from kmesh.codec.writing import write
+from kmesh.codec.writing import Tables, lay_out, write
 from kmesh.errors import RecipeError
 from kmesh.kernels.rotary import Rotary
 
@@ -70,10 +70,7 @@ class Encoder:
         block_tokens: int = BLOCK_TOKENS[0],
         form: Form = Form.ADDRESSABLE,
     ) -> None:
-        if block_tokens not in BLOCK_TOKENS:
-            raise RecipeError(f"{block_tokens} is none of {BLOCK_TOKENS}", field="block_tokens")
-        if rotary is not None:
-            _check_rotary(rotary, base)
+        check_family(base, rotary, block_tokens)
         self._base, self._rotary = base, rotary
         self._block, self._form = block_tokens, form
         self._finder = Finder(base, block_tokens)
@@ -94,13 +91,10 @@ class Encoder:
             RecipeMismatch: the member can't be of this family; names the field.
         """
         rows = rows_of(member, payload)
-        for segment in self._base:
-            check_shared(member, segment.description)
-        if self._base.find(member.key) is not None:
-            raise RecipeError("a segment of the base has it too", field="key")
-        encoded = self._attempt(member, rows, provenance, self._base)
-        if encoded.depends and _referred(encoded.recipe) < CLEARLY_SHARED:
-            alone = self._attempt(member, rows, (), Base())
+        check_member(member, self._base)
+        encoded, tables = self._attempt(member, rows, provenance, self._base)
+        if encoded.depends and tables.referred < CLEARLY_SHARED:
+            alone, _ = self._attempt(member, rows, (), Base())
             if len(encoded.data) > WORTH * len(alone.data):
                 return alone
         return encoded
@@ -111,17 +105,18 @@ class Encoder:
         rows: npt.NDArray[np.uint8],
         provenance: Sequence[Provenance],
         base: Base,
-    ) -> Encoded:
+    ) -> tuple[Encoded, Tables]:
         turns = Turns(self._rotary)
         planner = Planner(base, member, rows, provenance, turns, self._finder_of(base), self._form)
         plans = [planner.plan(run) for run in range(member.runs)]
         literal: dict[int, npt.NDArray[np.intp]] = {}
         while True:
-            data = write(member, rows, plans, base, turns, self._form, self._block)
+            tables = lay_out(plans, base, turns)
+            data = write(member, rows, plans, tables, self._form, self._block)
             recipe = Recipe(data)
             wrong = _wrong_tokens(recipe, rows, base)
             if not wrong:
-                return Encoded(data, recipe, len(literal))
+                return Encoded(data, recipe, len(literal)), tables
             for run, tokens in wrong.items():
                 tokens = np.union1d(tokens, literal.get(run, tokens))
                 if run in literal and len(tokens) == len(literal[run]):
@@ -133,12 +128,25 @@ class Encoder:
         return self._finder if base is self._base else Finder(base, self._block)
 
 
-def _check_rotary(rotary: Rotary, base: Base) -> None:
+def check_family(base: Base, rotary: Rotary | None, block_tokens: int) -> None:
+    """RecipeError if an encoder can't be made of these; see ``Encoder``."""
+    if block_tokens not in BLOCK_TOKENS:
+        raise RecipeError(f"{block_tokens} is none of {BLOCK_TOKENS}", field="block_tokens")
+    if rotary is None:
+        return
     for segment in base:
         if segment.description.dtype != rotary.dtype:
             raise RecipeError(f"keys of {rotary.dtype} are turned", field="dtype")
         if segment.description.head_dim < rotary.dim:
             raise RecipeError(f"{rotary.dim} elements are turned", field="pairs")
+
+
+def check_member(member: SpanDescription, base: Base) -> None:
+    """RecipeMismatch or RecipeError if a member can't be of this family; names the field."""
+    for segment in base:
+        check_shared(member, segment.description)
+    if base.find(member.key) is not None:
+        raise RecipeError("a segment of the base has it too", field="key")
 
 
 def _wrong_tokens(
@@ -156,11 +164,3 @@ def _wrong_tokens(
         if not equal.all():
             wrong[run] = np.flatnonzero(~equal)
     return wrong
-
-
-def _referred(recipe: Recipe) -> float:
-    """Share of the payload that is not written out in any way."""
-    plain = np.isin(recipe.ops["kind"], (Op.REF, Op.REF_ROT)) * recipe.ops["tokens"].astype(int)
-    of_list = np.add.reduceat(plain, recipe.lists["first"])
-    total = recipe.description.tokens * len(recipe.runs)
-    return float(of_list[recipe.runs["list"]].sum()) / total

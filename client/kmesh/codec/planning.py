@@ -67,6 +67,25 @@ class RunPlan:
         ]
 
 
+def expected_pieces(
+    provenance: Sequence[Provenance], member: SpanDescription, base: Base, turns: Turns
+) -> tuple[list[Piece], list[Piece]]:
+    """What runs of K, and what runs of V are said to be made from; turns are added as needed.
+
+    Raises:
+        RecipeError: as ``provenance.locate``; or keys are turned, and nothing says how.
+    """
+    keys: list[Piece] = []
+    values: list[Piece] = []
+    for piece, given in locate(provenance, member, base):
+        values.append(piece)
+        if not given.delta:
+            keys.append(piece)
+        elif given.kernel == TURN_KERNEL:
+            keys.append(replace(piece, turn=turns.number(given.delta)))
+    return keys, values
+
+
 class Planner:
     """Plans the runs of one member, in order.
 
@@ -91,14 +110,8 @@ class Planner:
     ) -> None:
         self._base, self._member, self._rows = base, member, rows
         self._turns, self._finder, self._form = turns, finder, form
-        self._expected: tuple[list[Piece], list[Piece]] = ([], [])
         self._given = bool(provenance)
-        for piece, given in locate(provenance, member, base):
-            self._expected[1].append(piece)
-            if not given.delta:
-                self._expected[0].append(piece)
-            elif given.kernel == TURN_KERNEL:
-                self._expected[0].append(replace(piece, turn=turns.number(given.delta)))
+        self._expected = expected_pieces(provenance, member, base, turns)
         # Most runs of a member share the same tokens, so they have the same ops.
         self._known: dict[bytes, RunPlan] = {}
         # Where predicted rows differ from the member's, and what keys become when turned.

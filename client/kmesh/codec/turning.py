@@ -37,6 +37,12 @@ class Turns:
             ELEMENTS[self._rotary.dtype],
         )
 
+    def angles(self) -> list[bytes]:
+        """Cosine and sine of each pair, of all turns in the order of their numbers."""
+        if self._rotary is None:
+            return []
+        return [turns(self._rotary, delta) for delta in self._numbers]
+
     def records(self, used: npt.NDArray[np.uint16]) -> npt.NDArray[np.void]:
         """The table with the turns of those numbers alone."""
         if self._rotary is None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
@@ -18,16 +19,57 @@ from kmesh.codec.turning import Turns
 from kmesh.kernels.rotary import ELEMENTS
 
 
-def write(
-    member: SpanDescription,
-    rows: npt.NDArray[np.uint8],
-    plans: Sequence[RunPlan],
-    base: Base,
-    turns: Turns,
-    form: Form,
-    block_tokens: int,
-) -> bytes:
-    """A member's recipe; only the segments and turns that it uses are in it."""
+@dataclass(frozen=True)
+class Tables:
+    """What is in front of a recipe's literals, but for its head.
+
+    Attributes:
+        segments: records of those of the base that are used.
+        used: their numbers in the base.
+        turns, lists, ops, runs: as in the file.
+    """
+
+    segments: npt.NDArray[np.void]
+    used: npt.NDArray[np.uint16]
+    turns: npt.NDArray[np.void]
+    lists: npt.NDArray[np.void]
+    ops: npt.NDArray[np.void]
+    runs: npt.NDArray[np.void]
+
+    @property
+    def literal_bytes(self) -> int:
+        """Of the literal area, as ops see it."""
+        return int(self.runs["offset"][-1]) + int(self.runs["length"][-1])
+
+    @property
+    def referred(self) -> float:
+        """Share of the payload that is not written out in any way."""
+        ops, lists = self.ops, self.lists
+        plain = np.isin(ops["kind"], (records.Op.REF, records.Op.REF_ROT)) * ops["tokens"].astype(
+            int
+        )
+        of_list = np.add.reduceat(plain, lists["first"])
+        tokens = int(ops["tokens"][: lists["count"][0]].sum())
+        return float(of_list[self.runs["list"]].sum()) / (tokens * len(self.runs))
+
+    def offsets(self) -> dict[str, int]:
+        """Where in the file each table begins, and the literals."""
+        found, at = {}, records.HEAD.size
+        for name in ("segments", "turns", "lists", "ops", "runs"):
+            found[name] = at
+            at += getattr(self, name).nbytes
+        return {**found, "literals": records.aligned(at, records.RUN_ALIGN)}
+
+    def tobytes(self, chunks: npt.NDArray[np.void]) -> bytes:
+        """The file from behind its head to its literals."""
+        tables = (self.segments, self.turns, self.lists, self.ops, self.runs, chunks)
+        joined = b"".join(one.tobytes() for one in tables)
+        size = records.HEAD.size + len(joined)
+        return joined.ljust(records.aligned(size, records.RUN_ALIGN) - records.HEAD.size, b"\0")
+
+
+def lay_out(plans: Sequence[RunPlan], base: Base, turns: Turns) -> Tables:
+    """The tables of a member's plans; only the segments and turns that they use are in them."""
     lists, ops, numbers = _lists(plans)
     segments = _renumber(ops, "segment", ops["kind"] != records.Op.LITERAL)
     used = _renumber(ops, "turn", ops["turn"] != 0, first=1)
@@ -36,7 +78,19 @@ def write(
     runs["list"], runs["length"] = numbers, [plan.length for plan in plans]
     spans = (runs["length"].astype(np.int64) + records.RUN_ALIGN - 1) // records.RUN_ALIGN
     runs["offset"] = (np.cumsum(spans) - spans) * records.RUN_ALIGN
-    literal_bytes = int(runs["offset"][-1]) + int(runs["length"][-1])
+    return Tables(_segments(base, segments), segments, table, lists, ops, runs)
+
+
+def write(
+    member: SpanDescription,
+    rows: npt.NDArray[np.uint8],
+    plans: Sequence[RunPlan],
+    tables: Tables,
+    form: Form,
+    block_tokens: int,
+) -> bytes:
+    """A member's recipe, by its plans and their tables."""
+    runs, literal_bytes = tables.runs, tables.literal_bytes
     literals = np.zeros(literal_bytes, dtype=np.uint8)
     for number, plan in enumerate(plans):
         begin = int(runs["offset"][number])
@@ -47,11 +101,25 @@ def write(
         parts = [literals[int(a) : b] for a, b in zip(runs["offset"], ends, strict=True)]
         chunks, packed = freeze(parts, member.element_bytes)
         stored = np.frombuffer(packed, dtype=np.uint8) if packed else literals
-    tables = b"".join(
-        one.tobytes() for one in (_segments(base, segments), table, lists, ops, runs, chunks)
-    )
-    size = records.HEAD.size + len(tables)
-    tables = tables.ljust(records.aligned(size, records.RUN_ALIGN) - records.HEAD.size, b"\0")
+    middle = tables.tobytes(chunks)
+    given = (len(chunks), len(stored), root_of(rows), root_of(middle), root_of(stored))
+    head = head_of(member, tables, form, block_tokens, len(middle), *given)
+    return b"".join((head, middle, stored.data))
+
+
+def head_of(
+    member: SpanDescription,
+    tables: Tables,
+    form: Form,
+    block_tokens: int,
+    tables_bytes: int,
+    chunks: int,
+    stored_bytes: int,
+    payload_root: int,
+    tables_root: int,
+    stored_root: int,
+) -> bytes:
+    """The head of a recipe of which all else is known."""
     fields = {
         "magic": records.MAGIC,
         "version": records.VERSION,
@@ -65,23 +133,23 @@ def write(
         "head_begin": member.shard.head_begin,
         "head_end": member.shard.head_end,
         "head_dim": member.head_dim,
-        "segments": len(segments),
-        "turns": len(used),
-        "pairs": table.dtype["table"].shape[0] if len(used) else 0,
-        "ops": len(ops),
-        "lists": len(lists),
-        "chunks": len(chunks),
-        "literal_bytes": literal_bytes,
-        "stored_bytes": len(stored),
-        "file_bytes": records.HEAD.size + len(tables) + len(stored),
+        "segments": len(tables.segments),
+        "turns": len(tables.turns),
+        "pairs": tables.turns.dtype["table"].shape[0] if len(tables.turns) else 0,
+        "ops": len(tables.ops),
+        "lists": len(tables.lists),
+        "chunks": chunks,
+        "literal_bytes": tables.literal_bytes,
+        "stored_bytes": stored_bytes,
+        "file_bytes": records.HEAD.size + tables_bytes + stored_bytes,
         "generation": member.generation,
         "namespace": member.namespace,
         "key": member.key,
-        "payload_root": root_of(rows),
-        "tables_root": root_of(tables),
-        "stored_root": root_of(stored),
+        "payload_root": payload_root,
+        "tables_root": tables_root,
+        "stored_root": stored_root,
     }
-    return b"".join((head_bytes(fields), tables, stored.data))
+    return head_bytes(fields)
 
 
 def head_bytes(fields: dict[str, bytes | int]) -> bytes:
@@ -96,12 +164,14 @@ def _lists(
 ) -> tuple[npt.NDArray[np.void], npt.NDArray[np.void], list[int]]:
     """Lists that are different, their ops, and for each run the number of its list."""
     known: dict[bytes, int] = {}
-    numbers = [known.setdefault(plan.ops.tobytes(), len(known)) for plan in plans]
+    # Most runs have a plan in common.
+    each = {id(plan): plan for plan in plans}
+    of_plan = {at: known.setdefault(plan.ops.tobytes(), len(known)) for at, plan in each.items()}
     ops = np.frombuffer(bytearray(b"".join(known)), dtype=records.OP)
     lists = np.zeros(len(known), dtype=records.LIST)
     lists["count"] = [len(one) // records.OP.itemsize for one in known]
     lists["first"] = np.cumsum(lists["count"]) - lists["count"]
-    return lists, ops, numbers
+    return lists, ops, [of_plan[id(plan)] for plan in plans]
 
 
 def _renumber(

@@ -62,6 +62,7 @@ __device__ inline u32 to_half(float value) {
 }
 
 __device__ inline void add(u64 *sum, u64 value) { atomicAdd(sum, value); }
+__device__ inline void add(u32 *sum, u32 value) { atomicAdd(sum, value); }
 
 // The value before.
 __device__ inline u32 count(u32 *counter) { return atomicAdd(counter, 1u); }
@@ -75,6 +76,18 @@ __device__ inline u64 warp_sum(u64 value) {
 }
 __device__ inline u32 lane() { return threadIdx.x % 32; }
 __device__ inline u32 lanes() { return 32; }
+__device__ inline u32 ones(u32 bits) { return (u32)__popc(bits); }
+
+// Sum over the lanes before this one; `all` becomes that over the warp.
+__device__ inline u32 warp_before(u32 value, u32 *all) {
+    u32 sum = value;
+    for (u32 step = 1; step < 32; step *= 2) {
+        u32 other = __shfl_up_sync(0xFFFFFFFFu, sum, step);
+        if (lane() >= step) sum += other;
+    }
+    *all = __shfl_sync(0xFFFFFFFFu, sum, 31);
+    return sum - value;
+}
 
 __device__ inline Vec16 load(const Vec16 *from) {
     uint4 v = *(const uint4 *)from;

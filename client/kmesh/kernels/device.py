@@ -15,7 +15,7 @@ from kmesh.errors import UnsupportedError
 from kmesh.kernels import sources
 
 #: Of a block, by program; the last warp of a restore brings what the others move.
-THREADS = {"restore": 288, "store": 256}
+THREADS = {"restore": 288, "store": 256, "encode": 256}
 #: Of a block that restores in units: more warps bring them.
 UNIT_THREADS = 384
 

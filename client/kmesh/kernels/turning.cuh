@@ -10,14 +10,14 @@ __device__ inline float widen(u32 element, u32 bits) {
     return from_bits(bits);
 }
 
-// Rounds to nearest even; all that is not a number becomes one pattern.
+// Rounds to nearest even; all that is not a number becomes one pattern. Without branches, which lanes
+// would take one by one.
 __device__ inline u32 narrow(u32 element, float value) {
     bool none = value != value;
-    if (element == FLOAT32) return none ? 0x7FFFFFFFu : to_bits(value);
-    if (none) return 0x7FFFu;
-    if (element == FLOAT16) return to_half(value);
     u32 bits = to_bits(value);
-    return (bits + 0x7FFFu + ((bits >> 16) & 1)) >> 16;
+    if (element == FLOAT32) return none ? 0x7FFFFFFFu : bits;
+    u32 narrowed = element == FLOAT16 ? to_half(value) : (bits + 0x7FFFu + ((bits >> 16) & 1)) >> 16;
+    return none ? 0x7FFFu : narrowed;
 }
 
 __device__ inline u32 element_of(const u8 *row, u32 index, u32 bytes) {
@@ -25,25 +25,35 @@ __device__ inline u32 element_of(const u8 *row, u32 index, u32 bytes) {
     return ((const unsigned short *)row)[index];
 }
 
-// What of a key's row at byte `within`, turned by the angles of `turns`.
-template <typename V>
-__device__ V turned(const Job *job, const u8 *row, u32 within, const float2 *turns) {
+// A pair's element, turned by the pair's cosine and sine; the second one is (b, a).
+__device__ inline u32 turned_pair(u32 element, u32 own, u32 partner, bool second, float2 angle) {
+    float a = product(widen(element, own), angle.x);
+    float b = product(widen(element, partner), angle.y);
+    float sum = plus(a, b), difference = minus(a, b);
+    return narrow(element, second ? sum : difference);
+}
+
+// One element of a key's row, turned by the angles of `turns`. A job has the rotation.
+template <typename J>
+__device__ u32 turned_element(const J *job, const u8 *row, u32 index, const float2 *turns) {
     const u32 bytes = job->element == FLOAT32 ? 4 : 2, half = job->rotary_dim / 2;
+    u32 own = element_of(row, index, bytes);
+    if (index >= job->rotary_dim) return own;
+    u32 pair = job->interleaved ? index / 2 : index % half;
+    bool second = job->interleaved ? index % 2 : index >= half;
+    u32 partner = job->interleaved ? index ^ 1 : second ? index - half : index + half;
+    return turned_pair(job->element, own, element_of(row, partner, bytes), second, turns[pair]);
+}
+
+// What of a key's row at byte `within`, turned by the angles of `turns`.
+template <typename V, typename J>
+__device__ V turned(const J *job, const u8 *row, u32 within, const float2 *turns) {
+    const u32 bytes = job->element == FLOAT32 ? 4 : 2;
     V out;
     for (u32 w = 0; w < sizeof(V) / 4; w++) {
         u32 word = 0;
         for (u32 part = 0; part < 4; part += bytes) {
-            u32 index = (within + 4 * w + part) / bytes;
-            u32 own = element_of(row, index, bytes), bits = own;
-            if (index < job->rotary_dim) {
-                u32 pair = job->interleaved ? index / 2 : index % half;
-                bool second = job->interleaved ? index % 2 : index >= half;
-                u32 partner = job->interleaved ? index ^ 1 : second ? index - half : index + half;
-                float a = product(widen(job->element, own), turns[pair].x);
-                float b = product(widen(job->element, element_of(row, partner, bytes)),
-                                  turns[pair].y);
-                bits = narrow(job->element, second ? plus(a, b) : minus(a, b));
-            }
+            u32 bits = turned_element(job, row, (within + 4 * w + part) / bytes, turns);
             word |= bytes == 4 ? bits : bits << (8 * part);
         }
         out.word[w] = word;

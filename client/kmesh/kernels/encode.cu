@@ -1,0 +1,374 @@
+// Recipes out of payloads: what a base has too is found, the rest is written down, and all of it is
+// decoded and compared. The file is docs/recipe-format.md's, and lies in memory as it will be kept.
+#include "turning.cuh"
+
+// As kmesh/codec/passes.py writes it. Offsets are from its beginning if nothing else is said.
+struct Encoding {
+    u64 payload, file, literals;  // addresses
+    u64 literal_bytes;
+    u64 pieces, keys, values;     // Piece; for each token its number or NONE, of K and of V
+    u64 turns;                    // angles of all turns of pieces
+    u64 segments, differences;    // Source of each segment in the file; Difference
+    u64 counts;                   // u32 for each run and token: elements that differ
+    u64 sums, stored_sums;        // of the tiles of the payload and of the literals
+    u64 compared;                 // bytes
+    u64 cleared, cleared_bytes;   // the last four
+    u32 runs, heads, tokens, row_bytes;
+    u32 rows, item_rows, items, tiles, stored_tiles, differences_count;
+    u32 worth;                    // a token with no more differing elements is worth a difference
+    u32 lists_at, ops_at, runs_at, turns_at, turn_bytes;  // in the file
+    u32 rotary_dim, interleaved, element;
+    Divisor by_tokens, by_heads, by_vectors;
+};
+
+// Tokens that are said to be those of a segment, `shift` further on in it.
+struct Piece { u64 address; u32 tokens, shift, turn, spare; };
+struct Source { u64 address; u32 tokens, spare; };
+// An op of one run that is a difference: its number in the run's list.
+struct Difference { u32 run, op; };
+
+struct RecipeList { u32 first, count; };
+struct RecipeOp {
+    u8 kind, code;
+    unsigned short turn;
+    u32 segment, token, tokens, source, data, size, reserved;
+};
+struct RecipeRun {
+    u32 list, reserved;
+    u64 offset, length;
+};
+enum { LITERAL = 1, XOR = 4, TURN_HEAD = 8, UNIT = 16 };
+
+static const u32 MOST_ROWS = 256, CHUNK = 16384;
+
+template <typename T>
+__device__ inline T *in(const Encoding *job, u64 offset) {
+    return (T *)((u8 *)job + offset);
+}
+
+template <typename T>
+__device__ inline const T *in_file(const Encoding *job, u64 offset) {
+    return (const T *)(job->file + offset);
+}
+
+// A row of the payload, and what it is compared with or copied to: 0 is nothing.
+struct Row {
+    u32 run, head, token;
+    __device__ Row(const Encoding *job, u32 index) {
+        u32 of_head = job->by_tokens.divide(index);
+        token = index - of_head * job->by_tokens.value;
+        run = job->by_heads.divide(of_head);
+        head = of_head - run * job->by_heads.value;
+    }
+    __device__ u32 counter(const Encoding *job) const { return run * job->tokens + token; }
+    __device__ u64 of_segment(const Encoding *job, u64 address, u32 tokens, u32 source) const {
+        return address + (((u64)run * job->heads + head) * tokens + source) * job->row_bytes;
+    }
+};
+
+struct Other {
+    u64 row;
+    const float2 *turns;
+    u32 counter;
+};
+
+// What a row was recovered from.
+__device__ inline Other recovered(const Encoding *job, const Row &row) {
+    Other other = {0, 0, row.counter(job)};
+    u32 number = in<u32>(job, row.run & 1 ? job->values : job->keys)[row.token];
+    if (number == NONE) return other;
+    const Piece *piece = in<Piece>(job, job->pieces) + number;
+    other.row = row.of_segment(job, piece->address, piece->tokens, row.token + piece->shift);
+    if (piece->turn != NONE) other.turns = in<float2>(job, job->turns) + piece->turn;
+    return other;
+}
+
+__device__ inline const RecipeOp *op_of(const Encoding *job, const Row &row) {
+    RecipeList list =
+        in_file<RecipeList>(job, job->lists_at)[in_file<RecipeRun>(job, job->runs_at)[row.run].list];
+    const RecipeOp *ops = in_file<RecipeOp>(job, job->ops_at) + list.first;
+    u32 low = 0, high = list.count;
+    while (high - low > 1) {
+        u32 middle = (low + high) / 2;
+        if (ops[middle].token <= row.token) low = middle;
+        else high = middle;
+    }
+    return ops + low;
+}
+
+__device__ inline u64 data_of(const Encoding *job, u32 run, const RecipeOp *op) {
+    return job->literals + in_file<RecipeRun>(job, job->runs_at)[run].offset + (u64)op->data * UNIT;
+}
+
+__device__ inline Other referred(const Encoding *job, const Row &row, const RecipeOp *op) {
+    const Source *segment = in<Source>(job, job->segments) + op->segment;
+    u32 source = op->source + row.token - op->token;
+    Other other = {row.of_segment(job, segment->address, segment->tokens, source), 0,
+                   row.counter(job)};
+    if (op->turn) {
+        u64 at = job->turns_at + (u64)(op->turn - 1) * job->turn_bytes + TURN_HEAD;
+        other.turns = in_file<float2>(job, at);
+    }
+    return other;
+}
+
+// Where a row's bytes are written out in the file.
+__device__ inline u64 literal(const Encoding *job, const Row &row, const RecipeOp *op) {
+    u64 within = (u64)row.head * op->tokens + row.token - op->token;
+    return data_of(job, row.run, op) + within * job->row_bytes;
+}
+
+enum Pass { COMPARE, GATHER, VERIFY };
+
+template <u32 pass>
+__device__ inline Other other_of(const Encoding *job, u32 index) {
+    Row row(job, index);
+    if (pass == COMPARE) return recovered(job, row);
+    const RecipeOp *op = op_of(job, row);
+    if (op->kind == LITERAL) return Other{literal(job, row, op), 0, row.counter(job)};
+    if (pass == GATHER || op->kind == XOR) return Other{0, 0, 0};
+    return referred(job, row, op);
+}
+
+// A vector of one half of a row, turned with its partners in the other half.
+template <u32 element, typename V>
+__device__ inline V turned_half(const V &own, const V &partner, bool second, const float2 *angle) {
+    V out;
+#pragma unroll
+    for (u32 w = 0; w < sizeof(V) / 4; w++) {
+        u32 a = own.word[w], b = partner.word[w];
+        if (element == FLOAT32) {
+            out.word[w] = turned_pair(element, a, b, second, angle[w]);
+            continue;
+        }
+        u32 low = turned_pair(element, a & 0xFFFF, b & 0xFFFF, second, angle[2 * w]);
+        u32 high = turned_pair(element, a >> 16, b >> 16, second, angle[2 * w + 1]);
+        out.word[w] = low | high << 16;
+    }
+    return out;
+}
+
+// A vector of a row as it is wanted; `own` is what the base has there.
+template <typename V>
+__device__ inline V wanted(const Encoding *job, const Other &other, u32 within, const V &own) {
+    const u32 bytes = job->element == FLOAT32 ? 4 : 2, half = job->rotary_dim / 2 * bytes;
+    if (!other.turns || within >= 2 * half) return own;
+    const u8 *row = (const u8 *)other.row;
+    if (job->interleaved || half % sizeof(V)) return turned<V>(job, row, within, other.turns);
+    bool second = within >= half;
+    u32 first = second ? within - half : within;
+    V partner = load((const V *)(row + (second ? first : within + half)));
+    const float2 *angle = other.turns + first / bytes;
+    // One branch for a vector, not some for each element.
+    if (job->element == BFLOAT16) return turned_half<BFLOAT16>(own, partner, second, angle);
+    if (job->element == FLOAT16) return turned_half<FLOAT16>(own, partner, second, angle);
+    return turned_half<FLOAT32>(own, partner, second, angle);
+}
+
+template <typename V>
+__device__ inline u32 differing(const V &one, const V &other, u32 element) {
+    u32 found = 0;
+#pragma unroll
+    for (u32 w = 0; w < sizeof(V) / 4; w++) {
+        u32 difference = one.word[w] ^ other.word[w];
+        if (element == FLOAT32) found += difference != 0;
+        else found += ((difference & 0xFFFF) != 0) + (difference >> 16 != 0);
+    }
+    return found;
+}
+
+__device__ inline void give(const Sums &taken, u64 *sums) {
+    for (u32 i = 0; i < (taken.straddles ? 2 : 1); i++) {
+        u64 all = warp_sum(taken.sum[i]);
+        if (lane() == 0) add(sums + i, all);
+    }
+}
+
+// One item: whole rows, whose others are known.
+template <typename V, u32 pass>
+__device__ inline u32 move(const Encoding *job, const Other *others, const Item &item) {
+    const u32 in_row = job->by_vectors.value, count = item.bytes / sizeof(V), at_once = 2;
+    const V *payload = (const V *)(job->payload + item.begin);
+    Sums sums(item);
+    u32 compared = 0;
+    for (u32 begin = thread(); begin < count; begin += at_once * threads()) {
+        V mine[at_once], own[at_once];
+#pragma unroll
+        for (u32 k = 0; k < at_once; k++) {
+            u32 i = begin + k * threads();
+            if (i >= count) continue;
+            u32 row = job->by_vectors.divide(i), within = (i - row * in_row) * sizeof(V);
+            u64 from = others[row].row;
+            if (pass != GATHER || from) mine[k] = load_once(payload + i);
+            if (pass != GATHER && from) own[k] = load((const V *)(from + within));
+        }
+#pragma unroll
+        for (u32 k = 0; k < at_once; k++) {
+            u32 i = begin + k * threads();
+            if (i >= count) continue;
+            u32 row = job->by_vectors.divide(i), within = (i - row * in_row) * sizeof(V);
+            Other other = others[row];
+            if (pass != GATHER) sums.take(mine[k], i * (sizeof(V) / 4));
+            if (!other.row) continue;
+            compared += sizeof(V);
+            if (pass == GATHER) {
+                store_once((V *)(other.row + within), mine[k]);
+                continue;
+            }
+            u32 found = differing(mine[k], wanted(job, other, within, own[k]), job->element);
+            if (found) add(in<u32>(job, job->counts) + other.counter, found);
+        }
+    }
+    if (pass != GATHER) give(sums, in<u64>(job, job->sums) + item.begin / TILE);
+    return compared;
+}
+
+// An op that is a difference, by one warp: each lane has 32 elements, which is one word of the
+// bitmap. It is written, or the payload is compared with what it gives.
+template <bool writes>
+__device__ inline void difference(const Encoding *job, const Difference &which) {
+    const u32 bytes = job->element == FLOAT32 ? 4 : 2, in_row = job->row_bytes / bytes;
+    const RecipeRun &run = in_file<RecipeRun>(job, job->runs_at)[which.run];
+    RecipeList list = in_file<RecipeList>(job, job->lists_at)[run.list];
+    const RecipeOp *op = in_file<RecipeOp>(job, job->ops_at) + list.first + which.op;
+    const u32 elements = op->tokens * job->heads * in_row, words = (elements + 31) / 32;
+    u32 *bitmap = (u32 *)data_of(job, which.run, op);
+    u8 *data = (u8 *)(bitmap + words);
+    u32 before = 0;
+    for (u32 begin = 0; begin < words; begin += lanes()) {
+        u32 word = begin + lane(), bits = 0, all;
+        const u32 first = 32 * word, end = word < words ? elements - first : 0;
+        // The element of a word that is wanted without its difference, and that of the payload.
+        auto look = [&](u32 e, u32 *mine) {
+            u32 i = first + e, of_head = i / in_row, index = i - of_head * in_row;
+            u32 head = of_head / op->tokens, token = op->token + of_head - head * op->tokens;
+            Row row(job, (which.run * job->heads + head) * job->tokens + token);
+            Other other = referred(job, row, op);
+            u64 at = (which.run * job->heads + head) * (u64)job->tokens + token;
+            *mine = element_of((const u8 *)(job->payload + at * job->row_bytes), index, bytes);
+            u32 own = other.turns ? turned_element(job, (const u8 *)other.row, index, other.turns)
+                                  : element_of((const u8 *)other.row, index, bytes);
+            return Other{own, 0, other.counter};
+        };
+        if (!writes && end) bits = bitmap[word];
+        for (u32 e = 0; writes && e < 32 && e < end; e++) {
+            u32 mine, own = (u32)look(e, &mine).row;
+            bits |= (u32)(mine != own) << e;
+        }
+        u32 at = before + warp_before(ones(bits), &all);
+        if (writes && end) bitmap[word] = bits;
+        for (u32 e = 0; e < 32 && e < end; e++) {
+            bool there = bits >> e & 1;
+            if (writes && !there) continue;
+            u32 mine;
+            Other other = look(e, &mine);
+            u32 own = (u32)other.row;
+            if (writes && bytes == 4) ((u32 *)data)[at++] = mine ^ own;
+            else if (writes) ((unsigned short *)data)[at++] = (unsigned short)(mine ^ own);
+            else if (mine != (there ? own ^ element_of(data, at++, bytes) : own))
+                add(in<u32>(job, job->counts) + other.counter, 1u);
+        }
+        before += all;
+    }
+    if (!writes && lane() == 0) add(in<u64>(job, job->compared), (u64)elements * bytes);
+}
+
+template <typename V, u32 pass>
+__device__ inline void walk(const Encoding *job) {
+    __shared__ Other others[MOST_ROWS];
+    u64 compared = 0;
+    for (u32 at = block(); at < job->items; at += blocks()) {
+        u32 first = at * job->item_rows;
+        u32 left = job->rows - first, rows = left < job->item_rows ? left : job->item_rows;
+        barrier();
+        for (u32 r = thread(); r < rows; r += threads()) others[r] = other_of<pass>(job, first + r);
+        barrier();
+        Item item;
+        item.begin = (u64)first * job->row_bytes;
+        item.bytes = rows * job->row_bytes;
+        compared += move<V, pass>(job, others, item);
+    }
+    if (pass != VERIFY) return;
+    u64 all = warp_sum(compared);
+    if (lane() == 0) add(in<u64>(job, job->compared), all);
+}
+
+// All ops that are differences.
+template <bool writes>
+__device__ inline void differences(const Encoding *job) {
+    const u32 warps = threads() / lanes();
+    for (u32 at = block() * warps + thread() / lanes(); at < job->differences_count;
+         at += blocks() * warps)
+        difference<writes>(job, in<Difference>(job, job->differences)[at]);
+}
+
+__device__ inline void clear_range(u64 address, u64 bytes) {
+    u64 step = (u64)threads() * blocks();
+    for (u64 i = block() * (u64)threads() + thread(); i < bytes / sizeof(Vec16); i += step)
+        store_once((Vec16 *)address + i, Vec16{{0, 0, 0, 0}});
+}
+
+__device__ inline void clear(const Encoding *job) {
+    clear_range((u64)job + job->cleared, job->cleared_bytes);
+    clear_range(job->literals, job->literal_bytes);
+}
+
+// Sums of the literals as they lie in the file.
+__device__ inline void sum_stored(const Encoding *job) {
+    for (u64 begin = (u64)block() * CHUNK; begin < job->literal_bytes;
+         begin += (u64)blocks() * CHUNK) {
+        u64 left = job->literal_bytes - begin;
+        Item item;
+        item.begin = begin;
+        item.bytes = left < CHUNK ? (u32)left : CHUNK;
+        Sums sums(item);
+        const Vec16 *from = (const Vec16 *)(job->literals + begin);
+        for (u32 i = thread(); i < item.bytes / sizeof(Vec16); i += threads())
+            sums.take(load(from + i), 4 * i);
+        give(sums, in<u64>(job, job->stored_sums) + begin / TILE);
+    }
+}
+
+// For the host: sums of the payload and of the literals, compared bytes, and for each run a bit for
+// each token that is as it should be, and then one for each that is worth a difference.
+__device__ inline void tell(const Encoding *job, u32 *results) {
+    const u32 step = threads() * blocks(), from = block() * threads() + thread();
+    volatile u64 *sums = (volatile u64 *)results;
+    for (u32 i = from; i < job->tiles; i += step) sums[i] = in<u64>(job, job->sums)[i];
+    for (u32 i = from; i < job->stored_tiles; i += step)
+        sums[job->tiles + i] = in<u64>(job, job->stored_sums)[i];
+    u32 at = job->tiles + job->stored_tiles;
+    if (from == 0) sums[at] = *in<u64>(job, job->compared);
+    const u32 words = (job->tokens + 31) / 32;
+    u32 *equal = results + 2 * (at + 1), *worth = equal + job->runs * words;
+    for (u32 i = from; i < job->runs * words; i += step) {
+        u32 run = i / words, first = (i - run * words) * 32, same = 0, near = 0;
+        const u32 *counts = in<u32>(job, job->counts) + (u64)run * job->tokens + first;
+        for (u32 t = 0; t < 32 && first + t < job->tokens; t++) {
+            same |= (u32)(counts[t] == 0) << t;
+            near |= (u32)(counts[t] - 1 < job->worth) << t;
+        }
+        tell_host(equal + i, same);
+        tell_host(worth + i, near);
+    }
+    system_fence();
+}
+
+#ifndef KM_ENTRY
+#define KM_ENTRY(name, call)                                                                    \
+    extern "C" __global__ void __launch_bounds__(256, 4) name(const Encoding *job, u32 *results) { \
+        call;                                                                                   \
+    }
+#endif
+
+KM_ENTRY(kmesh_encode_clear, clear(job))
+KM_ENTRY(kmesh_encode_tell, tell(job, results))
+KM_ENTRY(kmesh_encode_stored, sum_stored(job))
+KM_ENTRY(kmesh_encode_pack, differences<true>(job))
+KM_ENTRY(kmesh_encode_unpack, differences<false>(job))
+KM_ENTRY(kmesh_encode_compare_16, (walk<Vec16, COMPARE>(job)))
+KM_ENTRY(kmesh_encode_compare_4, (walk<Vec4, COMPARE>(job)))
+KM_ENTRY(kmesh_encode_gather_16, (walk<Vec16, GATHER>(job)))
+KM_ENTRY(kmesh_encode_gather_4, (walk<Vec4, GATHER>(job)))
+KM_ENTRY(kmesh_encode_verify_16, (walk<Vec16, VERIFY>(job)))
+KM_ENTRY(kmesh_encode_verify_4, (walk<Vec4, VERIFY>(job)))

@@ -1,0 +1,353 @@
+"""Recipes that the GPU's kernels make, run by the CPU, are those of the CPU's encoder."""
+
+from __future__ import annotations
+
+import ctypes
+import dataclasses
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+from codec_cases import Family, Geometry, recovered
+from cpu_device import CpuDevice, build
+from gpu_families import ELEMENTS, Placed, encoded, families, nearly, same
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from kmesh.codec import Encoder, Op, Provenance, Recipe, XorCode, decode
+from kmesh.codec.gpu import GpuBytes, GpuEncoder, GpuSegment
+from kmesh.codec.passes import worth_limit
+from kmesh.codec.records import UNIT
+from kmesh.errors import RecipeError, RecipeMismatch, UnsupportedError
+from kmesh.kernels.rotary import Rotary
+from kmesh.layout import TILE_BYTES
+
+
+@pytest.fixture(scope="module")
+def kernels(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
+    return build(tmp_path_factory.mktemp("kernels"))
+
+
+@pytest.fixture
+def device(kernels: ctypes.CDLL) -> Iterator[CpuDevice]:
+    made = CpuDevice(kernels)
+    yield made
+    assert not made.busy
+    assert not made.runtime.held
+
+
+@settings(max_examples=80, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(
+    family=families(), off=st.sampled_from([0, 4]), multiprocessors=st.integers(1, 5),
+    threads=st.sampled_from([1, 1, 5, 32]),
+)  # fmt: skip
+def test_any_member_gives_the_same_recipe(
+    kernels: ctypes.CDLL, family: Family, off: int, multiprocessors: int, threads: int
+) -> None:
+    device = CpuDevice(kernels, multiprocessors, threads)
+    same(device, family, off=off)
+    assert not device.busy
+    assert not device.runtime.held
+
+
+@pytest.mark.parametrize("interleaved", [False, True])
+@pytest.mark.parametrize("dtype", ELEMENTS)
+@pytest.mark.parametrize("pairs", [64, 40, 31])
+def test_keys_are_turned_as_the_cpu_turns_them(
+    device: CpuDevice, dtype: str, interleaved: bool, pairs: int
+) -> None:
+    geometry = Geometry(dtype=dtype, heads=2, head_dim=128)
+    rotary = geometry.rotary(interleaved=interleaved, pairs=pairs)
+    family = recovered(geometry, pairs, segments=[150, 90], own=[20, 7, 9], rotary=rotary)
+    assert family.state.nbytes > 2 * TILE_BYTES
+    ops = same(device, family).recipe.ops
+    assert set(ops["kind"]) == {Op.LITERAL, Op.REF, Op.REF_ROT}
+    assert ops["tokens"][ops["kind"] == Op.LITERAL].tolist() == [20, 7, 9] * 2
+
+
+@pytest.mark.parametrize("dtype", ELEMENTS)
+def test_tokens_that_were_computed_anew_are_written_out(device: CpuDevice, dtype: str) -> None:
+    family = recovered(Geometry(dtype=dtype, head_dim=40), 2, segments=[300], anew=0.15)
+    recipe = same(device, family).recipe
+    assert 50 < len(recipe.ops) < 300
+
+
+@pytest.mark.parametrize("dtype", ELEMENTS)
+@pytest.mark.parametrize("off", [0, 4])
+def test_small_differences_are_packed_as_the_cpu_packs_them(
+    device: CpuDevice, dtype: str, off: int
+) -> None:
+    family = recovered(Geometry(dtype=dtype, heads=3, head_dim=20), 2, segments=[90, 30])
+    ops = same(device, nearly(family, 0.5, 9, 4), off=off).recipe.ops
+    differing = ops[ops["kind"] == Op.XOR]
+    assert set(differing["code"]) == {XorCode.SPARSE}
+    assert differing["turn"].any()
+    assert not differing["turn"].all()
+
+
+@pytest.mark.parametrize("dtype", ELEMENTS)
+@pytest.mark.parametrize(("heads", "head_dim"), [(1, 2), (1, 6), (2, 64), (3, 10)])
+def test_a_difference_is_worth_it_up_to_the_same_element(
+    device: CpuDevice, dtype: str, heads: int, head_dim: int
+) -> None:
+    geometry = Geometry(dtype=dtype, layers=1, heads=heads, head_dim=head_dim)
+    family = recovered(geometry, 6, segments=[40], own=[4, 4])
+    limit = worth_limit(family.member)
+    for token, changed in ((10, limit), (20, min(limit + 1, heads * head_dim))):
+        at = np.arange(changed)
+        family.state[0, :, at // head_dim, token, at % head_dim] ^= 1
+    same(device, family)
+
+
+@pytest.mark.parametrize(("head_dim", "off", "vector"), [(16, 0, 16), (16, 4, 4), (10, 0, 4)])
+def test_vectors_are_as_large_as_everything_is_aligned(
+    device: CpuDevice, head_dim: int, off: int, vector: int
+) -> None:
+    names: list[str] = []
+    device.before = names.append
+    same(device, recovered(Geometry(head_dim=head_dim), 3, segments=[30]), off=off)
+    assert names == [
+        f"kmesh_encode_{name}"
+        for name in (
+            *("clear", f"compare_{vector}", "tell"),
+            *("clear", f"gather_{vector}", "stored", f"verify_{vector}", "tell"),
+        )
+    ]
+
+
+@pytest.mark.parametrize("plane", [0, 1])
+def test_a_layer_of_its_own(device: CpuDevice, plane: int) -> None:
+    family = recovered(Geometry(layers=3, heads=1, head_dim=8), 3, segments=[60])
+    family.state[1, plane, :, 20] ^= 0x5A5A
+    lists = same(device, family).recipe.runs["list"].tolist()
+    assert lists == ([0, 1, 2, 1, 0, 1] if plane == 0 else [0, 1, 0, 2, 0, 1])
+
+
+@pytest.mark.parametrize("kernel", [1, 2])
+def test_keys_that_another_kernel_turned_are_written_out(device: CpuDevice, kernel: int) -> None:
+    family = recovered(Geometry(head_dim=16), 3, segments=[80, 50])
+    told = tuple(dataclasses.replace(one, kernel=kernel) for one in family.provenance)
+    recipe = same(device, dataclasses.replace(family, provenance=told)).recipe
+    assert (Op.REF_ROT in recipe.ops["kind"]) == (kernel == 1)
+
+
+@pytest.mark.parametrize("shared", [0, 2, 30])
+def test_what_shares_too_little_refers_to_nothing(device: CpuDevice, shared: int) -> None:
+    family = recovered(Geometry(head_dim=16), 3, segments=[100], own=[30, 30])
+    part = family.state[:, :, :, 30 + shared : 130]
+    part[:] = Geometry(head_dim=16).draw(np.random.default_rng(1), 100 - shared)
+    assert same(device, family).depends == (shared == 30)
+
+
+def test_a_member_without_literals(device: CpuDevice) -> None:
+    recipe = same(device, recovered(Geometry(head_dim=16), 3, segments=[100], own=[0, 0])).recipe
+    assert recipe.head["literal_bytes"] == 0
+
+
+def test_one_token_and_one_row(device: CpuDevice) -> None:
+    same(device, recovered(Geometry(layers=1, heads=1, head_dim=2), 3, segments=[1], own=[0, 0]))
+
+
+# ---- verification ----------------------------------------------------------------------
+
+
+def change_once(
+    device: CpuDevice, kernel: str, address: int, times: int = 1, bits: int = 1
+) -> None:
+    """Flips bits before a kernel runs, for so many of its runs."""
+    left = [times]
+
+    def before(name: str) -> None:
+        if name.startswith(kernel) and left[0]:
+            left[0] -= 1
+            ctypes.c_uint8.from_address(address).value ^= bits
+
+    device.before = before
+
+
+def test_what_does_not_come_back_is_written_out(device: CpuDevice) -> None:
+    family = recovered(Geometry(head_dim=16), 3, segments=[100], own=[5, 4])
+    placed = Placed(device, family)
+    # Run 2 begins with another row when the recipe is decoded: no reference to that one holds.
+    kept = family.base.segments[0].rows
+    change_once(device, "kmesh_encode_verify", placed.base.segments[0].address + 2 * kept[0].nbytes)
+    encoder = GpuEncoder(placed.base, family.rotary, device=device)
+    with encoder.encode(family.member, placed.payload, family.provenance, 0) as found:
+        assert found.refused == 1
+        recipe = found.recipe
+    assert decode(found.data, family.base).tobytes() == family.state.tobytes()
+    literal = [
+        recipe.ops[recipe.lists["first"][number]]["tokens"] for number in recipe.runs["list"]
+    ]
+    assert literal == [5, 5, 6, 5]
+    placed.free()
+
+
+@pytest.mark.parametrize(
+    ("kind", "byte"), [(Op.LITERAL, 0), (Op.LITERAL, 5 * 64 - 1), (Op.XOR, 0), (Op.XOR, -1)]
+)
+@pytest.mark.parametrize("run", [0, 3])
+def test_data_that_were_damaged_are_noticed(
+    device: CpuDevice, kind: Op, byte: int, run: int
+) -> None:
+    """Rows, a difference's bitmap, and its last element."""
+    family = nearly(recovered(Geometry(head_dim=16), 3, segments=[100]), 1.0, 1, 3)
+    recipe = same(device, family).recipe
+    begin, end = _list_of(recipe, run)
+    op = next(one for one in recipe.ops[begin:end] if one["kind"] == kind)
+    at = len(recipe.file) - len(recipe.stored) + int(recipe.runs["offset"][run])
+    data = recipe.file[at + int(op["data"]) * UNIT :][: int(op["size"]) * UNIT]
+    within = byte if byte >= 0 else int(np.flatnonzero(data)[-1])
+    first, second = (device.runtime.malloc(2 * len(recipe.file)) for _ in range(2))
+    change_once(device, "kmesh_encode_verify", first + at + int(op["data"]) * UNIT + within)
+    placed, rooms = Placed(device, family), iter([first, second])
+    found = GpuEncoder(placed.base, family.rotary, device=device).encode(
+        family.member, placed.payload, family.provenance, 0, place=lambda _size: next(rooms)
+    )
+    assert found.refused == 1
+    assert decode(found.data, family.base).tobytes() == family.state.tobytes()
+    for address in (first, second):
+        device.runtime.free(address)
+    placed.free()
+
+
+def _list_of(recipe: Recipe, run: int) -> tuple[int, int]:
+    first, count = recipe.lists[recipe.runs["list"][run]].tolist()
+    return first, first + count
+
+
+def test_literals_that_never_come_back_are_an_error(device: CpuDevice) -> None:
+    family = recovered(Geometry(head_dim=16), 3, segments=[100])
+    room = device.runtime.malloc(1 << 20)
+    ctypes.memmove(room, b"KMRECIPE", 8)
+    placed = Placed(device, family)
+    encoder = GpuEncoder(placed.base, family.rotary, device=device)
+    data = Encoder(family.base, family.rotary).encode(
+        family.member, family.state, family.provenance
+    )
+    change_once(device, "kmesh_encode_verify", room + len(data.data) - 20, 99)
+    with pytest.raises(RecipeError, match="literals don't come back"):
+        encoder.encode(
+            family.member, placed.payload, family.provenance, 0, place=lambda _size: room
+        )
+    # A recipe without a head is none.
+    assert ctypes.string_at(room, 8) != b"KMRECIPE"
+    placed.free()
+    device.runtime.free(room)
+
+
+def test_a_row_that_nobody_compares_is_an_error(device: CpuDevice) -> None:
+    family = recovered(Geometry(head_dim=16), 3, segments=[100])
+    recipe = same(device, family).recipe
+    number = int(np.flatnonzero(recipe.ops["kind"] == Op.REF)[0])
+    ops_at = recipe.ops.ctypes.data - recipe.file.ctypes.data
+    room = device.runtime.malloc(len(recipe.file))
+    at = room + ops_at + number * recipe.ops.itemsize
+    change_once(device, "kmesh_encode_verify", at, bits=Op.REF ^ Op.XOR)
+    with (
+        pytest.raises(RecipeError, match="bytes were compared"),
+        encoded(device, family, place=lambda _size: room),
+    ):
+        pass
+    device.runtime.free(room)
+
+
+@pytest.mark.parametrize("kernel", ["gather", "verify"])
+def test_a_payload_that_changes_meanwhile_is_an_error(device: CpuDevice, kernel: str) -> None:
+    family = recovered(Geometry(head_dim=16), 3, segments=[100])
+    placed = Placed(device, family)
+    encoder = GpuEncoder(placed.base, family.rotary, device=device)
+    change_once(device, f"kmesh_encode_{kernel}", placed.payload.address)
+    with pytest.raises(RecipeError, match="changed") as raised:
+        encoder.encode(family.member, placed.payload, family.provenance, 0)
+    assert raised.value.field == "payload_root"
+    placed.free()
+
+
+def test_a_gpu_that_refuses_leaves_nothing(device: CpuDevice) -> None:
+    family = nearly(recovered(Geometry(head_dim=16), 3, segments=[100]), 0.5, 1, 3)
+    placed = Placed(device, family)
+    encoder = GpuEncoder(placed.base, family.rotary, device=device)
+
+    for kernel in (
+        "clear",
+        "compare_16",
+        "gather_16",
+        "pack",
+        "stored",
+        "verify_16",
+        "unpack",
+        "tell",
+    ):
+
+        def refuse(name: str, kernel: str = kernel) -> None:
+            if name == f"kmesh_encode_{kernel}":
+                raise RuntimeError("refused")
+
+        device.before = refuse
+        with pytest.raises(RuntimeError, match="refused"):
+            encoder.encode(family.member, placed.payload, family.provenance, 0)
+    placed.free()
+
+
+# ---- refusals --------------------------------------------------------------------------
+
+
+def test_what_the_kernels_do_not_serve_says_why(device: CpuDevice) -> None:
+    def refused(match: str, family: Family, **more: object) -> None:
+        with pytest.raises(UnsupportedError, match=match), encoded(device, family, **more):
+            pass
+
+    odd = recovered(Geometry(head_dim=5), 1)
+    refused("rows of 10 bytes", odd)
+    refused("multiples of 4", recovered(Geometry(head_dim=8), 1), off=2)
+    wide = Geometry(dtype="float32", layers=1, heads=1, head_dim=8192)
+    refused("rows of 32768 bytes", recovered(wide, 1, segments=[2], own=[0, 0]))
+    family = recovered(Geometry(head_dim=8), 1)
+    refused("by content on the CPU", dataclasses.replace(family, provenance=()))
+    with pytest.raises(UnsupportedError, match="segment 0 of the base is not in a GPU's memory"):
+        GpuEncoder(family.base, family.rotary, device=device)
+
+
+def test_members_that_can_not_be_of_the_family_are_refused(device: CpuDevice) -> None:
+    family = recovered(Geometry(head_dim=8), 1)
+    member, (given,) = family.member, family.provenance
+
+    def refused(kind: type[RecipeError], field: str, **changes: object) -> None:
+        with pytest.raises(kind) as raised, encoded(device, dataclasses.replace(family, **changes)):
+            pass
+        assert raised.value.field == field
+
+    refused(RecipeError, "payload", state=family.state[:, :, :, 1:])
+    refused(RecipeMismatch, "namespace", member=dataclasses.replace(member, namespace=b"x" * 32))
+    key = family.base.segments[0].description.key
+    refused(RecipeError, "key", member=dataclasses.replace(member, key=key))
+    other = dataclasses.replace(given, delta=given.delta + 1)
+    refused(RecipeError, "provenance.delta", provenance=(other,))
+    unknown = Provenance(given.token, given.tokens, b"?" * 32, 0, given.delta)
+    refused(RecipeError, "provenance.segment", provenance=(unknown,))
+    refused(RecipeError, "pairs", rotary=None)
+    wrong = Rotary(family.rotary.frequencies, False, "float16")
+    refused(RecipeError, "dtype", rotary=wrong)
+
+
+def test_a_place_is_a_multiple_of_64(device: CpuDevice) -> None:
+    family = recovered(Geometry(head_dim=8), 1)
+    with (
+        pytest.raises(RecipeError, match="place"),
+        encoded(device, family, place=lambda _size: 4096 + 16),
+    ):
+        pass
+
+
+def test_a_segment_that_is_read_has_its_digest_and_root(device: CpuDevice) -> None:
+    family = recovered(Geometry(head_dim=8), 1)
+    placed = Placed(device, family)
+    (kept,) = family.base
+    found = GpuSegment.read(
+        kept.description, GpuBytes(placed.base.segments[0].address, kept.rows.nbytes), device
+    )
+    assert (found.digest, found.root) == (kept.digest, kept.root)
+    with pytest.raises(RecipeError, match="payload"):
+        GpuSegment.read(kept.description, GpuBytes(found.address, 1), device)
+    placed.free()
