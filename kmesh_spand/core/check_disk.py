@@ -5,7 +5,6 @@ from __future__ import annotations
 from kmesh_spand.core.disk import Disk
 from kmesh_spand.core.diskfile import BLOCK_BYTES, file_bytes
 from kmesh_spand.core.files import FileBook
-from kmesh_spand.core.policy import LRU
 from kmesh_spand.core.sessions import SessionBook
 from kmesh_spand.core.states import (
     FILE_EVICTABLE,
@@ -44,8 +43,9 @@ def _check_files(book: FileBook) -> None:
         assert not tenant.quota or tenant.blocks <= tenant.quota
         evictable = [row for row in mine if table.state[row] in FILE_EVICTABLE]
         assert tenant.evictable == len(evictable)
-        if type(tenant.order) is LRU:
-            assert sorted(tenant.order.victims()) == evictable
+        covered = [row for row in evictable if book.covered(row)]
+        assert sorted(tenant.covered.victims()) == covered
+        assert sorted(tenant.order.victims()) == sorted(set(evictable) - set(covered))
     for row in rows:
         names = list(book.aliases(row))
         assert all(table.tile[name] == row for name in names)
@@ -72,6 +72,11 @@ def _check_names(book: FileBook, store: SpanStore) -> None:
         assert shown <= (table.state[file] in FILE_SHOWN)
         if table.state[file] in FILE_SHOWN and state != State.SUSPECT:
             assert shown == (state != State.COMMITTED)
+        if row in keyed and table.state[file] in FILE_EVICTABLE:
+            # What is only being stored is not known yet.
+            own = host if store.table.state[host] != State.ALIAS else 0
+            assert book.covered(row) >= (store.table.state[own] == State.COMMITTED)
+            assert own or not book.covered(row)
     assert book.published == published
 
 

@@ -53,7 +53,6 @@ class Core:
         tenancy: who shares with whom; each uid is by itself by default.
         batch: operations over many rows; plain Python by default.
         disk: limits of the disk tier; None: there is none.
-        disk_policy: order in which files go, LRU by default.
 
     Attributes:
         counters: see ``counters.COUNTERS``; they only grow.
@@ -71,7 +70,6 @@ class Core:
         tenancy: Tenancy | None = None,
         batch: Batch | None = None,
         disk: DiskConfig | None = None,
-        disk_policy: Policy | None = None,
     ) -> None:
         self.config = config
         self.tenancy = tenancy or Tenancy()
@@ -89,7 +87,7 @@ class Core:
         )
         self.disk: Disk | None = None
         if disk is not None:
-            self.disk = Disk(disk, config, self._store, self.tenancy, jobs, disk_policy, batch)
+            self.disk = Disk(disk, config, self._store, self.tenancy, jobs, batch)
         self.fates = Fates(self._store, endings, self.disk)
         self.sweep = Sweep(self._store, self.disk)
         self._book = SessionBook()

@@ -14,7 +14,6 @@ from kmesh_spand.core.diskfile import BLOCK_BYTES, SpanFile, file_bytes
 from kmesh_spand.core.effects import Spill
 from kmesh_spand.core.fetches import Fetches
 from kmesh_spand.core.files import FileBook
-from kmesh_spand.core.policy import LRU, Policy
 from kmesh_spand.core.states import FILE_EVICTABLE, FILE_SHOWN, FileState, FileTrigger, State
 from kmesh_spand.core.store import SpanStore
 from kmesh_spand.core.tenants import Tenancy
@@ -43,12 +42,10 @@ class Disk:
         store: SpanStore,
         tenancy: Tenancy,
         jobs: Iterator[int],
-        policy: Policy | None = None,
         batch: Batch | None = None,
     ) -> None:
         self.config = config
-        order = policy or LRU(config.max_files, batch)
-        self.book = FileBook(config, store, tenancy, order, jobs, core.max_spans, batch)
+        self.book = FileBook(config, store, tenancy, jobs, core.max_spans, batch)
         self.fetches = Fetches(config, core, store, self.book, jobs)
         self.ready = False
         self.writes: dict[int, int] = {}
@@ -89,6 +86,7 @@ class Disk:
         found = self._file_of(row)
         if found:
             self.fetches.overtaken(found)
+            book.covers(found, covered=True)
             same = (book.table.root[found], book.table.length[found]) == (
                 store.table.root[row],
                 store.table.length[row],
@@ -106,7 +104,9 @@ class Disk:
         if not self._store.tenant_of(row).tier:
             self.book.uncover(row)
             if found := self._file_of(row):
-                self.book.touch(found)
+                table = self._store.table
+                used = table.used[row] != table.born[row]
+                self.book.covers(found, covered=False, used=used)
 
     def _file_of(self, row: int) -> int:
         """The file whose own key a span has, or 0."""

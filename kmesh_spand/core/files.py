@@ -10,7 +10,8 @@ from kmesh_spand.core.batch import Batch, Rows
 from kmesh_spand.core.config import DiskConfig
 from kmesh_spand.core.diskfile import BLOCK_BYTES, SpanFile, file_bytes
 from kmesh_spand.core.effects import Publish, Unlink, Unpublish
-from kmesh_spand.core.policy import Policy
+from kmesh_spand.core.policies import make_policy
+from kmesh_spand.core.policy import LRU, Policy
 from kmesh_spand.core.states import (
     FILE_BUSY,
     FILE_EVICTABLE,
@@ -32,7 +33,8 @@ class FileTenant:
     """A group and a salt that have files.
 
     Attributes:
-        number: unique among those that have any. order: of eviction.
+        number: unique among those that have any.
+        order, covered: of eviction; of files whose spans host memory has too, which go last.
         quota: blocks, 0 for no limit. blocks: of files that are not being removed.
         files, evictable: how many there are, and may be removed now.
     """
@@ -42,6 +44,7 @@ class FileTenant:
     salt: bytes = field(repr=False)
     quota: int
     order: Policy
+    covered: Policy
     blocks: int = 0
     files: int = 0
     evictable: int = 0
@@ -58,9 +61,6 @@ class FileBook:
     A tenant's name is in the index where a file has it and no span in host memory is served
     under it.
 
-    Args:
-        policy: the first tenant's order of eviction.
-
     Attributes:
         table: a row for each file and each further name of one; ``tile`` is blocks.
         names: by row, of the files themselves.
@@ -75,7 +75,6 @@ class FileBook:
         config: DiskConfig,
         store: SpanStore,
         tenancy: Tenancy,
-        policy: Policy,
         jobs: Iterator[int],
         base: int,
         batch: Batch | None = None,
@@ -97,8 +96,10 @@ class FileBook:
         self._shown = bytearray(config.max_files + 1)
         self._first_alias: dict[int, int] = {}
         self._numbers: dict[int, FileTenant] = {}
-        self._policy = policy
-        self._unused: list[tuple[int, Policy]] = [(1, policy)]
+        self._covered = bytearray(config.max_files + 1)
+        policy = make_policy(config.policy, config.max_files, batch)
+        self._orders: tuple[Policy, Policy] = policy, LRU(config.max_files, batch)
+        self._unused: list[tuple[int, Policy, Policy]] = [(1, *self._orders)]
         self._last = 1
 
     # Tenants
@@ -110,13 +111,13 @@ class FileBook:
     def _open(self, group: int, salt: bytes) -> FileTenant:
         found = self.tenants.get((group, salt))
         if found is None:
-            if self._unused:
-                number, order = self._unused.pop()
-            else:
+            if not self._unused:
                 self._last += 1
-                number, order = self._last, self._policy.another()
+                order, covered = self._orders
+                self._unused.append((self._last, order.another(), covered.another()))
+            number, order, covered = self._unused.pop()
             quota = -(-self._tenancy.quota(group, salt) // BLOCK_BYTES)
-            found = FileTenant(number, group, salt, quota, order)
+            found = FileTenant(number, group, salt, quota, order, covered)
             self.tenants[group, salt] = self._numbers[number] = found
         return found
 
@@ -131,7 +132,7 @@ class FileBook:
     def _close(self, tenant: FileTenant) -> None:
         if not tenant.files:
             del self.tenants[tenant.group, tenant.salt], self._numbers[tenant.number]
-            self._unused.append((tenant.number, tenant.order))
+            self._unused.append((tenant.number, tenant.order, tenant.covered))
 
     # Names
 
@@ -222,6 +223,11 @@ class FileBook:
         tenant.files += 1
         for tokens, key in reversed(span.names):
             self._alias(row, key, tokens, where)
+        self._covered[row] = False
+        try:
+            tenant.order.enter(row, table.name_of(row))
+        except Exception:
+            self._store.policy_failed()
         self.move(row, trigger)
         return row
 
@@ -259,6 +265,7 @@ class FileBook:
             self._show(row, (row, *self.aliases(row)))
         if new in FILE_EVICTABLE and old not in FILE_EVICTABLE:
             tenant.evictable += 1
+            self._covered[row] = self._in_memory(row, tenant)
             self._ordered(tenant, row, add=True)
         if new is FileState.REMOVING:
             self._remove(row, tenant)
@@ -305,17 +312,44 @@ class FileBook:
         self.table.remove(row)
 
     def _ordered(self, tenant: FileTenant, row: int, *, add: bool) -> None:
+        order = tenant.covered if self._covered[row] else tenant.order
         try:
-            (tenant.order.add if add else tenant.order.discard)([row])
+            (order.add if add else order.discard)([row])
         except Exception:
             self._store.policy_failed()
 
-    def touch(self, row: int) -> None:
-        """A file was of use: it goes last."""
-        if self.table.state[row] in FILE_EVICTABLE:
-            tenant = self.tenant_of(row)
+    def _in_memory(self, row: int, tenant: FileTenant) -> bool:
+        """Whether host memory has a file's span, or will have it soon."""
+        store = self._store
+        there = store.tenants.find(tenant.group, tenant.salt)
+        if there is None:
+            return False
+        host = store.table.find(self.table.key_of(row), scope(there.number, self.shard(row)))
+        return bool(host) and store.table.state[host] != State.ALIAS
+
+    def covers(self, row: int, *, covered: bool, used: bool = False) -> None:
+        """Memory has a file's span from now on, or has it no more.
+
+        Args:
+            used: it was of use there.
+        """
+        if self._covered[row] == covered:
+            return
+        there, tenant = self.table.state[row] in FILE_EVICTABLE, self.tenant_of(row)
+        if there:
             self._ordered(tenant, row, add=False)
+        self._covered[row] = covered
+        if used:
+            try:
+                tenant.order.used(row)
+            except Exception:
+                self._store.policy_failed()
+        if there:
             self._ordered(tenant, row, add=True)
+
+    def covered(self, row: int) -> bool:
+        """Whether a file goes after others, since memory has its span too."""
+        return bool(self._covered[row])
 
     # The index
 
@@ -423,6 +457,11 @@ class FileBook:
         counters = self._store.counters
         counters["disk_evicted"] += 1
         counters["disk_evicted_bytes"] += self.table.length[row]
+        if not self._covered[row]:
+            try:
+                self.tenant_of(row).order.evicted(row)
+            except Exception:
+                self._store.policy_failed()
         self.move(row, FileTrigger.EVICT)
 
     def victim(self, tenant: FileTenant) -> int:
@@ -430,7 +469,7 @@ class FileBook:
         if not tenant.evictable:
             return 0
         try:
-            row = next(tenant.order.victims(), 0)
+            row = next(tenant.order.victims(), 0) or next(tenant.covered.victims(), 0)
             if self._may_evict(row, tenant):
                 return row
         except Exception:

@@ -122,9 +122,12 @@ class SpanTable:
         """The 32 bytes of a row's key."""
         return _KEY.pack(*(column[row] for column in self.words))
 
+    def name_of(self, row: int) -> int:
+        """64 bits that tell (key, scope) of a row from others."""
+        return self.words[0][row] ^ mix(self.scopes.value(self.scope[row]))
+
     def _home(self, row: int) -> int:
-        scope = self.scopes.value(self.scope[row])
-        return (self.words[0][row] ^ mix(scope)) & self._mask
+        return self.name_of(row) & self._mask
 
     def find(self, key: bytes, scope: int) -> int:
         """The row of (key, scope), or 0."""

@@ -27,6 +27,7 @@ from kmesh_spand.core import events as ev
 from kmesh_spand.core.codes import Reason, Trouble
 from kmesh_spand.core.config import DiskConfig
 from kmesh_spand.core.diskfile import file_bytes
+from kmesh_spand.core.policies import POLICIES
 from kmesh_spand.core.tags import tag
 from kmesh_spand.core.tenants import Tenancy, tenant_name
 
@@ -73,6 +74,7 @@ class DiskMachine(RuleBasedStateMachine):
         quotas=st.sampled_from(QUOTAS),
         writes=st.integers(1, 2),
         reads=st.integers(1, 2),
+        policy=st.sampled_from(sorted(POLICIES)),
     )
     def start(
         self,
@@ -83,6 +85,7 @@ class DiskMachine(RuleBasedStateMachine):
         quotas: dict[str, int],
         writes: int,
         reads: int,
+        policy: str,
     ) -> None:
         self.uids = list(tenancy.groups)
         self.world = DiskWorld(
@@ -98,6 +101,7 @@ class DiskMachine(RuleBasedStateMachine):
                 hold_ms=50,
                 longest_hold_ms=200,
                 quotas=quotas,
+                policy=policy,
             ),
             max_spans=10,
             max_batch=8,
