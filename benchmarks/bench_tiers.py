@@ -38,7 +38,7 @@ from kmesh_spand.core.effects import (
 from kmesh_spand.core.policies import POLICIES
 
 #: Host memory and disk, in per cent of the trace's different blocks.
-SIZES = ((2, 5), (5, 10), (5, 20), (10, 40))
+SIZES = ((5, 10), (5, 20), (10, 40))
 PUBLIC = "mooncake"
 _MADE_QUICKLY = 600
 

@@ -120,7 +120,8 @@ class SpanTable:
 
     def key_of(self, row: int) -> bytes:
         """The 32 bytes of a row's key."""
-        return _KEY.pack(*(column[row] for column in self.words))
+        first, second, third, fourth = self.words
+        return _KEY.pack(first[row], second[row], third[row], fourth[row])
 
     def name_of(self, row: int) -> int:
         """64 bits that tell (key, scope) of a row from others."""
