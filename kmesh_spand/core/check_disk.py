@@ -33,8 +33,13 @@ def _check_files(book: FileBook) -> None:
     assert book.used == sum(table.tile[row] for row in rows) <= book.capacity
     assert book.payload == sum(table.length[row] for row in rows)
     removing = {row for row in rows if table.state[row] == FileState.REMOVING}
-    assert set(book.removing.values()) == removing
-    assert len(book.removing) == len(removing)
+    going = book.removals.rows
+    assert set(going) == removing
+    assert len(going) == len(removing)
+    flying = book.removals.flying
+    assert flying == min(len(going) + book.removals.strays, book.config.max_removals)
+    assert len(book.removals.names) == len(going) + book.removals.strays
+    assert {book.names[row] for row in going} <= book.removals.names
     assert book.freeing == sum(table.tile[row] for row in removing)
     for tenant in book.tenants.values():
         mine = [row for row in rows if book.tenant_of(row) is tenant]

@@ -96,6 +96,9 @@ class DiskConfig:
         hold_ms, longest_hold_ms: how long a span is left alone that could not be fetched, and the
             whole tier after it could not be written: twice as long each time, at most the second.
         max_failures: a file that could not be read so often is removed.
+        max_removals: files that are removed at a time.
+        max_late, stall_ms: the tier is treated as not there when so many waits have ended while
+            nothing was read for so long; for ``hold_ms`` first, as above.
         policy: order in which files make room, of ``policies.POLICIES``.
         quotas: bytes by name of a tenant, or of its group without salt; 0 is no limit.
         default_quota: bytes of the others.
@@ -109,6 +112,9 @@ class DiskConfig:
     hold_ms: int = 1000
     longest_hold_ms: int = 60_000
     max_failures: int = 3
+    max_removals: int = 64
+    max_late: int = 3
+    stall_ms: int = 500
     policy: str = "s3-fifo"
     quotas: Mapping[str, int] = field(default_factory=dict)
     default_quota: int = 0

@@ -230,6 +230,7 @@ class Core:
                 disk.found(files)
             case ev.DiskReady():
                 disk.ready = True
+                disk.fetches.answered()
             case ev.DiskGone():
                 disk.ready = False
             case ev.Forget(rows):

@@ -142,7 +142,7 @@ class Disk:
     def _spill(self) -> None:
         counters = self._store.counters
         # What a scan found too much takes room until it is gone.
-        while not self.book.strays and self._queue and len(self.writes) < self.config.max_writes:
+        while not self.book.removals.strays and self._queue and len(self.writes) < self.config.max_writes:
             row, generation = self._queue[0]
             if not self._is_there(row, generation):
                 # Evicted: if not by a damage that was found, it is lost.
@@ -232,7 +232,7 @@ class Disk:
             there = book.find(span.group, span.salt, span.key, span.shard)
             if there and book.table.state[there] == FileState.ALIAS:
                 there = 0
-            if (there and book.names[there] == name) or self._is_removed(name):
+            if (there and book.names[there] == name) or name in book.removals.names:
                 continue
             row = 0
             blocks = file_bytes(span.length, len(span.names)) // BLOCK_BYTES
@@ -243,13 +243,7 @@ class Disk:
                 counters["disk_found"] += 1
             else:
                 counters["disk_found_dropped"] += 1
-                book.remove_stray(name)
-
-    def _is_removed(self, name: int) -> bool:
-        book = self.book
-        return any(book.names[row] == name for row in book.removing.values()) or (
-            name in book.strays.values()
-        )
+                book.removals.remove(0, name)
 
     def _fits(self, span: SpanFile, blocks: int) -> bool:
         book = self.book
@@ -269,10 +263,7 @@ class Disk:
         """A file is gone, or could not be removed: the next scan finds it again."""
         if not ok:
             self._store.counters["disk_unlink_failed"] += 1
-        if self.book.strays.pop(job, None) is not None:
-            return
-        row = self.book.removing.pop(job, 0)
-        if row:
+        if row := self.book.removals.ended(job):
             self.book.move(row, FileTrigger.REMOVED)
 
     def forget(self, rows: Sequence[int]) -> None:

@@ -9,9 +9,10 @@ from dataclasses import dataclass, field
 from kmesh_spand.core.batch import Batch, Rows
 from kmesh_spand.core.config import DiskConfig
 from kmesh_spand.core.diskfile import BLOCK_BYTES, SpanFile, file_bytes
-from kmesh_spand.core.effects import Publish, Unlink, Unpublish
+from kmesh_spand.core.effects import Publish, Unpublish
 from kmesh_spand.core.policies import make_policy
 from kmesh_spand.core.policy import LRU, Policy
+from kmesh_spand.core.removals import Removals
 from kmesh_spand.core.states import (
     FILE_BUSY,
     FILE_EVICTABLE,
@@ -65,7 +66,7 @@ class FileBook:
         table: a row for each file and each further name of one; ``tile`` is blocks.
         names: by row, of the files themselves.
         used, freeing: blocks of all files; of those that are being removed.
-        removing: row by job. strays: the same of files that have no row, by their names.
+        removals: files that are to go.
         published: names in the index.
         tenants: by group and salt.
     """
@@ -85,13 +86,11 @@ class FileBook:
         self.names = array("Q", [0]) * (config.max_files + 1)
         self.used = self.freeing = self.published = self.payload = 0
         self.by_state = [0] * len(FileState)
-        self.removing: dict[int, int] = {}
-        self.strays: dict[int, int] = {}
+        self.removals = Removals(store, jobs, config.max_removals)
         self.tenants: dict[tuple[int, bytes], FileTenant] = {}
         self._store = store
         # Quotas of the disk are its own; who shares with whom is not.
         self._tenancy = Tenancy(tenancy.groups, tenancy.shared, config.quotas, config.default_quota)
-        self._jobs = jobs
         self._base = base
         self._shown = bytearray(config.max_files + 1)
         self._first_alias: dict[int, int] = {}
@@ -273,18 +272,10 @@ class FileBook:
             self._give(row, tenant, removed=old is FileState.REMOVING)
         return new
 
-    def remove_stray(self, name: int) -> None:
-        """Remove a file that is nobody's."""
-        job = next(self._jobs)
-        self.strays[job] = name
-        self._store.out.append(Unlink(job, name))
-
     def _remove(self, row: int, tenant: FileTenant) -> None:
-        job = next(self._jobs)
-        self.removing[job] = row
         self.freeing += self.table.tile[row]
         tenant.blocks -= self.table.tile[row]
-        self._store.out.append(Unlink(job, self.names[row]))
+        self.removals.remove(row, self.names[row])
 
     def _give(self, row: int, tenant: FileTenant, *, removed: bool) -> None:
         blocks = self.table.tile[row]
@@ -440,7 +431,7 @@ class FileBook:
 
     @property
     def _vacant(self) -> int:
-        return self.table.vacant + len(self.removing)
+        return self.table.vacant + self.by_state[FileState.REMOVING]
 
     def _later(self) -> bool | None:
         """Whether something is on its way that may leave room."""

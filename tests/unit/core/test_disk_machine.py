@@ -50,6 +50,8 @@ DISK_MUST_REACH = (
     "disk_fetch_failed",
     "disk_corrupt",
     "disk_hurried",
+    "disk_outages",
+    "disk_outage_misses",
     "disk_evicted",
     "disk_discarded",
     "disk_unlink_failed",
@@ -100,6 +102,9 @@ class DiskMachine(RuleBasedStateMachine):
                 max_wanted=4,
                 hold_ms=50,
                 longest_hold_ms=200,
+                max_removals=3,
+                max_late=2,
+                stall_ms=80,
                 quotas=quotas,
                 policy=policy,
             ),
@@ -275,6 +280,19 @@ class DiskMachine(RuleBasedStateMachine):
             self.world.hurry(*data.draw(st.sampled_from(sorted(self.world.arrivals))))
         else:
             self.world.send(ev.Hurry(self.session(data), 10**9))
+
+    @precondition(lambda self: len(self.world.arrivals) > 1)
+    @rule()
+    def disk_hangs(self) -> None:
+        """Long enough for the tier to be treated as not there."""
+        world = self.world
+        world.now += 100
+        for at in sorted(world.arrivals)[:2]:
+            if at in world.arrivals:
+                world.hurry(*at)
+        assert world.core.disk is not None
+        if world.fetches and world.core.disk.fetches.away:
+            assert not world.arrivals
 
     @precondition(lambda self: self.world.leases)
     @rule(data=st.data())
