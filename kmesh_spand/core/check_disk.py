@@ -10,6 +10,7 @@ from kmesh_spand.core.states import (
     FILE_EVICTABLE,
     FILE_KEYED,
     FILE_SHOWN,
+    FILE_STORED,
     FileState,
     State,
 )
@@ -46,6 +47,14 @@ def _check_files(book: FileBook) -> None:
         assert tenant.files == len(mine) > 0
         assert tenant.blocks == sum(table.tile[row] for row in mine if row not in removing)
         assert not tenant.quota or tenant.blocks <= tenant.quota
+        stored = [row for row in mine if table.state[row] in FILE_STORED]
+        assert tenant.spaces == {
+            space: [
+                sum(table.space[row] == space for row in stored),
+                sum(table.length[row] for row in stored if table.space[row] == space),
+            ]
+            for space in {table.space[row] for row in stored}
+        }
         evictable = [row for row in mine if table.state[row] in FILE_EVICTABLE]
         assert tenant.evictable == len(evictable)
         covered = [row for row in evictable if book.covered(row)]

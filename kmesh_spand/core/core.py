@@ -454,25 +454,23 @@ class Core:
         return None if found is None else self._reading.place(found, lease, entry)
 
     def namespaces(self, group: int | None = None) -> list[NamespaceRow]:
-        """All namespaces that have stored spans, in no order.
+        """All namespaces of which something is in memory or on disk, in no order.
 
         Args:
             group: whose spans are counted; None for all.
         """
         store = self._store
-        if group is not None:
-            held: dict[int, list[int]] = {}
-            for tenant in store.tenants:
-                for number, (spans, size) in tenant.spaces.items():
-                    if tenant.group == group:
-                        counts = held.setdefault(number, [0, 0])
-                        counts[0] += spans
-                        counts[1] += size
-            return [NamespaceRow(store.table.spaces.value(n), *c) for n, c in held.items()]
+        held: dict[bytes, list[int]] = {}
+        for tenant in store.tenants:
+            for number, (spans, size) in tenant.spaces.items():
+                if group in (None, tenant.group):
+                    counts = held.setdefault(store.table.spaces.value(number), [0, 0])
+                    counts[0] += spans
+                    counts[1] += size
+        files = self.disk.book.namespaces(group) if self.disk is not None else {}
         return [
-            NamespaceRow(digest, store.space_spans[number], store.space_bytes[number])
-            for number, digest in store.table.spaces
-            if number in store.space_spans
+            NamespaceRow(digest, *held.get(digest, (0, 0)), *files.get(digest, (0, 0)))
+            for digest in dict.fromkeys((*held, *files))
         ]
 
     def session_info(self, session: int) -> SessionRow | None:

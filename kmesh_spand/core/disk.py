@@ -279,7 +279,7 @@ class Disk:
     def status(self) -> DiskStatus:
         """Counts of everything."""
         book, states = self.book, self.book.by_state
-        failing = self.failing_since_ms
+        failing, away = self.failing_since_ms, self.fetches.outage.since_ms
         return DiskStatus(
             capacity=book.capacity * BLOCK_BYTES,
             used=book.used * BLOCK_BYTES,
@@ -293,6 +293,7 @@ class Disk:
             held=states[FileState.HELD],
             ready=self.ready,
             failing_ms=0 if failing is None else max(1, self._store.now_ms - failing),
+            away_ms=0 if away is None else max(1, self._store.now_ms - away),
         )
 
     def tenant_rows(self, group: int | None = None) -> list[DiskTenantRow]:

@@ -18,6 +18,7 @@ from kmesh_spand.core.states import (
     FILE_EVICTABLE,
     FILE_KEYED,
     FILE_SHOWN,
+    FILE_STORED,
     FILE_TRANSITIONS,
     FileState,
     FileTrigger,
@@ -38,6 +39,7 @@ class FileTenant:
         order, covered: of eviction; of files whose spans host memory has too, which go last.
         quota: blocks, 0 for no limit. blocks: of files that are not being removed.
         files, evictable: how many there are, and may be removed now.
+        spaces: files, and bytes of their payloads, by namespace number; of those that are whole.
     """
 
     number: int
@@ -49,6 +51,7 @@ class FileTenant:
     blocks: int = 0
     files: int = 0
     evictable: int = 0
+    spaces: dict[int, list[int]] = field(default_factory=dict)
 
     @property
     def name(self) -> str:
@@ -257,6 +260,8 @@ class FileBook:
             self._hide(row)
         if old in FILE_KEYED and new not in FILE_KEYED:
             self._drop_names(row)
+        if (old in FILE_STORED) != (new in FILE_STORED):
+            self._count(row, tenant, 1 if new in FILE_STORED else -1)
         table.state[row] = new
         self.by_state[old] -= old is not FileState.GONE
         self.by_state[new] += new is not FileState.GONE
@@ -271,6 +276,25 @@ class FileBook:
         if new is FileState.GONE:
             self._give(row, tenant, removed=old is FileState.REMOVING)
         return new
+
+    def _count(self, row: int, tenant: FileTenant, sign: int) -> None:
+        space = self.table.space[row]
+        held = tenant.spaces.setdefault(space, [0, 0])
+        held[0] += sign
+        held[1] += sign * self.table.length[row]
+        if not held[0]:
+            del tenant.spaces[space]
+
+    def namespaces(self, group: int | None = None) -> dict[bytes, tuple[int, int]]:
+        """Files and bytes of their payloads by namespace; ``group``: whose, None for all."""
+        found: dict[bytes, tuple[int, int]] = {}
+        for tenant in self.tenants.values():
+            if group in (None, tenant.group):
+                for number, (files, size) in tenant.spaces.items():
+                    digest = self.table.spaces.value(number)
+                    before = found.get(digest, (0, 0))
+                    found[digest] = before[0] + files, before[1] + size
+        return found
 
     def _remove(self, row: int, tenant: FileTenant) -> None:
         self.freeing += self.table.tile[row]

@@ -540,6 +540,25 @@ def test_a_recipe_is_not_written_and_its_payload_stays_in_the_file() -> None:
     world.check()
 
 
+def test_namespaces_of_which_only_files_are_left() -> None:
+    world = made(tiles=4)
+    assert world.core.namespaces() == []
+    on_disk(world, 3)
+    (space,) = world.core.namespaces()
+    assert (space.spans, space.files, space.file_bytes) == (0, 3, 3 * TILE_BYTES)
+    assert world.core.namespaces(group=1000) == [space]
+    assert world.core.namespaces(group=1001) == []
+    world.acquire(world.connect(), names(0))
+    world.settle()
+    (space,) = world.core.namespaces()
+    assert (space.spans, space.bytes, space.files) == (1, TILE_BYTES, 3)
+    assert world.core.disk is not None
+    world.send(ev.Forget(world.core.sweep.files(0, 100).slots))
+    (space,) = world.core.namespaces()
+    assert (space.spans, space.files) == (1, 0)
+    world.check()
+
+
 # A disk that does not answer
 
 

@@ -287,11 +287,12 @@ class DiskMachine(RuleBasedStateMachine):
         """Long enough for the tier to be treated as not there."""
         world = self.world
         world.now += 100
+        before = len(world.outages)
         for at in sorted(world.arrivals)[:2]:
             if at in world.arrivals:
                 world.hurry(*at)
-        assert world.core.disk is not None
-        if world.fetches and world.core.disk.fetches.away:
+        if len(world.outages) > before:
+            assert world.outages[-1]
             assert not world.arrivals
 
     @precondition(lambda self: self.world.leases)
