@@ -57,7 +57,7 @@ def _check_files(book: FileBook) -> None:
         }
         evictable = [row for row in mine if table.state[row] in FILE_EVICTABLE]
         assert tenant.evictable == len(evictable)
-        covered = [row for row in evictable if book.covered(row)]
+        covered = [row for row in evictable if book.order.covered(row)]
         assert sorted(tenant.covered.victims()) == covered
         assert sorted(tenant.order.victims()) == sorted(set(evictable) - set(covered))
     for row in rows:
@@ -89,8 +89,8 @@ def _check_names(book: FileBook, store: SpanStore) -> None:
         if row in keyed and table.state[file] in FILE_EVICTABLE:
             # What is only being stored is not known yet.
             own = host if store.table.state[host] != State.ALIAS else 0
-            assert book.covered(row) >= (store.table.state[own] == State.COMMITTED)
-            assert own or not book.covered(row)
+            assert book.order.covered(row) >= (store.table.state[own] == State.COMMITTED)
+            assert own or not book.order.covered(row)
     assert book.published == published
 
 

@@ -460,18 +460,19 @@ class Core:
             group: whose spans are counted; None for all.
         """
         store = self._store
-        held: dict[bytes, list[int]] = {}
+        held: dict[bytes, tuple[int, int]] = {}
         for tenant in store.tenants:
             for number, (spans, size) in tenant.spaces.items():
                 if group in (None, tenant.group):
-                    counts = held.setdefault(store.table.spaces.value(number), [0, 0])
-                    counts[0] += spans
-                    counts[1] += size
-        files = self.disk.book.namespaces(group) if self.disk is not None else {}
-        return [
-            NamespaceRow(digest, *held.get(digest, (0, 0)), *files.get(digest, (0, 0)))
-            for digest in dict.fromkeys((*held, *files))
-        ]
+                    digest = store.table.spaces.value(number)
+                    before = held.get(digest, (0, 0))
+                    held[digest] = before[0] + spans, before[1] + size
+        there = self.disk.book.namespaces(group) if self.disk is not None else {}
+        rows = []
+        for digest in dict.fromkeys((*held, *there)):
+            (spans, size), (files, file_bytes) = held.get(digest, (0, 0)), there.get(digest, (0, 0))
+            rows.append(NamespaceRow(digest, spans, size, files, file_bytes))
+        return rows
 
     def session_info(self, session: int) -> SessionRow | None:
         """What an open session holds; None for any other."""

@@ -86,7 +86,7 @@ class Disk:
         found = self._file_of(row)
         if found:
             self.fetches.overtaken(found)
-            book.covers(found, covered=True)
+            book.covered(found)
             same = (book.table.root[found], book.table.length[found]) == (
                 store.table.root[row],
                 store.table.length[row],
@@ -105,8 +105,7 @@ class Disk:
             self.book.uncover(row)
             if found := self._file_of(row):
                 table = self._store.table
-                used = table.used[row] != table.born[row]
-                self.book.covers(found, covered=False, used=used)
+                self.book.uncovered(found, used=table.used[row] != table.born[row])
 
     def _file_of(self, row: int) -> int:
         """The file whose own key a span has, or 0."""
@@ -142,7 +141,11 @@ class Disk:
     def _spill(self) -> None:
         counters = self._store.counters
         # What a scan found too much takes room until it is gone.
-        while not self.book.removals.strays and self._queue and len(self.writes) < self.config.max_writes:
+        while (
+            not self.book.removals.strays
+            and self._queue
+            and len(self.writes) < self.config.max_writes
+        ):
             row, generation = self._queue[0]
             if not self._is_there(row, generation):
                 # Evicted: if not by a damage that was found, it is lost.

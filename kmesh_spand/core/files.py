@@ -4,14 +4,12 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Iterator
-from dataclasses import dataclass, field
 
 from kmesh_spand.core.batch import Batch, Rows
 from kmesh_spand.core.config import DiskConfig
 from kmesh_spand.core.diskfile import BLOCK_BYTES, SpanFile, file_bytes
 from kmesh_spand.core.effects import Publish, Unpublish
-from kmesh_spand.core.policies import make_policy
-from kmesh_spand.core.policy import LRU, Policy
+from kmesh_spand.core.fileorder import FileOrder, FileTenant
 from kmesh_spand.core.removals import Removals
 from kmesh_spand.core.states import (
     FILE_BUSY,
@@ -27,36 +25,7 @@ from kmesh_spand.core.states import (
 from kmesh_spand.core.store import SpanStore
 from kmesh_spand.core.table import SpanTable
 from kmesh_spand.core.tags import scope, shard_of, tag
-from kmesh_spand.core.tenants import Tenancy, tenant_name
-
-
-@dataclass(slots=True, eq=False)
-class FileTenant:
-    """A group and a salt that have files.
-
-    Attributes:
-        number: unique among those that have any.
-        order, covered: of eviction; of files whose spans host memory has too, which go last.
-        quota: blocks, 0 for no limit. blocks: of files that are not being removed.
-        files, evictable: how many there are, and may be removed now.
-        spaces: files, and bytes of their payloads, by namespace number; of those that are whole.
-    """
-
-    number: int
-    group: int
-    salt: bytes = field(repr=False)
-    quota: int
-    order: Policy
-    covered: Policy
-    blocks: int = 0
-    files: int = 0
-    evictable: int = 0
-    spaces: dict[int, list[int]] = field(default_factory=dict)
-
-    @property
-    def name(self) -> str:
-        """How people call it."""
-        return tenant_name(self.group, self.salt)
+from kmesh_spand.core.tenants import Tenancy
 
 
 class FileBook:
@@ -71,7 +40,7 @@ class FileBook:
         used, freeing: blocks of all files; of those that are being removed.
         removals: files that are to go.
         published: names in the index.
-        tenants: by group and salt.
+        tenants: by group and salt. order: in which their files go.
     """
 
     def __init__(
@@ -98,11 +67,7 @@ class FileBook:
         self._shown = bytearray(config.max_files + 1)
         self._first_alias: dict[int, int] = {}
         self._numbers: dict[int, FileTenant] = {}
-        self._covered = bytearray(config.max_files + 1)
-        policy = make_policy(config.policy, config.max_files, batch)
-        self._orders: tuple[Policy, Policy] = policy, LRU(config.max_files, batch)
-        self._unused: list[tuple[int, Policy, Policy]] = [(1, *self._orders)]
-        self._last = 1
+        self.order = FileOrder(config, batch, store.policy_failed)
 
     # Tenants
 
@@ -113,14 +78,8 @@ class FileBook:
     def _open(self, group: int, salt: bytes) -> FileTenant:
         found = self.tenants.get((group, salt))
         if found is None:
-            if not self._unused:
-                self._last += 1
-                order, covered = self._orders
-                self._unused.append((self._last, order.another(), covered.another()))
-            number, order, covered = self._unused.pop()
-            quota = -(-self._tenancy.quota(group, salt) // BLOCK_BYTES)
-            found = FileTenant(number, group, salt, quota, order, covered)
-            self.tenants[group, salt] = self._numbers[number] = found
+            found = self.order.open(group, salt, self.quota(group, salt))
+            self.tenants[group, salt] = self._numbers[found.number] = found
         return found
 
     def may_come(self, group: int) -> bool:
@@ -134,7 +93,7 @@ class FileBook:
     def _close(self, tenant: FileTenant) -> None:
         if not tenant.files:
             del self.tenants[tenant.group, tenant.salt], self._numbers[tenant.number]
-            self._unused.append((tenant.number, tenant.order, tenant.covered))
+            self.order.close(tenant)
 
     # Names
 
@@ -225,11 +184,7 @@ class FileBook:
         tenant.files += 1
         for tokens, key in reversed(span.names):
             self._alias(row, key, tokens, where)
-        self._covered[row] = False
-        try:
-            tenant.order.enter(row, table.name_of(row))
-        except Exception:
-            self._store.policy_failed()
+        self.order.enter(tenant, row, table.name_of(row))
         self.move(row, trigger)
         return row
 
@@ -255,7 +210,7 @@ class FileBook:
         new = FILE_TRANSITIONS[old, trigger]
         if old in FILE_EVICTABLE and new not in FILE_EVICTABLE:
             tenant.evictable -= 1
-            self._ordered(tenant, row, add=False)
+            self.order.disallow(tenant, row)
         if old in FILE_SHOWN and new not in FILE_SHOWN:
             self._hide(row)
         if old in FILE_KEYED and new not in FILE_KEYED:
@@ -269,8 +224,7 @@ class FileBook:
             self._show(row, (row, *self.aliases(row)))
         if new in FILE_EVICTABLE and old not in FILE_EVICTABLE:
             tenant.evictable += 1
-            self._covered[row] = self._in_memory(row, tenant)
-            self._ordered(tenant, row, add=True)
+            self.order.allow(tenant, row, covered=self._in_memory(row, tenant))
         if new is FileState.REMOVING:
             self._remove(row, tenant)
         if new is FileState.GONE:
@@ -326,13 +280,6 @@ class FileBook:
         self._first_alias.pop(row, None)
         self.table.remove(row)
 
-    def _ordered(self, tenant: FileTenant, row: int, *, add: bool) -> None:
-        order = tenant.covered if self._covered[row] else tenant.order
-        try:
-            (order.add if add else order.discard)([row])
-        except Exception:
-            self._store.policy_failed()
-
     def _in_memory(self, row: int, tenant: FileTenant) -> bool:
         """Whether host memory has a file's span, or will have it soon."""
         store = self._store
@@ -342,29 +289,15 @@ class FileBook:
         host = store.table.find(self.table.key_of(row), scope(there.number, self.shard(row)))
         return bool(host) and store.table.state[host] != State.ALIAS
 
-    def covers(self, row: int, *, covered: bool, used: bool = False) -> None:
-        """Memory has a file's span from now on, or has it no more.
+    def covered(self, row: int) -> None:
+        """Memory has a file's span from now on."""
+        allowed = self.table.state[row] in FILE_EVICTABLE
+        self.order.cover(self.tenant_of(row), row, allowed=allowed)
 
-        Args:
-            used: it was of use there.
-        """
-        if self._covered[row] == covered:
-            return
-        there, tenant = self.table.state[row] in FILE_EVICTABLE, self.tenant_of(row)
-        if there:
-            self._ordered(tenant, row, add=False)
-        self._covered[row] = covered
-        if used:
-            try:
-                tenant.order.used(row)
-            except Exception:
-                self._store.policy_failed()
-        if there:
-            self._ordered(tenant, row, add=True)
-
-    def covered(self, row: int) -> bool:
-        """Whether a file goes after others, since memory has its span too."""
-        return bool(self._covered[row])
+    def uncovered(self, row: int, *, used: bool) -> None:
+        """Memory has a file's span no more; ``used``: it was leased while it had."""
+        allowed = self.table.state[row] in FILE_EVICTABLE
+        self.order.uncover(self.tenant_of(row), row, allowed=allowed, used=used)
 
     # The index
 
@@ -472,26 +405,15 @@ class FileBook:
         counters = self._store.counters
         counters["disk_evicted"] += 1
         counters["disk_evicted_bytes"] += self.table.length[row]
-        if not self._covered[row]:
-            try:
-                self.tenant_of(row).order.evicted(row)
-            except Exception:
-                self._store.policy_failed()
+        self.order.evicted(self.tenant_of(row), row)
         self.move(row, FileTrigger.EVICT)
 
     def victim(self, tenant: FileTenant) -> int:
         """What a tenant loses first, or 0."""
         if not tenant.evictable:
             return 0
-        try:
-            row = next(tenant.order.victims(), 0) or next(tenant.covered.victims(), 0)
-            if self._may_evict(row, tenant):
-                return row
-        except Exception:
-            row = 0
-        self._store.policy_failed()
         rows = range(1, self.table.rows + 1)
-        return next((row for row in rows if self._may_evict(row, tenant)), 0)
+        return self.order.victim(tenant, lambda row: self._may_evict(row, tenant), rows)
 
     def _may_evict(self, row: int, tenant: FileTenant) -> bool:
         return (

@@ -15,7 +15,19 @@ from pathlib import Path
 
 import pytest
 from daemon_process import COMMAND, ROOT, Daemon, environment, wait_for
-from disks import LENGTH, NAMESPACE, PATIENCE, SHARD, SMALL, DiskFaults, Peer, files, name, payload, written
+from disks import (
+    LENGTH,
+    NAMESPACE,
+    PATIENCE,
+    SHARD,
+    SMALL,
+    DiskFaults,
+    Peer,
+    files,
+    name,
+    payload,
+    written,
+)
 
 from kmesh.session import Role, Session
 from kmesh.v1 import flights_pb2, flights_pb2_grpc
@@ -219,9 +231,7 @@ def test_a_disk_that_hangs_costs_a_few_requests_their_time_and_no_more(
     assert log.count("the disk tier answers again") == 1
 
 
-def test_namespaces_are_listed_of_which_only_files_are_left(
-    start_spand: Start, disk: Path
-) -> None:
+def test_namespaces_are_listed_of_which_only_files_are_left(start_spand: Start, disk: Path) -> None:
     first = start(start_spand, disk)
     with Peer(first) as peer:
         peer.store(range(4))

@@ -359,7 +359,9 @@ def print_namespaces(spaces: Sequence[admin_pb2.NamespaceInfo]) -> None:
         )
         for space in spaces
     ]
-    console().print(table("", ("namespace", ">spans", ">size", ">on disk", ">size", "fields"), rows))
+    console().print(
+        table("", ("namespace", ">spans", ">size", ">on disk", ">size", "fields"), rows)
+    )
 
 
 def tenant_json(tenant: admin_pb2.TenantInfo) -> Json:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import replace
 
 import pytest
@@ -651,7 +652,7 @@ def test_a_disk_that_does_not_answer_is_tried_by_one_at_a_time_and_less_often() 
             world.hurry(session, world.request)
         world.now += 50
         world.check()
-    gaps = [later - earlier for earlier, later in zip(tries, tries[1:], strict=False)]
+    gaps = [later - earlier for earlier, later in itertools.pairwise(tries)]
     assert 950 <= tries[0] <= 1100
     assert gaps == sorted(gaps)
     assert 4000 <= gaps[-1] <= 5000
