@@ -60,6 +60,9 @@ def _check_files(book: FileBook) -> None:
         covered = [row for row in evictable if book.order.covered(row)]
         assert sorted(tenant.covered.victims()) == covered
         assert sorted(tenant.order.victims()) == sorted(set(evictable) - set(covered))
+    losers = [tenant.blocks for tenant in book.tenants.values() if tenant.evictable]
+    largest = book.largest
+    assert (largest.blocks if largest else None) == max(losers, default=None)
     for row in rows:
         names = list(book.aliases(row))
         assert all(table.tile[name] == row for name in names)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+import heapq
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 
 from kmesh_spand.core.batch import Batch
@@ -10,6 +11,9 @@ from kmesh_spand.core.config import DiskConfig
 from kmesh_spand.core.policies import make_policy
 from kmesh_spand.core.policy import LRU, Policy
 from kmesh_spand.core.tenants import tenant_name
+
+#: Entries that are out of date and are not worth making a heap anew.
+_SLACK = 1024
 
 
 @dataclass(slots=True, eq=False)
@@ -39,6 +43,34 @@ class FileTenant:
     def name(self) -> str:
         """How people call it."""
         return tenant_name(self.group, self.salt)
+
+
+class Largest:
+    """Which tenant has most, of those that may lose something; O(log n) for each change.
+
+    A heap with an entry for each change: those that are out of date are left out when they come up.
+    """
+
+    def __init__(self) -> None:
+        self._heap: list[tuple[int, int]] = []
+
+    def changed(self, tenant: FileTenant, tenants: Mapping[int, FileTenant]) -> None:
+        """Its blocks are others now, or it has something to lose that had not; all, by number."""
+        if tenant.evictable:
+            heapq.heappush(self._heap, (-tenant.blocks, tenant.number))
+        if len(self._heap) > 2 * len(tenants) + _SLACK:
+            self._heap = [(-one.blocks, n) for n, one in tenants.items() if one.evictable]
+            heapq.heapify(self._heap)
+
+    def find(self, tenants: Mapping[int, FileTenant]) -> FileTenant | None:
+        """The one that has most; None if none may lose anything."""
+        while self._heap:
+            blocks, number = self._heap[0]
+            tenant = tenants.get(number)
+            if tenant is not None and tenant.evictable and tenant.blocks == -blocks:
+                return tenant
+            heapq.heappop(self._heap)
+        return None
 
 
 class FileOrder:

@@ -9,7 +9,7 @@ from kmesh_spand.core.batch import Batch, Rows
 from kmesh_spand.core.config import DiskConfig
 from kmesh_spand.core.diskfile import BLOCK_BYTES, SpanFile, file_bytes
 from kmesh_spand.core.effects import Publish, Unpublish
-from kmesh_spand.core.fileorder import FileOrder, FileTenant
+from kmesh_spand.core.fileorder import FileOrder, FileTenant, Largest
 from kmesh_spand.core.removals import Removals
 from kmesh_spand.core.states import (
     FILE_BUSY,
@@ -67,6 +67,7 @@ class FileBook:
         self._shown = bytearray(config.max_files + 1)
         self._first_alias: dict[int, int] = {}
         self._numbers: dict[int, FileTenant] = {}
+        self._largest = Largest()
         self.order = FileOrder(config, batch, store.policy_failed)
 
     # Tenants
@@ -181,6 +182,7 @@ class FileBook:
         self.used += table.tile[row]
         self.payload += span.length
         tenant.blocks += table.tile[row]
+        self._largest.changed(tenant, self._numbers)
         tenant.files += 1
         for tokens, key in reversed(span.names):
             self._alias(row, key, tokens, where)
@@ -224,6 +226,8 @@ class FileBook:
             self._show(row, (row, *self.aliases(row)))
         if new in FILE_EVICTABLE and old not in FILE_EVICTABLE:
             tenant.evictable += 1
+            if tenant.evictable == 1:
+                self._largest.changed(tenant, self._numbers)
             self.order.allow(tenant, row, covered=self._in_memory(row, tenant))
         if new is FileState.REMOVING:
             self._remove(row, tenant)
@@ -253,6 +257,7 @@ class FileBook:
     def _remove(self, row: int, tenant: FileTenant) -> None:
         self.freeing += self.table.tile[row]
         tenant.blocks -= self.table.tile[row]
+        self._largest.changed(tenant, self._numbers)
         self.removals.remove(row, self.names[row])
 
     def _give(self, row: int, tenant: FileTenant, *, removed: bool) -> None:
@@ -263,6 +268,7 @@ class FileBook:
             self.freeing -= blocks
         else:
             tenant.blocks -= blocks
+            self._largest.changed(tenant, self._numbers)
         tenant.files -= 1
         self._give_row(row)
         self._close(tenant)
@@ -379,12 +385,17 @@ class FileBook:
                 return self._later()
         while self.used - self.freeing + blocks > self.capacity or not self._vacant:
             # Who has most gives way, so that nobody can push the others out.
-            held = [other for other in self.tenants.values() if other.evictable]
-            if not held or not self._evict_one(max(held, key=lambda other: other.blocks)):
+            largest = self.largest
+            if largest is None or not self._evict_one(largest):
                 return self._later()
         if self.used + blocks > self.capacity or not self.table.vacant:
             return None
         return True
+
+    @property
+    def largest(self) -> FileTenant | None:
+        """Who loses a file first when the disk is full."""
+        return self._largest.find(self._numbers)
 
     @property
     def _vacant(self) -> int:

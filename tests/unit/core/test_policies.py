@@ -16,7 +16,9 @@ from kmesh_spand.core import events as ev
 from kmesh_spand.core.batch import Batch
 from kmesh_spand.core.config import DiskConfig
 from kmesh_spand.core.diskfile import file_bytes
+from kmesh_spand.core.fileorder import FileTenant, Largest
 from kmesh_spand.core.policies import POLICIES, make_policy
+from kmesh_spand.core.policy import LRU
 from kmesh_spand.core.s3fifo import S3FIFO, Ghosts
 
 ONE = file_bytes(TILE_BYTES, 0)
@@ -162,6 +164,26 @@ def test_a_decision_costs_the_same_with_many_rows(name: str) -> None:
 
     few, many = (min(seconds(rows) for _ in range(3)) for rows in (500, 8000))
     assert many < 8 * few
+
+
+def test_the_tenant_with_most_is_found_without_looking_at_all() -> None:
+    rng = random.Random(2)
+    largest, tenants = Largest(), dict[int, FileTenant]()
+    for step in range(20_000):
+        number = rng.randint(1, 12)
+        tenant = tenants.setdefault(number, FileTenant(number, 0, b"", 0, LRU(1), LRU(1)))
+        if rng.random() < 0.1:
+            del tenants[number]
+        elif rng.random() < 0.3:
+            tenant.evictable = rng.randint(0, 1)
+            largest.changed(tenant, tenants)
+        else:
+            tenant.blocks = rng.randint(0, 50)
+            largest.changed(tenant, tenants)
+        if step % 3 == 0:
+            found = largest.find(tenants)
+            most = max((one.blocks for one in tenants.values() if one.evictable), default=None)
+            assert (found.blocks if found else None) == most
 
 
 def test_a_policy_that_is_not_known_is_refused_by_name() -> None:
