@@ -14,7 +14,7 @@ from typing import NoReturn
 from rich.console import Console
 
 from benchmarks import check, machine, readme, report
-from benchmarks.suite import BENCHMARKS, measure, run_apart
+from benchmarks.suite import ALONE, BENCHMARKS, measure, run_apart
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULT = ROOT / ".bench" / "bench.json"
@@ -51,7 +51,7 @@ def run(names: Sequence[str], *, quick: bool, out: Path | None) -> int:
     run_of = machine.Run(quick=quick)
     failed = []
     for name in names or BENCHMARKS:
-        console.print(f"== {name}: {BENCHMARKS[name]}")
+        console.print(f"== {name}: {(BENCHMARKS | ALONE)[name]}")
         rows, seconds, well = run_apart(name, quick=quick)
         run_of.add(name, rows, seconds)
         if not well:
@@ -90,7 +90,8 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True)
     running = commands.add_parser("run", help="measure, write JSON and print a table")
-    running.add_argument("names", nargs="*", help=f"of {', '.join(BENCHMARKS)}; all if none")
+    names = ", ".join(BENCHMARKS | ALONE)
+    running.add_argument("names", nargs="*", help=f"of {names}; without: {', '.join(BENCHMARKS)}")
     running.add_argument("--quick", action="store_true", help="fewer samples; not for figures")
     running.add_argument("--out", type=Path, help=f"result file [{RESULT.relative_to(ROOT)}]")
     checking = commands.add_parser("check", help="compare a result with targets.toml")
@@ -99,13 +100,13 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     shown.add_argument("result", nargs="?", type=Path, default=EVIDENCE)
     shown.add_argument("--write", type=Path, metavar="FILE", help="put it between FILE's markers")
     one = commands.add_parser("measure", help="one benchmark in this process")
-    one.add_argument("name", choices=BENCHMARKS)
+    one.add_argument("name", choices=BENCHMARKS | ALONE)
     one.add_argument("out")
     one.add_argument("--quick", action="store_true")
     options = parser.parse_args(argv)
-    unknown = [name for name in getattr(options, "names", ()) if name not in BENCHMARKS]
+    unknown = [name for name in getattr(options, "names", ()) if name not in BENCHMARKS | ALONE]
     if unknown:
-        parser.error(f"{unknown[0]} is none of {', '.join(BENCHMARKS)}")
+        parser.error(f"{unknown[0]} is none of {names}")
     return options
 
 

@@ -8,19 +8,16 @@ then all of its blocks are stored. Output and concurrency are left out.
 from __future__ import annotations
 
 import functools
-import gzip
 import heapq
-import json
 import os
 from collections import OrderedDict
 from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
-from pathlib import Path
 
 from blake3 import blake3
 
 from benchmarks.results import Row
-from benchmarks.spand import ROOT
+from benchmarks.traces import NAME, Trace, read_trace, trace_path
 from kmesh.layout import TILE_BYTES, Shard
 from kmesh_spand.control.native import NativeBatch
 from kmesh_spand.core import events as ev
@@ -28,27 +25,8 @@ from kmesh_spand.core.config import CoreConfig
 from kmesh_spand.core.core import Core
 from kmesh_spand.core.effects import AcquireResult, Copy, Reply, ReserveResult, Result
 
-NAME = "mooncake_conversation.jsonl.gz"
 PERCENT = (5, 10, 20)
 SHARD = Shard(0, 32, 0, 8).code()
-Trace = Sequence[Sequence[int]]
-
-
-def trace_path() -> Path | None:
-    """``KMESH_TRACE``, a file or its folder; else beside the repository. None if there is none."""
-    given = os.environ.get("KMESH_TRACE")
-    path = Path(given) if given else ROOT.parent / "shared" / "traces"
-    path = path / NAME if path.is_dir() else path
-    return path if path.is_file() else None
-
-
-def read_trace(path: Path) -> list[list[int]]:
-    """Block ids of each request, in the order of their arrival."""
-    opened = gzip.open if path.suffix == ".gz" else open
-    with opened(path, "rt", encoding="utf-8") as lines:
-        rows = [json.loads(line) for line in lines]
-    rows.sort(key=lambda row: row["timestamp"])
-    return [row["hash_ids"] for row in rows]
 
 
 def by_core(trace: Trace, room: int) -> int:
@@ -117,7 +95,12 @@ def by_lru(trace: Trace, room: int) -> int:
 
 
 def by_optimum(trace: Trace, room: int) -> int:
-    """Blocks hit by one who knows the future (Belady): the block used last, or never, goes first.
+    """Blocks hit by one who knows the future."""
+    return sum(hits_of_optimum(trace, room))
+
+
+def hits_of_optimum(trace: Trace, room: int) -> list[int]:
+    """Blocks of each request that are hit where the block used last, or never, goes first (Belady).
 
     A block may be passed over when it is the one that should go. Within a request, the end of the
     chain goes before its beginning, without which it could not be hit.
@@ -125,9 +108,9 @@ def by_optimum(trace: Trace, room: int) -> int:
     following = next_uses(trace)
     held: dict[int, tuple[int, int]] = {}
     heap: list[tuple[int, int, int]] = []
-    hits = 0
+    hits: list[int] = []
     for ids, uses in zip(trace, following, strict=True):
-        hits += leading(ids, held)
+        hits.append(leading(ids, held))
         for depth, (number, use) in enumerate(zip(ids, uses, strict=True)):
             held[number] = (use, depth)
             heapq.heappush(heap, (-use, -depth, number))

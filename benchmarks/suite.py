@@ -29,6 +29,11 @@ BENCHMARKS = {
     "eviction": "hit rates on a public trace, against LRU and the offline optimum",
     "engines": "vLLM: time to first token, hooks' share, zero-hit workload",
 }
+#: Run only when they are named, and written to a file of their own: they take long, measure no
+#: time, and have no targets.
+ALONE = {
+    "tiers": "hit rates of memory and disk together, for each policy, against the optimum",
+}
 
 
 def measure(name: str, *, quick: bool) -> Iterator[Row]:

@@ -106,6 +106,9 @@ class Config(BaseSettings):
     disk_spans: int | None = _set(
         "spans that can be kept there [one for each 256KiB of disk_bytes]", ge=1, le=1 << 26
     )
+    disk_policy: Literal["lru", "s3-fifo"] = _set(
+        "which files go first when the disk is full", "s3-fifo"
+    )
     disk_threads: int = _set("threads that read files", 4, ge=1, le=256)
     disk_sync: Literal["off", "file", "all"] = _set(
         "what is flushed to the medium before a file counts: nothing, the file, its folder too",
@@ -204,6 +207,7 @@ class Config(BaseSettings):
             disk=os.path.abspath(self.disk) if self.disk else "",
             disk_bytes=self.disk_bytes // BLOCK_BYTES * BLOCK_BYTES,
             disk_spans=self.disk_spans or _disk_spans(self.disk_bytes),
+            disk_policy=self.disk_policy,
             disk_threads=self.disk_threads,
             disk_sync=self.disk_sync,
             disk_tenants=self.disk_tenants,

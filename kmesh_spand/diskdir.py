@@ -17,6 +17,8 @@ from kmesh.errors import ConfigError
 
 MARK = "kmesh-disk.json"
 VERSION = 1
+#: Files are in the folder of their names' first two digits.
+FOLDERS = tuple(f"{number:02x}" for number in range(256))
 #: What a new file system has in its first directory.
 _OTHERS = frozenset({MARK, "lost+found"})
 
@@ -95,6 +97,7 @@ def open_directory(path: str) -> Directory:
             if not Directory(path, fd, lock, b"").take():
                 raise ConfigError(f"disk: {path}: another daemon uses it")
             made = Directory(path, fd, lock, _identity(lock, path))
+            _check_folders(fd, path)
             _try_to_write(fd)
         undo.pop_all()
     return made
@@ -147,6 +150,16 @@ def _identity(lock: int, path: str) -> bytes:
     if len(identity) != 16:
         raise ConfigError(f"disk: {path}: {MARK} is damaged; empty the directory")
     return identity
+
+
+def _check_folders(fd: int, path: str) -> None:
+    """Files must not end up elsewhere: only the last part of a path is kept from being a link."""
+    for folder in FOLDERS:
+        with contextlib.suppress(FileNotFoundError):
+            mode = os.stat(folder, dir_fd=fd, follow_symlinks=False).st_mode
+            if not stat.S_ISDIR(mode):
+                kind = "a symbolic link" if stat.S_ISLNK(mode) else "no folder"
+                raise ConfigError(f"disk: {path}: {folder} in it is {kind}; remove it")
 
 
 def _try_to_write(fd: int) -> None:

@@ -27,11 +27,11 @@ from kmesh_spand.core.diskfile import (
     file_bytes,
     header_bytes,
 )
+from kmesh_spand.diskdir import FOLDERS
 from kmesh_spand.hoststore import HostStore
 
 #: Payloads are moved in pieces of this: whole tiles, and what a thread has in its hands.
 PIECE_BYTES = 4 << 20
-FOLDERS = tuple(f"{number:02x}" for number in range(256))
 _SUFFIX = ".new"
 _NAME = re.compile("[0-9a-f]{16}")
 _READ = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW
@@ -111,8 +111,12 @@ class DiskStore:
         """
         with _troubles("the directory"):
             for folder in FOLDERS:
-                with contextlib.suppress(FileExistsError):
+                try:
                     os.mkdir(folder, 0o700, dir_fd=self._root)
+                except FileExistsError:
+                    about = os.stat(folder, dir_fd=self._root, follow_symlinks=False)
+                    if not stat.S_ISDIR(about.st_mode):
+                        raise NotADirectoryError(0, f"{folder} in it is no folder") from None
             self.direct = self._takes_direct()
 
     def _takes_direct(self) -> bool:

@@ -71,6 +71,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     disk: str
     disk_bytes: int
     disk_spans: int
+    disk_policy: str
     disk_threads: int
     disk_sync: str
     disk_tenants: dict[str, int]
@@ -98,6 +99,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
             capacity=self.disk_bytes,
             max_files=self.disk_spans,
             max_reads=2 * self.disk_threads,
+            policy=self.disk_policy,
             quotas=quotas,
             default_quota=default,
         )

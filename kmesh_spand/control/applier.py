@@ -103,7 +103,7 @@ class Applier:
                 self._worker.forget_recipe(effect.job)
             case effects.DropStaging():
                 self._staging.drop(effect.session)
-            case effects.Spill() | effects.Fetch() | effects.Unlink():
+            case effects.Spill() | effects.Fetch() | effects.Unlink() | effects.DiskOutage():
                 self._on_disk(effect)
             case effects.SpanCommitted() | effects.SpanEnded():
                 self._note(effect)
@@ -111,7 +111,9 @@ class Applier:
                 raise AssertionError("replies come last")
         return None
 
-    def _on_disk(self, effect: effects.Spill | effects.Fetch | effects.Unlink) -> None:
+    def _on_disk(
+        self, effect: effects.Spill | effects.Fetch | effects.Unlink | effects.DiskOutage
+    ) -> None:
         assert self._disk is not None
         match effect:
             case effects.Spill():
@@ -120,6 +122,8 @@ class Applier:
                 self._disk.read(effect)
             case effects.Unlink():
                 self._disk.remove(effect)
+            case effects.DiskOutage(away):
+                self._disk.outage(away=away)
 
     def _tags(self, effect: effects.Publish | effects.Unpublish) -> Sequence[int]:
         if not effect.tier:

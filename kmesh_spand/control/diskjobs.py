@@ -70,6 +70,15 @@ class DiskJobs:
         if self._send is not None:
             self._send(ipc.DiskRemove(job.job, job.name))
 
+    def outage(self, *, away: bool) -> None:
+        """The core treats the disk as not there, or does so no more."""
+        if away:
+            logger.error(
+                "the disk tier does not answer: it is treated as not there, and tried again"
+            )
+        else:
+            logger.info("the disk tier answers again")
+
     # From the worker
 
     def begin(self, send: Callable[[ipc.AnyMessage], None]) -> None:

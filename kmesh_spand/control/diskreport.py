@@ -24,6 +24,7 @@ def disk_info(
         ready=status.ready,
         direct=jobs is not None and jobs.direct,
         failing_ms=status.failing_ms,
+        away_ms=status.away_ms,
         tenants=[
             admin_pb2.DiskTenantInfo(name=r.name, quota=r.quota, used=r.used, spans=r.spans)
             for r in rows

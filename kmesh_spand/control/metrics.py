@@ -186,6 +186,7 @@ def _disk(status: admin_pb2.StatusResponse) -> Iterator[Metric]:
         "ready": int(disk.ready),
         "direct": int(disk.direct),
         "failing_seconds": disk.failing_ms / 1000,
+        "away_seconds": disk.away_ms / 1000,
     }
     for name, value in gauges.items():
         yield GaugeMetricFamily(f"kmesh_disk_{name}", f"disk {_text(name)}", value)

@@ -138,6 +138,9 @@ class Readiness:
             return ""
         if jobs.error:
             return f"nothing is written to disk: {jobs.error}"
+        if (since := core.fetches.outage.since_ms) is not None:
+            seconds = (self._handler.now_ms() - since) / 1000
+            return f"the disk does not answer, and has been left alone for {seconds:.1f} s"
         if jobs.owed_seconds >= self._stuck:
             return f"the disk has not answered for {jobs.owed_seconds:.1f} s"
         if core.failing_since_ms is not None:

@@ -239,6 +239,8 @@ class Report:
                         fields=self._handler.registry.namespace_fields(space.namespace),
                         spans=space.spans,
                         bytes=space.bytes,
+                        disk_spans=space.files,
+                        disk_bytes=space.file_bytes,
                     )
         return answer
 

@@ -10,6 +10,7 @@ from kmesh_spand.core.allocator import QUARANTINE, Slab
 from kmesh_spand.core.flight import Flight, FlightState
 from kmesh_spand.core.flights import Flights
 from kmesh_spand.core.policy import LRU
+from kmesh_spand.core.s3fifo import S3FIFO
 from kmesh_spand.core.sessions import SessionBook
 from kmesh_spand.core.states import EVICTABLE, KEYED, STORED, State
 from kmesh_spand.core.store import SpanStore
@@ -225,7 +226,7 @@ def _check_leases(store: SpanStore, book: SessionBook, arriving: Sequence[int]) 
     for tenant in store.tenants:
         mine = [row for row in evictable if store.tenant_of(row) is tenant]
         assert tenant.evictable == len(mine)
-        if type(tenant.order) is LRU:
+        if type(tenant.order) in (LRU, S3FIFO):
             assert sorted(tenant.order.victims()) == mine
     for session in book.sessions.values():
         leases, reservations = session.leases.values(), session.reservations.values()

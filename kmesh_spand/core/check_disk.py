@@ -5,12 +5,12 @@ from __future__ import annotations
 from kmesh_spand.core.disk import Disk
 from kmesh_spand.core.diskfile import BLOCK_BYTES, file_bytes
 from kmesh_spand.core.files import FileBook
-from kmesh_spand.core.policy import LRU
 from kmesh_spand.core.sessions import SessionBook
 from kmesh_spand.core.states import (
     FILE_EVICTABLE,
     FILE_KEYED,
     FILE_SHOWN,
+    FILE_STORED,
     FileState,
     State,
 )
@@ -34,18 +34,35 @@ def _check_files(book: FileBook) -> None:
     assert book.used == sum(table.tile[row] for row in rows) <= book.capacity
     assert book.payload == sum(table.length[row] for row in rows)
     removing = {row for row in rows if table.state[row] == FileState.REMOVING}
-    assert set(book.removing.values()) == removing
-    assert len(book.removing) == len(removing)
+    going = book.removals.rows
+    assert set(going) == removing
+    assert len(going) == len(removing)
+    flying = book.removals.flying
+    assert flying == min(len(going) + book.removals.strays, book.config.max_removals)
+    assert len(book.removals.names) == len(going) + book.removals.strays
+    assert {book.names[row] for row in going} <= book.removals.names
     assert book.freeing == sum(table.tile[row] for row in removing)
     for tenant in book.tenants.values():
         mine = [row for row in rows if book.tenant_of(row) is tenant]
         assert tenant.files == len(mine) > 0
         assert tenant.blocks == sum(table.tile[row] for row in mine if row not in removing)
         assert not tenant.quota or tenant.blocks <= tenant.quota
+        stored = [row for row in mine if table.state[row] in FILE_STORED]
+        assert tenant.spaces == {
+            space: [
+                sum(table.space[row] == space for row in stored),
+                sum(table.length[row] for row in stored if table.space[row] == space),
+            ]
+            for space in {table.space[row] for row in stored}
+        }
         evictable = [row for row in mine if table.state[row] in FILE_EVICTABLE]
         assert tenant.evictable == len(evictable)
-        if type(tenant.order) is LRU:
-            assert sorted(tenant.order.victims()) == evictable
+        covered = [row for row in evictable if book.order.covered(row)]
+        assert sorted(tenant.covered.victims()) == covered
+        assert sorted(tenant.order.victims()) == sorted(set(evictable) - set(covered))
+    losers = [tenant.blocks for tenant in book.tenants.values() if tenant.evictable]
+    largest = book.largest
+    assert (largest.blocks if largest else None) == max(losers, default=None)
     for row in rows:
         names = list(book.aliases(row))
         assert all(table.tile[name] == row for name in names)
@@ -72,6 +89,11 @@ def _check_names(book: FileBook, store: SpanStore) -> None:
         assert shown <= (table.state[file] in FILE_SHOWN)
         if table.state[file] in FILE_SHOWN and state != State.SUSPECT:
             assert shown == (state != State.COMMITTED)
+        if row in keyed and table.state[file] in FILE_EVICTABLE:
+            # What is only being stored is not known yet.
+            own = host if store.table.state[host] != State.ALIAS else 0
+            assert book.order.covered(row) >= (store.table.state[own] == State.COMMITTED)
+            assert own or not book.order.covered(row)
     assert book.published == published
 
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 from kmesh.errors import ConfigError
 from kmesh.layout import SPAN_TOKENS, SUB_TOKENS
+from kmesh_spand.core.policies import POLICIES
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,6 +99,10 @@ class DiskConfig:
         hold_ms, longest_hold_ms: how long a span is left alone that could not be fetched, and the
             whole tier after it could not be written: twice as long each time, at most the second.
         max_failures: a file that could not be read so often is removed.
+        max_removals: files that are removed at a time.
+        max_late, stall_ms: the tier is treated as not there when so many waits have ended while
+            nothing was read for so long; for ``hold_ms`` first, as above.
+        policy: order in which files make room, of ``policies.POLICIES``.
         quotas: bytes by name of a tenant, or of its group without salt; 0 is no limit.
         default_quota: bytes of the others.
     """
@@ -110,6 +115,10 @@ class DiskConfig:
     hold_ms: int = 1000
     longest_hold_ms: int = 60_000
     max_failures: int = 3
+    max_removals: int = 64
+    max_late: int = 3
+    stall_ms: int = 500
+    policy: str = "s3-fifo"
     quotas: Mapping[str, int] = field(default_factory=dict)
     default_quota: int = 0
 
@@ -118,5 +127,7 @@ class DiskConfig:
             value = getattr(self, name)
             if isinstance(value, int) and value < (name != "default_quota"):
                 raise ConfigError(f"{name}: must be positive")
+        if self.policy not in POLICIES:
+            raise ConfigError(f"policy: {self.policy} is none of {', '.join(POLICIES)}")
         if self.max_files >= 0x7FFF_FFFF:
             raise ConfigError("max_files: must fit in 31 bits")

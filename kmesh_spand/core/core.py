@@ -53,7 +53,6 @@ class Core:
         tenancy: who shares with whom; each uid is by itself by default.
         batch: operations over many rows; plain Python by default.
         disk: limits of the disk tier; None: there is none.
-        disk_policy: order in which files go, LRU by default.
 
     Attributes:
         counters: see ``counters.COUNTERS``; they only grow.
@@ -71,7 +70,6 @@ class Core:
         tenancy: Tenancy | None = None,
         batch: Batch | None = None,
         disk: DiskConfig | None = None,
-        disk_policy: Policy | None = None,
     ) -> None:
         self.config = config
         self.tenancy = tenancy or Tenancy()
@@ -89,7 +87,7 @@ class Core:
         )
         self.disk: Disk | None = None
         if disk is not None:
-            self.disk = Disk(disk, config, self._store, self.tenancy, jobs, disk_policy, batch)
+            self.disk = Disk(disk, config, self._store, self.tenancy, jobs, batch)
         self.fates = Fates(self._store, endings, self.disk)
         self.sweep = Sweep(self._store, self.disk)
         self._book = SessionBook()
@@ -239,6 +237,7 @@ class Core:
                 disk.found(files)
             case ev.DiskReady():
                 disk.ready = True
+                disk.fetches.answered()
             case ev.DiskGone():
                 disk.ready = False
             case ev.Forget(rows):
@@ -463,26 +462,25 @@ class Core:
         return None if found is None else self._reading.place(found, lease, entry)
 
     def namespaces(self, group: int | None = None) -> list[NamespaceRow]:
-        """All namespaces that have stored spans, in no order.
+        """All namespaces of which something is in memory or on disk, in no order.
 
         Args:
             group: whose spans are counted; None for all.
         """
         store = self._store
-        if group is not None:
-            held: dict[int, list[int]] = {}
-            for tenant in store.tenants:
-                for number, (spans, size) in tenant.spaces.items():
-                    if tenant.group == group:
-                        counts = held.setdefault(number, [0, 0])
-                        counts[0] += spans
-                        counts[1] += size
-            return [NamespaceRow(store.table.spaces.value(n), *c) for n, c in held.items()]
-        return [
-            NamespaceRow(digest, store.space_spans[number], store.space_bytes[number])
-            for number, digest in store.table.spaces
-            if number in store.space_spans
-        ]
+        held: dict[bytes, tuple[int, int]] = {}
+        for tenant in store.tenants:
+            for number, (spans, size) in tenant.spaces.items():
+                if group in (None, tenant.group):
+                    digest = store.table.spaces.value(number)
+                    before = held.get(digest, (0, 0))
+                    held[digest] = before[0] + spans, before[1] + size
+        there = self.disk.book.namespaces(group) if self.disk is not None else {}
+        rows = []
+        for digest in dict.fromkeys((*held, *there)):
+            (spans, size), (files, file_bytes) = held.get(digest, (0, 0)), there.get(digest, (0, 0))
+            rows.append(NamespaceRow(digest, spans, size, files, file_bytes))
+        return rows
 
     def session_info(self, session: int) -> SessionRow | None:
         """What an open session holds; None for any other."""

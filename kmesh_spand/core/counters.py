@@ -82,6 +82,8 @@ COUNTERS = (
     "disk_corrupt",
     "disk_waits",
     "disk_hurried",
+    "disk_outages",
+    "disk_outage_misses",
     "disk_evicted",
     "disk_evicted_bytes",
     "disk_discarded",

@@ -14,7 +14,6 @@ from kmesh_spand.core.diskfile import BLOCK_BYTES, SpanFile, file_bytes
 from kmesh_spand.core.effects import Spill
 from kmesh_spand.core.fetches import Fetches
 from kmesh_spand.core.files import FileBook
-from kmesh_spand.core.policy import LRU, Policy
 from kmesh_spand.core.states import FILE_EVICTABLE, FILE_SHOWN, FileState, FileTrigger, State
 from kmesh_spand.core.store import SpanStore
 from kmesh_spand.core.tenants import Tenancy
@@ -43,12 +42,10 @@ class Disk:
         store: SpanStore,
         tenancy: Tenancy,
         jobs: Iterator[int],
-        policy: Policy | None = None,
         batch: Batch | None = None,
     ) -> None:
         self.config = config
-        order = policy or LRU(config.max_files, batch)
-        self.book = FileBook(config, store, tenancy, order, jobs, core.max_spans, batch)
+        self.book = FileBook(config, store, tenancy, jobs, core.max_spans, batch)
         self.fetches = Fetches(config, core, store, self.book, jobs)
         self.ready = False
         self.writes: dict[int, int] = {}
@@ -89,6 +86,7 @@ class Disk:
         found = self._file_of(row)
         if found:
             self.fetches.overtaken(found)
+            book.covered(found)
             same = (book.table.root[found], book.table.length[found]) == (
                 store.table.root[row],
                 store.table.length[row],
@@ -106,7 +104,8 @@ class Disk:
         if not self._store.tenant_of(row).tier:
             self.book.uncover(row)
             if found := self._file_of(row):
-                self.book.touch(found)
+                table = self._store.table
+                self.book.uncovered(found, used=table.used[row] != table.born[row])
 
     def _file_of(self, row: int) -> int:
         """The file whose own key a span has, or 0."""
@@ -142,7 +141,11 @@ class Disk:
     def _spill(self) -> None:
         counters = self._store.counters
         # What a scan found too much takes room until it is gone.
-        while not self.book.strays and self._queue and len(self.writes) < self.config.max_writes:
+        while (
+            not self.book.removals.strays
+            and self._queue
+            and len(self.writes) < self.config.max_writes
+        ):
             row, generation = self._queue[0]
             if not self._is_there(row, generation):
                 # Evicted: if not by a damage that was found, it is lost.
@@ -232,7 +235,7 @@ class Disk:
             there = book.find(span.group, span.salt, span.key, span.shard)
             if there and book.table.state[there] == FileState.ALIAS:
                 there = 0
-            if (there and book.names[there] == name) or self._is_removed(name):
+            if (there and book.names[there] == name) or name in book.removals.names:
                 continue
             row = 0
             blocks = file_bytes(span.length, len(span.names)) // BLOCK_BYTES
@@ -243,13 +246,7 @@ class Disk:
                 counters["disk_found"] += 1
             else:
                 counters["disk_found_dropped"] += 1
-                book.remove_stray(name)
-
-    def _is_removed(self, name: int) -> bool:
-        book = self.book
-        return any(book.names[row] == name for row in book.removing.values()) or (
-            name in book.strays.values()
-        )
+                book.removals.remove(0, name)
 
     def _fits(self, span: SpanFile, blocks: int) -> bool:
         book = self.book
@@ -269,10 +266,7 @@ class Disk:
         """A file is gone, or could not be removed: the next scan finds it again."""
         if not ok:
             self._store.counters["disk_unlink_failed"] += 1
-        if self.book.strays.pop(job, None) is not None:
-            return
-        row = self.book.removing.pop(job, 0)
-        if row:
+        if row := self.book.removals.ended(job):
             self.book.move(row, FileTrigger.REMOVED)
 
     def forget(self, rows: Sequence[int]) -> None:
@@ -288,7 +282,7 @@ class Disk:
     def status(self) -> DiskStatus:
         """Counts of everything."""
         book, states = self.book, self.book.by_state
-        failing = self.failing_since_ms
+        failing, away = self.failing_since_ms, self.fetches.outage.since_ms
         return DiskStatus(
             capacity=book.capacity * BLOCK_BYTES,
             used=book.used * BLOCK_BYTES,
@@ -302,6 +296,7 @@ class Disk:
             held=states[FileState.HELD],
             ready=self.ready,
             failing_ms=0 if failing is None else max(1, self._store.now_ms - failing),
+            away_ms=0 if away is None else max(1, self._store.now_ms - away),
         )
 
     def tenant_rows(self, group: int | None = None) -> list[DiskTenantRow]:

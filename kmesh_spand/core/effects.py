@@ -329,6 +329,13 @@ class Unlink:
 
 
 @dataclass(frozen=True, slots=True)
+class DiskOutage:
+    """The disk is treated as not there from now on, or it answers again; for people to know."""
+
+    away: bool
+
+
+@dataclass(frozen=True, slots=True)
 class PutOwner:
     """Write whose a slab is (``tenants.OWNER_BYTES``), before any record of a span in it."""
 
@@ -411,6 +418,7 @@ Effect = (
     | Spill
     | Fetch
     | Unlink
+    | DiskOutage
     | PutOwner
     | PutRecord
     | Publish

@@ -12,12 +12,13 @@ from kmesh.layout import TILE_BYTES, tiles
 from kmesh_spand.core.batch import Rows
 from kmesh_spand.core.codes import Cause, Reason, Trouble
 from kmesh_spand.core.config import CoreConfig, DiskConfig
-from kmesh_spand.core.effects import Fetch, Reply, Result
+from kmesh_spand.core.effects import DiskOutage, Fetch, Reply, Result
 from kmesh_spand.core.events import Acquire
 from kmesh_spand.core.eviction import Evictor
 from kmesh_spand.core.files import FileBook
+from kmesh_spand.core.outage import Outage
 from kmesh_spand.core.sessions import Session, SessionBook
-from kmesh_spand.core.states import FILE_KEYED, FileState, FileTrigger, State, Trigger
+from kmesh_spand.core.states import FILE_KEYED, FILE_SHOWN, FileState, FileTrigger, State, Trigger
 from kmesh_spand.core.store import SpanStore
 from kmesh_spand.core.tags import scope
 
@@ -70,6 +71,7 @@ class Fetches:
         flights: by row of the file, the oldest first.
         jobs: flight by job in flight. arrivals: how many Acquires wait.
         acquire: answers an Acquire from what is in memory now.
+        outage: whether the disk answers.
     """
 
     def __init__(
@@ -84,6 +86,7 @@ class Fetches:
         self.jobs: dict[int, FetchFlight] = {}
         self.arrivals = 0
         self.acquire: Callable[[Session, Acquire], Result]
+        self.outage = Outage(config)
         self._config = config
         self._core = core
         self._store = store
@@ -103,6 +106,9 @@ class Fetches:
     def want(self, session: Session, row: int, arrival: Arrival | None = None) -> bool:
         """Join or start the flight of a file; False if it can't be fetched now."""
         state = FileState(self._book.table.state[row])
+        if state in FILE_SHOWN and not self.outage.admits(self._store.now_ms):
+            self._count("disk_outage_misses")
+            return False
         if state is FileState.KEPT:
             if len(self.flights) >= self._config.max_wanted:
                 return False
@@ -166,9 +172,29 @@ class Fetches:
         arrival = session.arrivals.get(request) if session is not None else None
         if arrival is not None:
             self._count("disk_hurried")
-            # Being told PENDING, it still wants what it no longer waits for.
-            self._arrived(arrival)
-            self._leave(arrival)
+            began = self.outage.late(self._store.now_ms)
+            self._hurry(arrival)
+            if began:
+                self._count("disk_outages")
+                self._store.out.append(DiskOutage(True))
+                waiting = (each for flight in self.flights.values() for each in flight.arrivals)
+                for other in dict.fromkeys(waiting):
+                    self._hurry(other)
+
+    def _hurry(self, arrival: Arrival) -> None:
+        # Being told PENDING, it still wants what it no longer waits for.
+        self._arrived(arrival)
+        self._leave(arrival)
+
+    @property
+    def away(self) -> bool:
+        """Whether the disk is treated as not there."""
+        return self.outage.since_ms is not None
+
+    def answered(self) -> None:
+        """The disk has done something that it was asked to."""
+        if self.outage.answered(self._store.now_ms, busy=bool(self.jobs)):
+            self._store.out.append(DiskOutage(False))
 
     def closed(self, session: Session) -> None:
         """A session has ended: others lead its flights, or nobody does and they are not begun."""
@@ -265,6 +291,7 @@ class Fetches:
         del self._waiting[flight.row]
         flight.host, flight.job = row, next(self._job_ids)
         self.jobs[flight.job] = self._by_host[row] = flight
+        self.outage.started(store.now_ms)
         name = book.names[flight.row]
         store.out.append(Fetch(flight.job, name, slab, tile * TILE_BYTES, span))
 
@@ -273,6 +300,7 @@ class Fetches:
         flight = self.jobs.pop(job, None)
         if flight is None:
             return
+        self.answered()
         store, length = self._store, self._store.table.length[flight.host]
         del self._by_host[flight.host]
         self._failures.pop(self._which(flight.row), None)
@@ -294,6 +322,10 @@ class Fetches:
         flight = self.jobs.pop(job, None)
         if flight is None:
             return
+        if trouble == Trouble.LOST:
+            self.outage.lost(busy=bool(self.jobs))
+        else:
+            self.answered()
         del self._by_host[flight.host]
         row, which = flight.row, self._which(flight.row)
         failures = self._failures.get(which, 0) + (trouble == Trouble.IO)

@@ -4,18 +4,19 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Iterator
-from dataclasses import dataclass, field
 
 from kmesh_spand.core.batch import Batch, Rows
 from kmesh_spand.core.config import DiskConfig
 from kmesh_spand.core.diskfile import BLOCK_BYTES, SpanFile, file_bytes
-from kmesh_spand.core.effects import Publish, Unlink, Unpublish
-from kmesh_spand.core.policy import Policy
+from kmesh_spand.core.effects import Publish, Unpublish
+from kmesh_spand.core.fileorder import FileOrder, FileTenant, Largest
+from kmesh_spand.core.removals import Removals
 from kmesh_spand.core.states import (
     FILE_BUSY,
     FILE_EVICTABLE,
     FILE_KEYED,
     FILE_SHOWN,
+    FILE_STORED,
     FILE_TRANSITIONS,
     FileState,
     FileTrigger,
@@ -24,32 +25,7 @@ from kmesh_spand.core.states import (
 from kmesh_spand.core.store import SpanStore
 from kmesh_spand.core.table import SpanTable
 from kmesh_spand.core.tags import scope, shard_of, tag
-from kmesh_spand.core.tenants import Tenancy, tenant_name
-
-
-@dataclass(slots=True, eq=False)
-class FileTenant:
-    """A group and a salt that have files.
-
-    Attributes:
-        number: unique among those that have any. order: of eviction.
-        quota: blocks, 0 for no limit. blocks: of files that are not being removed.
-        files, evictable: how many there are, and may be removed now.
-    """
-
-    number: int
-    group: int
-    salt: bytes = field(repr=False)
-    quota: int
-    order: Policy
-    blocks: int = 0
-    files: int = 0
-    evictable: int = 0
-
-    @property
-    def name(self) -> str:
-        """How people call it."""
-        return tenant_name(self.group, self.salt)
+from kmesh_spand.core.tenants import Tenancy
 
 
 class FileBook:
@@ -58,16 +34,13 @@ class FileBook:
     A tenant's name is in the index where a file has it and no span in host memory is served
     under it.
 
-    Args:
-        policy: the first tenant's order of eviction.
-
     Attributes:
         table: a row for each file and each further name of one; ``tile`` is blocks.
         names: by row, of the files themselves.
         used, freeing: blocks of all files; of those that are being removed.
-        removing: row by job. strays: the same of files that have no row, by their names.
+        removals: files that are to go.
         published: names in the index.
-        tenants: by group and salt.
+        tenants: by group and salt. order: in which their files go.
     """
 
     def __init__(
@@ -75,7 +48,6 @@ class FileBook:
         config: DiskConfig,
         store: SpanStore,
         tenancy: Tenancy,
-        policy: Policy,
         jobs: Iterator[int],
         base: int,
         batch: Batch | None = None,
@@ -86,20 +58,17 @@ class FileBook:
         self.names = array("Q", [0]) * (config.max_files + 1)
         self.used = self.freeing = self.published = self.payload = 0
         self.by_state = [0] * len(FileState)
-        self.removing: dict[int, int] = {}
-        self.strays: dict[int, int] = {}
+        self.removals = Removals(store, jobs, config.max_removals)
         self.tenants: dict[tuple[int, bytes], FileTenant] = {}
         self._store = store
         # Quotas of the disk are its own; who shares with whom is not.
         self._tenancy = Tenancy(tenancy.groups, tenancy.shared, config.quotas, config.default_quota)
-        self._jobs = jobs
         self._base = base
         self._shown = bytearray(config.max_files + 1)
         self._first_alias: dict[int, int] = {}
         self._numbers: dict[int, FileTenant] = {}
-        self._policy = policy
-        self._unused: list[tuple[int, Policy]] = [(1, policy)]
-        self._last = 1
+        self._largest = Largest()
+        self.order = FileOrder(config, batch, store.policy_failed)
 
     # Tenants
 
@@ -110,14 +79,8 @@ class FileBook:
     def _open(self, group: int, salt: bytes) -> FileTenant:
         found = self.tenants.get((group, salt))
         if found is None:
-            if self._unused:
-                number, order = self._unused.pop()
-            else:
-                self._last += 1
-                number, order = self._last, self._policy.another()
-            quota = -(-self._tenancy.quota(group, salt) // BLOCK_BYTES)
-            found = FileTenant(number, group, salt, quota, order)
-            self.tenants[group, salt] = self._numbers[number] = found
+            found = self.order.open(group, salt, self.quota(group, salt))
+            self.tenants[group, salt] = self._numbers[found.number] = found
         return found
 
     def may_come(self, group: int) -> bool:
@@ -131,7 +94,7 @@ class FileBook:
     def _close(self, tenant: FileTenant) -> None:
         if not tenant.files:
             del self.tenants[tenant.group, tenant.salt], self._numbers[tenant.number]
-            self._unused.append((tenant.number, tenant.order))
+            self.order.close(tenant)
 
     # Names
 
@@ -219,9 +182,11 @@ class FileBook:
         self.used += table.tile[row]
         self.payload += span.length
         tenant.blocks += table.tile[row]
+        self._largest.changed(tenant, self._numbers)
         tenant.files += 1
         for tokens, key in reversed(span.names):
             self._alias(row, key, tokens, where)
+        self.order.enter(tenant, row, table.name_of(row))
         self.move(row, trigger)
         return row
 
@@ -247,11 +212,13 @@ class FileBook:
         new = FILE_TRANSITIONS[old, trigger]
         if old in FILE_EVICTABLE and new not in FILE_EVICTABLE:
             tenant.evictable -= 1
-            self._ordered(tenant, row, add=False)
+            self.order.disallow(tenant, row)
         if old in FILE_SHOWN and new not in FILE_SHOWN:
             self._hide(row)
         if old in FILE_KEYED and new not in FILE_KEYED:
             self._drop_names(row)
+        if (old in FILE_STORED) != (new in FILE_STORED):
+            self._count(row, tenant, 1 if new in FILE_STORED else -1)
         table.state[row] = new
         self.by_state[old] -= old is not FileState.GONE
         self.by_state[new] += new is not FileState.GONE
@@ -259,25 +226,39 @@ class FileBook:
             self._show(row, (row, *self.aliases(row)))
         if new in FILE_EVICTABLE and old not in FILE_EVICTABLE:
             tenant.evictable += 1
-            self._ordered(tenant, row, add=True)
+            if tenant.evictable == 1:
+                self._largest.changed(tenant, self._numbers)
+            self.order.allow(tenant, row, covered=self._in_memory(row, tenant))
         if new is FileState.REMOVING:
             self._remove(row, tenant)
         if new is FileState.GONE:
             self._give(row, tenant, removed=old is FileState.REMOVING)
         return new
 
-    def remove_stray(self, name: int) -> None:
-        """Remove a file that is nobody's."""
-        job = next(self._jobs)
-        self.strays[job] = name
-        self._store.out.append(Unlink(job, name))
+    def _count(self, row: int, tenant: FileTenant, sign: int) -> None:
+        space = self.table.space[row]
+        held = tenant.spaces.setdefault(space, [0, 0])
+        held[0] += sign
+        held[1] += sign * self.table.length[row]
+        if not held[0]:
+            del tenant.spaces[space]
+
+    def namespaces(self, group: int | None = None) -> dict[bytes, tuple[int, int]]:
+        """Files and bytes of their payloads by namespace; ``group``: whose, None for all."""
+        found: dict[bytes, tuple[int, int]] = {}
+        for tenant in self.tenants.values():
+            if group in (None, tenant.group):
+                for number, (files, size) in tenant.spaces.items():
+                    digest = self.table.spaces.value(number)
+                    before = found.get(digest, (0, 0))
+                    found[digest] = before[0] + files, before[1] + size
+        return found
 
     def _remove(self, row: int, tenant: FileTenant) -> None:
-        job = next(self._jobs)
-        self.removing[job] = row
         self.freeing += self.table.tile[row]
         tenant.blocks -= self.table.tile[row]
-        self._store.out.append(Unlink(job, self.names[row]))
+        self._largest.changed(tenant, self._numbers)
+        self.removals.remove(row, self.names[row])
 
     def _give(self, row: int, tenant: FileTenant, *, removed: bool) -> None:
         blocks = self.table.tile[row]
@@ -287,6 +268,7 @@ class FileBook:
             self.freeing -= blocks
         else:
             tenant.blocks -= blocks
+            self._largest.changed(tenant, self._numbers)
         tenant.files -= 1
         self._give_row(row)
         self._close(tenant)
@@ -304,18 +286,24 @@ class FileBook:
         self._first_alias.pop(row, None)
         self.table.remove(row)
 
-    def _ordered(self, tenant: FileTenant, row: int, *, add: bool) -> None:
-        try:
-            (tenant.order.add if add else tenant.order.discard)([row])
-        except Exception:
-            self._store.policy_failed()
+    def _in_memory(self, row: int, tenant: FileTenant) -> bool:
+        """Whether host memory has a file's span, or will have it soon."""
+        store = self._store
+        there = store.tenants.find(tenant.group, tenant.salt)
+        if there is None:
+            return False
+        host = store.table.find(self.table.key_of(row), scope(there.number, self.shard(row)))
+        return bool(host) and store.table.state[host] != State.ALIAS
 
-    def touch(self, row: int) -> None:
-        """A file was of use: it goes last."""
-        if self.table.state[row] in FILE_EVICTABLE:
-            tenant = self.tenant_of(row)
-            self._ordered(tenant, row, add=False)
-            self._ordered(tenant, row, add=True)
+    def covered(self, row: int) -> None:
+        """Memory has a file's span from now on."""
+        allowed = self.table.state[row] in FILE_EVICTABLE
+        self.order.cover(self.tenant_of(row), row, allowed=allowed)
+
+    def uncovered(self, row: int, *, used: bool) -> None:
+        """Memory has a file's span no more; ``used``: it was leased while it had."""
+        allowed = self.table.state[row] in FILE_EVICTABLE
+        self.order.uncover(self.tenant_of(row), row, allowed=allowed, used=used)
 
     # The index
 
@@ -397,16 +385,21 @@ class FileBook:
                 return self._later()
         while self.used - self.freeing + blocks > self.capacity or not self._vacant:
             # Who has most gives way, so that nobody can push the others out.
-            held = [other for other in self.tenants.values() if other.evictable]
-            if not held or not self._evict_one(max(held, key=lambda other: other.blocks)):
+            largest = self.largest
+            if largest is None or not self._evict_one(largest):
                 return self._later()
         if self.used + blocks > self.capacity or not self.table.vacant:
             return None
         return True
 
     @property
+    def largest(self) -> FileTenant | None:
+        """Who loses a file first when the disk is full."""
+        return self._largest.find(self._numbers)
+
+    @property
     def _vacant(self) -> int:
-        return self.table.vacant + len(self.removing)
+        return self.table.vacant + self.by_state[FileState.REMOVING]
 
     def _later(self) -> bool | None:
         """Whether something is on its way that may leave room."""
@@ -423,21 +416,15 @@ class FileBook:
         counters = self._store.counters
         counters["disk_evicted"] += 1
         counters["disk_evicted_bytes"] += self.table.length[row]
+        self.order.evicted(self.tenant_of(row), row)
         self.move(row, FileTrigger.EVICT)
 
     def victim(self, tenant: FileTenant) -> int:
         """What a tenant loses first, or 0."""
         if not tenant.evictable:
             return 0
-        try:
-            row = next(tenant.order.victims(), 0)
-            if self._may_evict(row, tenant):
-                return row
-        except Exception:
-            row = 0
-        self._store.policy_failed()
         rows = range(1, self.table.rows + 1)
-        return next((row for row in rows if self._may_evict(row, tenant)), 0)
+        return self.order.victim(tenant, lambda row: self._may_evict(row, tenant), rows)
 
     def _may_evict(self, row: int, tenant: FileTenant) -> bool:
         return (

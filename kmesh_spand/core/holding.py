@@ -149,6 +149,18 @@ class Holding(Grounds):
         except Exception:
             self.policy_failed()
 
+    def _enter(self, row: int) -> None:
+        try:
+            self.tenant_of(row).order.enter(row, self.table.name_of(row))
+        except Exception:
+            self.policy_failed()
+
+    def _evicted(self, row: int) -> None:
+        try:
+            self.tenant_of(row).order.evicted(row)
+        except Exception:
+            self.policy_failed()
+
     def policy_failed(self) -> None:
         """The policy raised, or named what it must not."""
         self.counters["policy_faults"] += 1

@@ -1,4 +1,4 @@
-"""Which spans go first when memory is short. A policy only names them."""
+"""Which spans go first when memory, or the disk, is short. A policy only names them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,10 @@ from kmesh_spand.core.batch import Batch
 class Policy(ABC):
     """Orders the rows that may be evicted. The core decides, checks and evicts.
 
-    Whatever a policy raises or names wrongly is counted and survived.
+    Host memory and the disk have policies of one kind. A row is *entered* when it begins to hold
+    something; then it is added and discarded in turn, each time that it is not used for a while,
+    and is again. What was discarded and is added again was used in between. Whatever a policy
+    raises or names wrongly is counted and survived.
     """
 
     @abstractmethod
@@ -22,6 +25,18 @@ class Policy(ABC):
     @abstractmethod
     def discard(self, rows: Sequence[int]) -> None:
         """These rows may not be evicted any more."""
+
+    def enter(self, row: int, name: int) -> None:
+        """A row that is in no order holds something new; ``name``: 64 bits that tell what."""
+        return
+
+    def used(self, row: int) -> None:
+        """What a row that is in no order holds was of use."""
+        return
+
+    def evicted(self, row: int) -> None:
+        """A row is about to be discarded to make room, and to be entered anew if ever."""
+        return
 
     def another(self) -> Policy:
         """An empty order of the same kind, for another tenant."""

@@ -56,7 +56,7 @@ class Reading:
         self._verifier = verifier
         self._disk = disk
         if disk is not None:
-            disk.fetches.acquire = self._answer
+            disk.fetches.acquire = self._answer_late
 
     def acquire(self, session: Session, event: Acquire) -> Result | None:
         """Lease what is committed; a lease belongs to the session that asked.
@@ -65,17 +65,30 @@ class Reading:
         """
         if refused := check_acquire(event, self._config):
             return refused
-        config = self._config
-        if (
-            len(session.leases) >= config.max_leases
-            or session.leased_spans >= config.max_leased_spans
-        ):
-            return Refused(Code.EXHAUSTED, "too many open leases", "keys")
+        if refused := self._too_many_leases(session):
+            return refused
         if event.wait and self._disk is not None and not event.tier:
             rows, away = self._find(session, event)
             if self._disk.fetches.wait(session, event, rows, away):
                 return None
         return self._answer(session, event)
+
+    def _too_many_leases(self, session: Session) -> Refused | None:
+        config = self._config
+        if (
+            len(session.leases) < config.max_leases
+            and session.leased_spans < config.max_leased_spans
+        ):
+            return None
+        return Refused(Code.EXHAUSTED, "too many open leases", "keys")
+
+    def _answer_late(self, session: Session, event: Acquire) -> Result:
+        """What an Acquire gets that has waited: others of its session may have come meanwhile."""
+        refused = self._too_many_leases(session)
+        if refused is None:
+            return self._answer(session, event)
+        self._store.counters["refused"] += 1
+        return refused
 
     def _answer(self, session: Session, event: Acquire) -> AcquireResult:
         """What memory has now; what only the disk has is wanted from here on."""
@@ -237,7 +250,8 @@ class Reading:
                 continue
             if state == State.RECOVERED:
                 self._verifier.want(row)
-            reasons.append(Reason.PENDING)
+            hangs = state == State.FETCHING and self._disk and self._disk.fetches.away
+            reasons.append(Reason.MISS if hangs else Reason.PENDING)
             rows[entry] = 0
         if event.prefix:
             bad = next((i for i, reason in enumerate(reasons) if reason), len(rows))

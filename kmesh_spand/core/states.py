@@ -165,6 +165,8 @@ FILE_TRANSITIONS: dict[tuple[int, FileTrigger], FileState] = {
 FILE_KEYED = frozenset({F.WRITING, F.KEPT, F.WANTED, F.READING, F.HELD})
 #: Its key may be in the index.
 FILE_SHOWN = frozenset({F.KEPT, F.WANTED, F.READING})
+#: Whole, and not to go.
+FILE_STORED = FILE_SHOWN | {F.HELD}
 #: May be removed to make room.
 FILE_EVICTABLE = frozenset({F.KEPT, F.HELD})
 #: Something is on its way that may leave room.

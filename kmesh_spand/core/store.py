@@ -139,6 +139,7 @@ class SpanStore(Holding):
         self.by_state[new] += 1
         if new in STORED and old not in STORED:
             table.born[row] = table.used[row] = self.tick
+            self._enter(row)
             self._count_stored(row, 1)
             if old is not State.FREE:
                 self._put_records(row)
@@ -325,6 +326,7 @@ class SpanStore(Holding):
         mine = self.tenant_of(row).counters
         mine["evicted"] += 1
         mine["evicted_bytes"] += self.table.length[row]
+        self._evicted(row)
         self.move(row, Trigger.EVICT)
 
     def discard(self, row: int) -> None:

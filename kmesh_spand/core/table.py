@@ -120,11 +120,15 @@ class SpanTable:
 
     def key_of(self, row: int) -> bytes:
         """The 32 bytes of a row's key."""
-        return _KEY.pack(*(column[row] for column in self.words))
+        first, second, third, fourth = self.words
+        return _KEY.pack(first[row], second[row], third[row], fourth[row])
+
+    def name_of(self, row: int) -> int:
+        """64 bits that tell (key, scope) of a row from others."""
+        return self.words[0][row] ^ mix(self.scopes.value(self.scope[row]))
 
     def _home(self, row: int) -> int:
-        scope = self.scopes.value(self.scope[row])
-        return (self.words[0][row] ^ mix(scope)) & self._mask
+        return self.name_of(row) & self._mask
 
     def find(self, key: bytes, scope: int) -> int:
         """The row of (key, scope), or 0."""

@@ -130,11 +130,13 @@ class MemberRow:
 
 @dataclass(frozen=True, slots=True)
 class NamespaceRow:
-    """What is stored under one namespace digest."""
+    """What is stored under one namespace digest: spans in memory, and files on disk."""
 
     namespace: bytes
-    spans: int
-    bytes: int
+    spans: int = 0
+    bytes: int = 0
+    files: int = 0
+    file_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -212,6 +214,7 @@ class DiskStatus:
     Attributes:
         queued: spans in memory that wait to be written. waits: Acquires that wait for files.
         failing_ms: for how long no file could be written; 0: it can.
+        away_ms: for how long the disk has been treated as not there; 0: it answers.
     """
 
     capacity: int
@@ -226,6 +229,7 @@ class DiskStatus:
     held: int
     ready: bool
     failing_ms: int
+    away_ms: int
 
 
 @dataclass(frozen=True, slots=True)

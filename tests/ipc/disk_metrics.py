@@ -101,10 +101,21 @@ def _fetches(daemon: Daemon, peer: Peer, faults: DiskFaults, look: Look) -> None
         with waits.result() as lease:
             assert lease.hits == 4
     assert lost.exception() is not None
+    _outage(daemon, peer, faults, look)
     faults.begin("disk-read")
     assert peer.fetch([4]) == [None]
     look(daemon)
     faults.end("disk-read")
+
+
+def _outage(daemon: Daemon, peer: Peer, faults: DiskFaults, look: Look) -> None:
+    """It hangs for so long that nobody waits for it any more, and comes back."""
+    faults.begin("disk-slow")
+    wait_for(lambda: peer.fetch([5], wait=0.6) == [None] and daemon.status().disk.away_ms, PATIENCE)
+    assert peer.fetch([5]) == [None]
+    look(daemon)
+    faults.end("disk-slow")
+    daemon.wait_status(lambda s: not (s.disk.away_ms or s.disk.reading), PATIENCE)
 
 
 def _no_room(daemon: Daemon, peer: Peer) -> None:

@@ -2,18 +2,32 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 from daemon_process import COMMAND, ROOT, Daemon, environment, wait_for
-from disks import LENGTH, PATIENCE, SHARD, SMALL, DiskFaults, Peer, files, name, payload, written
+from disks import (
+    LENGTH,
+    NAMESPACE,
+    PATIENCE,
+    SHARD,
+    SMALL,
+    DiskFaults,
+    Peer,
+    files,
+    name,
+    payload,
+    written,
+)
 
 from kmesh.session import Role, Session
 from kmesh.v1 import flights_pb2, flights_pb2_grpc
@@ -185,6 +199,61 @@ def test_who_does_not_wait_for_ever_gets_what_is_there(
         faults.end("disk-slow")
         wait_for(lambda: peer.fetch([0]) == [payload(0)])
         assert daemon.status().counters["disk_hurried"] == 2
+
+
+def test_a_disk_that_hangs_costs_a_few_requests_their_time_and_no_more(
+    start_spand: Start, disk: Path, tmp_path: Path
+) -> None:
+    faults = DiskFaults(tmp_path / "faults")
+    daemon = start(start_spand, disk, **faults.settings)
+    daemon.errors = True
+    with Peer(daemon) as peer:
+        peer.cool(3)
+        faults.begin("disk-slow")
+        for _ in range(3):
+            assert peer.fetch([0], wait=0.7) == [None]
+        warnings = {one.name: one.text for one in daemon.status().warnings}
+        assert "has been left alone" in warnings["disk"]
+        began = time.monotonic()
+        for number in range(3):
+            assert peer.fetch([number, 1011], wait=30.0) == [None, payload(1011)]
+        # One of them may be the one that tries.
+        assert time.monotonic() - began < 30.0
+        faults.end("disk-slow")
+        daemon.wait_status(lambda s: not s.disk.away_ms, PATIENCE)
+        wait_for(lambda: peer.fetch([0]) == [payload(0)])
+        assert peer.fetch([1, 2]) == [payload(1), payload(2)]
+    counters = daemon.status().counters
+    assert counters["disk_outages"] == 1
+    assert counters["disk_outage_misses"] >= 2
+    log = daemon.log()
+    assert log.count("the disk tier does not answer") == 1
+    assert log.count("the disk tier answers again") == 1
+
+
+def test_namespaces_are_listed_of_which_only_files_are_left(start_spand: Start, disk: Path) -> None:
+    first = start(start_spand, disk)
+    with Peer(first) as peer:
+        peer.store(range(4))
+        written(first, 4)
+    first.stop()
+    daemon = start(start_spand, disk)
+    done = subprocess.run(
+        [sys.executable, "-m", "kmesh.cli", "ls", "--namespaces", "--json"],
+        env=environment(KMESH_SOCKET_DIR=str(daemon.socket_dir)),
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    (space,) = json.loads(done.stdout)["namespaces"]
+    assert space == {
+        "digest": NAMESPACE.hex(),
+        "spans": 0,
+        "bytes": 0,
+        "disk_spans": 4,
+        "disk_bytes": 4 * LENGTH,
+        "fields": {},
+    }
 
 
 def test_control_and_worker_die_and_the_files_are_found_again(spand: Daemon) -> None:

@@ -90,6 +90,7 @@ def test_every_setting_has_all_three_forms(tmp_path: Path) -> None:
         "disk": "/tmp/kmesh-disk",
         "disk_bytes": "5GiB",
         "disk_spans": "1000",
+        "disk_policy": "lru",
         "disk_threads": "7",
         "disk_sync": "all",
         "disk_tenants": "all=1GiB,default=2GiB",

@@ -490,9 +490,18 @@ def _linked_mark(path: Path) -> None:
     (path / diskdir.MARK).symlink_to("/etc/passwd")
 
 
+def _linked_folder(path: Path) -> None:
+    """Files would be written where it leads, and not be found again."""
+    path.mkdir(mode=0o700)
+    (path / diskdir.MARK).touch()
+    (path.parent / "elsewhere").mkdir()
+    (path / "7f").symlink_to(path.parent / "elsewhere")
+
+
 @pytest.mark.parametrize(
     ("make", "says"),
     [
+        (_linked_folder, "7f in it is a symbolic link; remove it"),
         (_open_to_all, r"others may write it \(mode 0777\); chmod go-w"),
         (_linked, "is a symbolic link"),
         (lambda path: path.write_text("a file"), "Not a directory"),

@@ -96,7 +96,7 @@ def ls(
     ] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Lists the stored spans, or the namespaces that have any."""
+    """Lists the spans in memory, or the namespaces of which something is there or on disk."""
     with connected(context) as tool:
         spaces = tool.namespaces() if namespaces or namespace else []
         if namespace:

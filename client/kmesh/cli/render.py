@@ -131,6 +131,7 @@ def disk_json(disk: admin_pb2.DiskInfo) -> Json:
         "ready": disk.ready,
         "direct": disk.direct,
         "failing_ms": disk.failing_ms,
+        "away_ms": disk.away_ms,
         "tenants": [
             {"name": t.name, "quota": t.quota, "used": t.used, "spans": t.spans}
             for t in disk.tenants
@@ -144,6 +145,8 @@ def _disk_rows(disk: admin_pb2.DiskInfo) -> list[tuple[str, str]]:
         text += ", being looked through"
     if disk.failing_ms:
         text += f", not written for {age(disk.failing_ms)}"
+    if disk.away_ms:
+        text += f", does not answer for {age(disk.away_ms)}"
     moving = (
         f"{disk.writing:,} written, {disk.queued:,} to be; {disk.reading:,} read, "
         f"{disk.wanted:,} to be; {disk.waits:,} wait"
@@ -339,6 +342,8 @@ def namespace_json(space: admin_pb2.NamespaceInfo) -> Json:
         "digest": space.digest.hex(),
         "spans": space.spans,
         "bytes": space.bytes,
+        "disk_spans": space.disk_spans,
+        "disk_bytes": space.disk_bytes,
         "fields": dict(sorted(space.fields.items())),
     }
 
@@ -349,11 +354,15 @@ def print_namespaces(spaces: Sequence[admin_pb2.NamespaceInfo]) -> None:
             space.digest.hex()[:16],
             f"{space.spans:,}",
             size(space.bytes),
+            f"{space.disk_spans:,}",
+            size(space.disk_bytes),
             ", ".join(f"{name}={text}" for name, text in sorted(space.fields.items()) if text),
         )
         for space in spaces
     ]
-    console().print(table("", ("namespace", ">spans", ">size", "fields"), rows))
+    console().print(
+        table("", ("namespace", ">spans", ">size", ">on disk", ">size", "fields"), rows)
+    )
 
 
 def tenant_json(tenant: admin_pb2.TenantInfo) -> Json:

@@ -109,7 +109,7 @@ def evict(
 
 
 def _namespace(tool: Tool, beginning: str) -> bytes:
-    """A whole digest may be of spans that are on disk alone, which no list names."""
+    """A whole digest may be of one that was forgotten meanwhile."""
     if re.fullmatch("[0-9a-fA-F]{64}", beginning):
         return bytes.fromhex(beginning)
     return pick(tool.namespaces(), beginning).digest

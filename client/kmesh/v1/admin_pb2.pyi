@@ -482,6 +482,7 @@ class DiskInfo(_message.Message):
     DIRECT_FIELD_NUMBER: _builtins.int
     FAILING_MS_FIELD_NUMBER: _builtins.int
     TENANTS_FIELD_NUMBER: _builtins.int
+    AWAY_MS_FIELD_NUMBER: _builtins.int
     directory: _builtins.str
     capacity: _builtins.int
     """bytes that its files may take"""
@@ -507,6 +508,8 @@ class DiskInfo(_message.Message):
     """files are read and written past the page cache"""
     failing_ms: _builtins.int
     """for how long no file could be written; 0: it can"""
+    away_ms: _builtins.int
+    """for how long it has been treated as not there; 0: it answers"""
     @_builtins.property
     def tenants(self) -> _containers.RepeatedCompositeFieldContainer[Global___DiskTenantInfo]:
         """that the caller may see"""
@@ -529,10 +532,11 @@ class DiskInfo(_message.Message):
         direct: _builtins.bool = ...,
         failing_ms: _builtins.int = ...,
         tenants: _abc.Iterable[Global___DiskTenantInfo] | None = ...,
+        away_ms: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["capacity", b"capacity", "direct", b"direct", "directory", b"directory", "failing_ms", b"failing_ms", "held", b"held", "queued", b"queued", "reading", b"reading", "ready", b"ready", "span_bytes", b"span_bytes", "spans", b"spans", "tenants", b"tenants", "used", b"used", "waits", b"waits", "wanted", b"wanted", "writing", b"writing"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["away_ms", b"away_ms", "capacity", b"capacity", "direct", b"direct", "directory", b"directory", "failing_ms", b"failing_ms", "held", b"held", "queued", b"queued", "reading", b"reading", "ready", b"ready", "span_bytes", b"span_bytes", "spans", b"spans", "tenants", b"tenants", "used", b"used", "waits", b"waits", "wanted", b"wanted", "writing", b"writing"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -774,9 +778,17 @@ class NamespaceInfo(_message.Message):
     FIELDS_FIELD_NUMBER: _builtins.int
     SPANS_FIELD_NUMBER: _builtins.int
     BYTES_FIELD_NUMBER: _builtins.int
+    DISK_SPANS_FIELD_NUMBER: _builtins.int
+    DISK_BYTES_FIELD_NUMBER: _builtins.int
     digest: _builtins.bytes
     spans: _builtins.int
+    """in memory"""
     bytes: _builtins.int
+    """of their payloads"""
+    disk_spans: _builtins.int
+    """in files, whether in memory too or not"""
+    disk_bytes: _builtins.int
+    """of their payloads"""
     @_builtins.property
     def fields(self) -> _containers.ScalarMap[_builtins.str, _builtins.str]:
         """as its engine said them"""
@@ -788,10 +800,12 @@ class NamespaceInfo(_message.Message):
         fields: _abc.Mapping[_builtins.str, _builtins.str] | None = ...,
         spans: _builtins.int = ...,
         bytes: _builtins.int = ...,
+        disk_spans: _builtins.int = ...,
+        disk_bytes: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["bytes", b"bytes", "digest", b"digest", "fields", b"fields", "spans", b"spans"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["bytes", b"bytes", "digest", b"digest", "disk_bytes", b"disk_bytes", "disk_spans", b"disk_spans", "fields", b"fields", "spans", b"spans"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -34,6 +34,7 @@ class DiskWorld(World):
         self.spills: dict[int, fx.Spill] = {}
         self.fetches: dict[int, fx.Fetch] = {}
         self.unlinks: dict[int, fx.Unlink] = {}
+        self.outages: list[bool] = []
         self.arrivals: dict[tuple[int, int], tuple[list[bytes], list[int], bytes]] = {}
         super()._reset(policy)  # type: ignore[arg-type]
 
@@ -158,6 +159,9 @@ class DiskWorld(World):
                 return
             case fx.Unlink():
                 self.unlinks[effect.job] = effect
+                return
+            case fx.DiskOutage(away):
+                self.outages.append(away)
                 return
             case fx.Publish(slot, tags, group, tier) if slot >= self.config.max_spans:
                 assert tier == 0

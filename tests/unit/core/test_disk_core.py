@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import replace
 
 import pytest
@@ -537,4 +538,193 @@ def test_a_recipe_is_not_written_and_its_payload_stays_in_the_file() -> None:
     ((_, (held,)),) = world.leases.values()
     assert held is not None
     assert held.count == DENSE // TILE_BYTES
+    world.check()
+
+
+def test_namespaces_of_which_only_files_are_left() -> None:
+    world = made(tiles=4)
+    assert world.core.namespaces() == []
+    on_disk(world, 3)
+    (space,) = world.core.namespaces()
+    assert (space.spans, space.files, space.file_bytes) == (0, 3, 3 * TILE_BYTES)
+    assert world.core.namespaces(group=1000) == [space]
+    assert world.core.namespaces(group=1001) == []
+    world.acquire(world.connect(), names(0))
+    world.settle()
+    (space,) = world.core.namespaces()
+    assert (space.spans, space.bytes, space.files) == (1, TILE_BYTES, 3)
+    assert world.core.disk is not None
+    world.send(ev.Forget(world.core.sweep.files(0, 100).slots))
+    (space,) = world.core.namespaces()
+    assert (space.spans, space.files) == (1, 0)
+    world.check()
+
+
+# A disk that does not answer
+
+
+def hanging(world: DiskWorld) -> int:
+    """Waits end one after the other, until the tier is treated as not there."""
+    session = on_disk(world, 6)
+    for number in range(3):
+        assert not world.outages
+        assert world.acquire_waiting(session, names(number)) is None
+        world.now += 750
+        world.hurry(session, world.request)
+    assert world.outages == [True]
+    return session
+
+
+def test_a_disk_that_hangs_is_not_waited_for() -> None:
+    world = made(tiles=4, hold_ms=1000, max_reads=8)
+    session = hanging(world)
+    assert world.core.counters["disk_outages"] == 1
+    for number in (0, 5):
+        # What is being read too: nobody knows when it comes.
+        answer = world.acquire_waiting(session, names(number))
+        assert answer is not None
+        assert list(answer.reason) == [Reason.MISS]
+    assert world.core.counters["disk_outage_misses"] > 0
+    world.check()
+
+
+def test_all_who_wait_for_a_disk_that_hangs_are_answered_together() -> None:
+    world = made(tiles=4)
+    session = on_disk(world, 6)
+    others = [world.connect() for _ in range(3)]
+    for other in others:
+        world.acquire_waiting(other, names(5))
+    world.now += 750
+    for number in range(3):
+        assert len(world.arrivals) == 3
+        assert world.acquire_waiting(session, names(number)) is None
+        world.now += 10
+        world.hurry(session, world.request)
+    assert not world.arrivals
+    world.check()
+
+
+def test_waits_that_were_short_say_nothing_of_the_disk() -> None:
+    world = made(tiles=4)
+    session = on_disk(world, 6)
+    for _ in range(10):
+        assert world.acquire_waiting(session, names(0)) is None
+        world.now += 40
+        world.hurry(session, world.request)
+    assert not world.outages
+
+
+def test_reads_that_end_meanwhile_say_that_the_disk_works() -> None:
+    world = made(tiles=16)
+    session = on_disk(world, 6)
+    for number in range(6):
+        assert world.acquire_waiting(session, names(number, (number + 1) % 6)) is None
+        world.now += 400
+        world.fetch_ends(next(iter(world.fetches)))
+        world.now += 400
+        if (session, world.request) in world.arrivals:
+            world.hurry(session, world.request)
+    assert not world.outages
+
+
+def test_a_disk_that_comes_back_is_used_at_once() -> None:
+    world = made(tiles=6)
+    session = hanging(world)
+    world.fetch_ends(next(iter(world.fetches)))
+    assert world.outages == [True, False]
+    assert world.acquire_waiting(session, names(5)) is None
+    world.settle()
+    assert list(world.acquire(session, names(5)).reason) == [Reason.OK]
+    world.check()
+
+
+def test_a_disk_that_does_not_answer_is_tried_by_one_at_a_time_and_less_often() -> None:
+    world = made(tiles=4, hold_ms=1000, longest_hold_ms=4000, max_reads=8)
+    session = hanging(world)
+    other = world.connect()
+    began, tries = world.now, list[int]()
+    while world.now < began + 20_000:
+        if world.acquire_waiting(session, names(4)) is None:
+            tries.append(world.now - began)
+            answer = world.acquire_waiting(other, names(4))
+            assert answer is not None, "one is enough"
+            world.now += 750
+            world.hurry(session, world.request)
+        world.now += 50
+        world.check()
+    gaps = [later - earlier for earlier, later in itertools.pairwise(tries)]
+    assert 950 <= tries[0] <= 1100
+    assert gaps == sorted(gaps)
+    assert 4000 <= gaps[-1] <= 5000
+    # One that gets its answer ends it.
+    while world.acquire_waiting(session, names(4)) is not None:
+        world.now += 50
+    world.settle()
+    assert world.outages == [True, False]
+    assert list(world.acquire(session, names(4)).reason) == [Reason.OK]
+    world.check()
+
+
+def test_a_worker_that_hung_and_died_is_followed_by_one_that_is_asked() -> None:
+    world = made(tiles=4)
+    session = hanging(world)
+    world.worker_dies()
+    answer = world.acquire_waiting(session, names(5))
+    assert answer is not None
+    world.scan()
+    assert world.outages == [True, False]
+    assert world.acquire_waiting(session, names(5)) is None
+    world.settle()
+    world.check()
+
+
+# Bounds
+
+
+def test_files_are_removed_a_few_at_a_time() -> None:
+    world = made(files=40, tiles=40, max_removals=4)
+    on_disk(world, 30)
+    assert world.core.disk is not None
+    world.send(ev.Forget(world.core.sweep.files(0, 100).slots))
+    assert len(world.unlinks) == 4
+    world.check()
+    removed = 0
+    while world.unlinks:
+        assert len(world.unlinks) <= 4
+        world.unlink_ends(next(iter(world.unlinks)))
+        removed += 1
+        world.check()
+    assert removed == 30
+    assert not world.files
+
+
+def test_files_without_a_row_are_removed_a_few_at_a_time_and_found_once() -> None:
+    world = made(files=40, tiles=40)
+    on_disk(world, 30)
+    world.disk = DiskConfig(capacity=2 * ONE, max_files=64, max_removals=4)
+    world.reboot()
+    world.scan()
+    world.scan()
+    assert len(world.unlinks) == 4
+    assert world.core.counters["disk_found_dropped"] == 28
+    world.settle()
+    assert len(world.files) == 2
+    world.check()
+
+
+def test_who_took_all_its_leases_while_it_waited_is_refused() -> None:
+    world = DiskWorld({0: 4}, disk=DiskConfig(capacity=8 * ONE, max_files=64), max_leases=1)
+    world.scan()
+    session = on_disk(world, 1)
+    world.store(session, names(7))
+    assert world.acquire_waiting(session, names(0)) is None
+    waits = world.request
+    world.acquire(session, names(7))
+    assert len(world.leases) == 1
+    refused = world.core.counters["refused"]
+    world.settle()
+    answer = world.answered[session, waits]
+    assert isinstance(answer, fx.Refused)
+    assert (answer.field, world.core.counters["refused"]) == ("keys", refused + 1)
+    assert len(world.leases) == 1
     world.check()

@@ -27,6 +27,7 @@ from kmesh_spand.core import events as ev
 from kmesh_spand.core.codes import Reason, Trouble
 from kmesh_spand.core.config import DiskConfig
 from kmesh_spand.core.diskfile import file_bytes
+from kmesh_spand.core.policies import POLICIES
 from kmesh_spand.core.tags import tag
 from kmesh_spand.core.tenants import Tenancy, tenant_name
 
@@ -49,6 +50,8 @@ DISK_MUST_REACH = (
     "disk_fetch_failed",
     "disk_corrupt",
     "disk_hurried",
+    "disk_outages",
+    "disk_outage_misses",
     "disk_evicted",
     "disk_discarded",
     "disk_unlink_failed",
@@ -73,6 +76,7 @@ class DiskMachine(RuleBasedStateMachine):
         quotas=st.sampled_from(QUOTAS),
         writes=st.integers(1, 2),
         reads=st.integers(1, 2),
+        policy=st.sampled_from(sorted(POLICIES)),
     )
     def start(
         self,
@@ -83,6 +87,7 @@ class DiskMachine(RuleBasedStateMachine):
         quotas: dict[str, int],
         writes: int,
         reads: int,
+        policy: str,
     ) -> None:
         self.uids = list(tenancy.groups)
         self.world = DiskWorld(
@@ -97,7 +102,11 @@ class DiskMachine(RuleBasedStateMachine):
                 max_wanted=4,
                 hold_ms=50,
                 longest_hold_ms=200,
+                max_removals=3,
+                max_late=2,
+                stall_ms=80,
                 quotas=quotas,
+                policy=policy,
             ),
             max_spans=10,
             max_batch=8,
@@ -271,6 +280,20 @@ class DiskMachine(RuleBasedStateMachine):
             self.world.hurry(*data.draw(st.sampled_from(sorted(self.world.arrivals))))
         else:
             self.world.send(ev.Hurry(self.session(data), 10**9))
+
+    @precondition(lambda self: len(self.world.arrivals) > 1)
+    @rule()
+    def disk_hangs(self) -> None:
+        """Long enough for the tier to be treated as not there."""
+        world = self.world
+        world.now += 100
+        before = len(world.outages)
+        for at in sorted(world.arrivals)[:2]:
+            if at in world.arrivals:
+                world.hurry(*at)
+        if len(world.outages) > before:
+            assert world.outages[-1]
+            assert not world.arrivals
 
     @precondition(lambda self: self.world.leases)
     @rule(data=st.data())
