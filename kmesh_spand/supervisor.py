@@ -21,7 +21,7 @@ from kmesh_spand.fdstore import FdStore
 from kmesh_spand.gpukeeper import GpuKeeper
 from kmesh_spand.handover import Handover
 from kmesh_spand.holdings import Holdings
-from kmesh_spand.inherit import Named
+from kmesh_spand.inherit import SEALED, Named
 from kmesh_spand.launch import Prepared
 from kmesh_spand.notify import notify
 from kmesh_spand.outbox import Outbox
@@ -106,7 +106,7 @@ class Supervisor:
         hard = child.raise_file_limit()
         # A slab that is exported as DMA-BUF has a second one, on a GPU as well.
         each = 2 if settings.dma_buf == "slabs" else 1
-        slabs = len(settings.slab_sizes()) + len(settings.gpu_slabs())
+        slabs = settings.slab_numbers() + len(settings.gpu_slabs())
         needed = each * slabs
         needed += len(settings.gpu) + len(settings.tenancy().groups) - 1 + _SPARE_FDS
         if needed > hard:
@@ -305,17 +305,19 @@ class Supervisor:
         ours, theirs = ipc.pair()
         settings = self._settings
         storage = self._holdings.storage
-        slabs = [(slab.fd, slab.size) for slab in storage.slabs]
-        writable = storage.writable
         disk = self._disk
 
         def main() -> int:
             logs.configure("worker", level=settings.log_level, form=settings.log_format)
             from kmesh_spand import worker
 
-            return worker.run(settings, theirs, slabs, writable, disk)
+            return worker.run(settings, theirs, worker.Ground.of(storage), disk)
 
-        keep = [*(fd for fd, _ in slabs), theirs.fileno(), self._holdings.life.held]
+        keep = [
+            *(slab.fd for slab in storage.shared.slabs.values()),
+            theirs.fileno(),
+            self._holdings.life.held,
+        ]
         if disk is not None:
             # The lock too: no other daemon may use it while this process still writes.
             keep += [disk.fd, disk.lock]
@@ -372,10 +374,19 @@ class Supervisor:
                     os.kill(self._worker_pid, signal.SIGKILL)
             case ipc.SlabWanted():
                 self._gpus.tell(message.slab)
+            case ipc.GivenUp():
+                self._replace(message.slab)
             case ipc.Stop():
                 self._stop_signal = self._stop_signal or signal.SIGTERM
             case _:
                 logger.error("unexpected message %s", type(message).__name__)
+
+    def _replace(self, slab: int) -> None:
+        """Gives back a sealed slab that is empty."""
+        # The memory that was offered is not all of it any more.
+        self._handover.break_off()
+        heir = self._holdings.replace(slab)
+        self._tell_control(ipc.Replaced(slab, heir))
 
     def _announce(self) -> None:
         """Says once for each control process that all is there."""
@@ -440,8 +451,8 @@ class Supervisor:
 
     def why_not(self) -> str:
         """Why this daemon can't be taken over."""
-        if self._settings.hardened:
-            return "hardened memory can't be written by another daemon"
+        if self._settings.hardened and self._settings.dma_buf == "slabs":
+            return SEALED
         if "NOTIFY_SOCKET" in os.environ:
             return "its process is systemd's: restart the service, whose fd store keeps spans"
         if self._stop_signal:

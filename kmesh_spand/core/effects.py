@@ -329,8 +329,18 @@ class Unlink:
 
 
 @dataclass(frozen=True, slots=True)
+class GiveUp:
+    """A sealed slab is empty: SlabAdded follows, of another that replaces it."""
+
+    slab: int
+
+
+@dataclass(frozen=True, slots=True)
 class PutOwner:
-    """Write whose a slab is (``tenants.OWNER_BYTES``), before any record of a span in it."""
+    """Write whose a slab is (``tenants.OWNER_BYTES``), before any record of a span in it.
+
+    Zeros: there is no such slab any more.
+    """
 
     slab: int
     data: bytes
@@ -408,6 +418,7 @@ Effect = (
     | ForgetRecipe
     | Densify
     | Wipe
+    | GiveUp
     | Spill
     | Fetch
     | Unlink

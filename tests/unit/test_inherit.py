@@ -80,7 +80,7 @@ def test_what_fits_is_used(left: dict[str, int], chosen: Settings) -> None:
     for number, fd in gpu.items():
         left[gpu_name(number, "GPU-a-b").removeprefix(PREFIX)] = fd
     found = take(left, chosen)
-    assert [os.pread(slab.fd, 5, 4096) for slab in found.slabs] == [
+    assert [os.pread(slab.fd, 5, 4096) for slab in found.slabs.values()] == [
         b"bytes" if number == 1 else bytes(5) for number in range(SLABS)
     ]
     assert {number: device for number, (_, device) in found.gpu.items()} == {

@@ -68,7 +68,7 @@ MUST_REACH = ("hits", "released", "committed", "aborted", "recovered", "verified
 MUST_REACH += ("evicted", "discarded", "reserve_quota")
 MUST_REACH += ("flight_leads", "flight_joins", "flight_promotions", "flight_landed")
 MUST_REACH += ("flight_leaves", "flight_ended_not_stored")
-MUST_REACH += ("encodes", "encode_spoiled", "densified")
+MUST_REACH += ("encodes", "encode_spoiled", "densified", "slabs_given_up")
 ENDS = [FlightCause.DONE, FlightCause.ABORTED, FlightCause.PREEMPTED, FlightCause.NOT_STORED]
 # Mostly the case in which something happens.
 seldom = st.sampled_from([False, False, False, True])
@@ -93,9 +93,14 @@ class CoreMachine(RuleBasedStateMachine):
         sizes=st.sampled_from(SIZES),
         stored=st.lists(st.sampled_from(KEYS), unique=True, max_size=3),
         tenancy=st.sampled_from(TENANCIES),
+        hardened=seldom,
     )
     def start(
-        self, sizes: tuple[dict[int, int], int], stored: list[bytes], tenancy: Tenancy
+        self,
+        sizes: tuple[dict[int, int], int],
+        stored: list[bytes],
+        tenancy: Tenancy,
+        hardened: bool,
     ) -> None:
         slabs, max_spans = sizes
         self.uids = [1000] if len(tenancy.groups) == 1 and not tenancy.shared else UIDS
@@ -112,6 +117,7 @@ class CoreMachine(RuleBasedStateMachine):
             max_flights=3,
             max_waits=3,
             hold_ms=50,
+            hardened=hardened,
         )
         self.grace: list[Held] = []
         # Why keys may end in the present rule; names that were found at some time, and last.
@@ -813,6 +819,11 @@ class CoreMachine(RuleBasedStateMachine):
                 moved = data.draw(st.sampled_from([1, TILE_BYTES, 99 * TILE_BYTES]))
                 values = {n: getattr(record, n) for n in record.__slots__}
                 catalog[slot] = type(record)(**{**values, "offset": record.offset + moved}).encode()
+
+    @precondition(having("given_up"))
+    @rule(data=st.data())
+    def replace(self, data: st.DataObject) -> None:
+        self.world.replace(self.pick(data, self.world.given_up))
 
     @precondition(lambda self: self.in_grace)
     @rule()
