@@ -76,6 +76,8 @@ class Evictor:
         """
         store = self._store
         there = [slab.tiles for slab in store.slabs.values() if slab.tier == tenant.tier]
+        if not tenant.tier:
+            there += [size for _, size in store.given_up.values()]
         if count > max(there, default=count):
             return Reason.TOO_LARGE
         if tenant.quota and count > tenant.quota:
@@ -260,7 +262,10 @@ class Evictor:
     def _will_grow(self, count: int, tenant: Tenant) -> bool:
         """Whether waiting, rather than evicting, may give ``count`` tiles."""
         store = self._store
-        if not tenant.tier and any(g in (None, tenant.group) for g in store.given_up.values()):
+        if not tenant.tier and any(
+            group in (None, tenant.group) and size >= count
+            for group, size in store.given_up.values()
+        ):
             return True
         if store.grace or all(slab.tier != tenant.tier for slab in store.slabs.values()):
             return True

@@ -15,7 +15,7 @@ class Grounds:
 
     Attributes:
         slabs: by number. sealed: those that can't be written.
-        given_up: groups of sealed slabs that were given up and not replaced yet.
+        given_up: group and tiles of sealed slabs that were given up and not replaced yet.
         tenants: whose slabs are. wipes: slab by wipe job in flight.
         tiers: of the slabs. grew_ms: when each slab was last seen growing.
         out: where effects go. now_ms: what time it is.
@@ -27,7 +27,7 @@ class Grounds:
         self.slabs: dict[int, Slab] = {}
         self.tiers: set[int] = set()
         self.sealed: set[int] = set()
-        self.given_up: dict[int, int | None] = {}
+        self.given_up: dict[int, tuple[int | None, int]] = {}
         self.tenants = tenants
         self.wipes: dict[int, int] = {}
         self.grew_ms: dict[int, int] = {}
@@ -49,7 +49,7 @@ class Grounds:
         """A slab of ``capacity`` bytes, none of them populated; ValueError if it can't be."""
         if number in self.slabs or not 0 <= number <= 0xFFFF or capacity < TILE_BYTES:
             raise ValueError(f"slab {number} of {capacity} bytes is known already, or none")
-        group = self.given_up.pop(replaces) if replaces is not None else None
+        group = self.given_up.pop(replaces)[0] if replaces is not None else None
         slab = self.slabs[number] = Slab(capacity // TILE_BYTES, tier, sealed=sealed)
         self.tiers.add(tier)
         self.grew_ms[number] = self.now_ms
@@ -106,7 +106,7 @@ class Grounds:
         if slab.tenant is not None:
             self.tenants.lose(slab.tenant, number)
         # What is known of a slab that was lost is nothing to go by.
-        self.given_up[number] = None if slab.lost else slab.group
+        self.given_up[number] = None if slab.lost else slab.group, slab.tiles
         self.counters["slabs_given_up"] += 1
         self.out += [PutOwner(number, bytes(OWNER_BYTES)), GiveUp(number)]
 

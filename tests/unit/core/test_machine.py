@@ -317,6 +317,7 @@ class CoreMachine(RuleBasedStateMachine):
             return
         expected = [self.expect(name, shard, who) for name in keys]
         status, evicted = world.core.status(), world.core.counters["evicted"]
+        before = world.core.counters["slabs_given_up"]
         others = self.others(who)
         free = not (self.grace or world.wanted or world.copies or world.verifies or world.leases)
         free = free and not (world.encodes or world.keeps or world.densifies)
@@ -334,7 +335,10 @@ class CoreMachine(RuleBasedStateMachine):
         if free and not status.recovering and not self.in_grace and answer.reason[0]:
             # With nothing held, only what belongs to others can be in the way.
             may = {Reason.EXISTS}
-            mine = [world.sizes[slab] for slab in world.sizes if world.who_of(slab) == who]
+            slabs = world.sizes.keys() - world.sealed
+            mine = [world.sizes[slab] for slab in slabs if world.who_of(slab) == who]
+            if world.sealed or world.given_up:
+                may.add(Reason.NOT_READY)
             if max(mine, default=0) < tiles(length):
                 may |= {Reason.POOL_FULL, Reason.NOT_READY, Reason.TOO_LARGE}
             if world.wipes:
@@ -345,8 +349,11 @@ class CoreMachine(RuleBasedStateMachine):
             if quota and tiles(length) * TILE_BYTES > quota:
                 may.add(Reason.QUOTA)
             assert answer.reason[0] in may
-        if Reason.OK not in answer.reason:
+        given_up = world.core.counters["slabs_given_up"] - before
+        if Reason.OK not in answer.reason and not given_up:
             assert world.core.counters["evicted"] == evicted
+        # With more of it there would be no end.
+        assert given_up <= len(keys)
         assert others == self.others(who), "a tenant touched another's spans"
 
     def others(self, who: Who) -> dict[int, bytes]:
@@ -703,6 +710,7 @@ class CoreMachine(RuleBasedStateMachine):
     def wipe_ends(self, data: st.DataObject, fail: bool) -> None:
         self.world.wipe_ends(self.pick(data, self.world.wipes), not fail)
 
+    @precondition(having("sizes"))
     @rule(data=st.data())
     def flip(self, data: st.DataObject) -> None:
         slab = self.pick(data, self.world.sizes)
