@@ -128,6 +128,8 @@ class Holdings:
         self._use(inherited, undo)
         self.place = predecessor.place(self._settings)
         undo.callback(self.place.close)
+        if not self.place.locked():
+            raise ConfigError("upgrade: the daemon that runs goes on: its lock is not what it was")
         logger.info("upgrade: all memory is here, version %s made it", inherited.version)
         if not predecessor.wait_to_begin(self._estate.life):
             self.place.renew(self._settings)

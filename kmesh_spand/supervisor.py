@@ -16,7 +16,7 @@ import time
 from kmesh.errors import ConfigError
 from kmesh_spand import child, ipc, logs
 from kmesh_spand.backoff import Backoff
-from kmesh_spand.diskdir import Directory, open_directory
+from kmesh_spand.diskdir import Custody, open_directory
 from kmesh_spand.fdstore import FdStore
 from kmesh_spand.gpukeeper import GpuKeeper
 from kmesh_spand.handover import Handover
@@ -73,7 +73,7 @@ class Supervisor:
         self._gpus = GpuKeeper(settings, self._tell_control, self._store)
         self._holdings: Holdings
         self._handover = Handover(self)
-        self._disk: Directory | None = None
+        self._disk = Custody()
 
     def run(self) -> int:
         """Serves until told to stop. Returns the exit status; re-raises SIGINT."""
@@ -119,7 +119,7 @@ class Supervisor:
         )
         if settings.disk:
             try:
-                self._disk = open_directory(settings.disk)
+                self._disk = Custody(open_directory(settings.disk))
             except BaseException:
                 held.close()
                 raise
@@ -141,8 +141,7 @@ class Supervisor:
         self._forget_control()
         self._handover.close()
         self._holdings.close()
-        if self._disk is not None:
-            self._disk.close()
+        self._disk.close()
         logger.info("stopped")
 
     # The loop.
@@ -234,6 +233,7 @@ class Supervisor:
             self._stop_by,
             self._retry_at,
             self._handover.moment,
+            self._disk.moment,
         )
         moments = [at for at in ours if at is not None]
         if self._control_pid:
@@ -265,6 +265,9 @@ class Supervisor:
             except OSError as failed:
                 logger.error("the store worker could not be started: %s", failed)
                 self._worker_at = self._worker_backoff.died(now)
+        if self._disk.came_back(now) and self._worker_pid:
+            logger.info("the disk tier's directory is ours again: restarting the store worker")
+            os.kill(self._worker_pid, signal.SIGKILL)
         if self._control_pid:
             self._gpus.start_due(now)
 
@@ -305,7 +308,7 @@ class Supervisor:
         ours, theirs = ipc.pair()
         settings = self._settings
         storage = self._holdings.storage
-        disk = self._disk
+        disk = self._disk.directory
 
         def main() -> int:
             logs.configure("worker", level=settings.log_level, form=settings.log_format)
@@ -477,8 +480,7 @@ class Supervisor:
             time.sleep(_HALT_POLL_SECONDS)
         self._control_at = None
         self._holdings.place.lent = True
-        if self._disk is not None:
-            self._disk.release()
+        self._disk.release()
         return ""
 
     def resume(self) -> None:
@@ -486,8 +488,7 @@ class Supervisor:
         self._halting = False
         self._holdings.place.lent = False
         self._holdings.place.sign()
-        if self._disk is not None and not self._disk.take():
-            logger.error("the other daemon still uses the disk tier's directory")
+        self._disk.take_back()
         self._control_at = time.monotonic()
 
 

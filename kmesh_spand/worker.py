@@ -18,7 +18,7 @@ from kmesh import layout
 from kmesh.mapping import Mapping as Region
 from kmesh_spand import ipc, memory
 from kmesh_spand.budget import Gate
-from kmesh_spand.diskcrew import DiskCrew
+from kmesh_spand.diskcrew import DiskCrew, NoDisk
 from kmesh_spand.diskdir import Directory
 from kmesh_spand.diskstore import DiskStore
 from kmesh_spand.hoststore import HostStore, Slab
@@ -62,7 +62,7 @@ class Worker(JobWorker):
 
     Args:
         ground: its slabs.
-        disk: where files are; None: there are none.
+        disk: where files are; None: there are none, or another daemon has them.
 
     Raises:
         OSError: a slab can't be mapped.
@@ -87,7 +87,7 @@ class Worker(JobWorker):
         self._store = HostStore(self._slabs, settings.memory_headroom)
         self._recipes = Recipes(self._store)
         self._files = disk
-        self._disk: DiskCrew | None = None
+        self._disk: DiskCrew | NoDisk | None = None
         self._gate = Gate(settings.memory_headroom, self._paused)
         self._filler = threading.Thread(target=self._populate, name="populate", daemon=True)
 
@@ -97,6 +97,8 @@ class Worker(JobWorker):
             crews = Crews.hired(self._settings.copy_threads)
             if self._files is not None:
                 self._disk = self._disk_crew(self._files)
+            elif self._settings.disk:
+                self._disk = NoDisk(self._send)
         except RuntimeError as lacking:
             self._lacks(lacking)
         self.serve(crews)
