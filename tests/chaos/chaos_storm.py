@@ -251,6 +251,7 @@ class Storm:
         house.troubled = time.monotonic()
         self.events.add("upgraded", daemon=house.pid, life=house.lives)
         self._check_kept()
+        self._move_in()
 
     def _keep(self, upgrade: bool = False) -> None:
         """Stores what must outlive the daemon, where it can be and where memory is kept."""
@@ -298,6 +299,14 @@ class Storm:
     def _wait_ready(self) -> None:
         self.wait(self.house.is_ready, 60, "a daemon that starts")
         self.house.let_in()
+        self._move_in()
+
+    def _move_in(self) -> None:
+        """A slab for what is to be kept, before others have them all."""
+        keepsake = Keepsake(self.house.sockets, self.house.lives)
+        if why := keepsake.store():
+            self.events.add("no room to keep", why=why)
+        keepsake.close()
 
     def _flip(self, fault: Fault, pid: int) -> bool:
         """Some bits of what is stored, each in another byte, as a broken machine would."""

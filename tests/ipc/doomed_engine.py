@@ -1,0 +1,102 @@
+"""An engine that gets into a state, says so, and stays there until it is killed.
+
+Arguments: socket directory, state. It prints "ready", reads a line, gets into the state, and prints
+"there".
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+
+from disks import SHARD, name
+from household import Household
+
+from kmesh.session import ReserveBatch, Role, Session
+
+#: What others compute while this engine waits for it.
+FLIGHT = b"f" * 32
+NAMESPACE = b"n" * 32
+
+
+def batch(key: bytes, count: int = 2) -> ReserveBatch:
+    keys = b"".join(bytes([number]) + key[1:] for number in range(count))
+    return ReserveBatch(
+        NAMESPACE, SHARD, keys, [64] * count, range(0, 64 * count, 64), [90_000] * count
+    )
+
+
+def staging(session: Session) -> None:
+    session.staging(1 << 20)
+
+
+def reserved(session: Session) -> None:
+    session.staging(1 << 20)
+    assert session.reserve(batch(b"r" * 32)).reason == [0, 0]
+
+
+def copying(session: Session) -> None:
+    session.staging(1 << 20)
+    held = session.reserve(batch(b"c" * 32))
+    session.commit_async(held.reservation, [0, 1 << 17])
+
+
+def leased(session: Session) -> None:
+    lease = session.acquire(name(1005), [SHARD])
+    assert lease.hits == 1
+
+
+def leads(session: Session) -> None:
+    assert session.claim(b"l" * 32, [SHARD]).standing.name == "LEAD"
+
+
+def waits_for_a_flight(session: Session) -> None:
+    claim = session.claim(FLIGHT, [SHARD])
+    assert claim.standing.name == "COMPUTING"
+    session.await_flight_async(claim, 120)
+
+
+def waits_for_a_fetch(session: Session) -> None:
+    session.acquire_async(name(0) + name(1005), [SHARD], prefix=False, wait=120.0, timeout=120.0)
+
+
+def encoded(session: Session) -> None:
+    household = Household()
+    for sibling in household.siblings:
+        household.join(session, sibling)
+    session.acquire(household.siblings[0].keys, [household.shard], recipes=True)
+
+
+def made_dense(session: Session) -> None:
+    household = Household()
+    session.acquire_async(household.siblings[0].keys, [household.shard], timeout=120.0)
+
+
+STATES: dict[str, Callable[[Session], object]] = {
+    found.__name__: found
+    for found in (
+        staging,
+        reserved,
+        copying,
+        leased,
+        leads,
+        waits_for_a_flight,
+        waits_for_a_fetch,
+        encoded,
+        made_dense,
+    )
+}
+
+
+def main(socket_dir: str, state: str) -> None:
+    with Session.connect(socket_dir, role=Role.TOOL, timeout=60) as session:
+        print("ready", flush=True)
+        sys.stdin.readline()
+        held = STATES[state](session)
+        print("there", flush=True)
+        sys.stdin.readline()
+        del held
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
