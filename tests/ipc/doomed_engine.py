@@ -1,6 +1,7 @@
 """An engine that gets into a state, says so, and stays there until it is killed.
 
-Arguments: socket directory, state. It prints "ready", reads a line, gets into the state, and prints
+Arguments: socket directory, state, and the keys (in hexadecimal) of a span on disk alone and of one
+in memory. It prints "ready", reads a line, gets into the state, and prints
 "there".
 """
 
@@ -9,14 +10,14 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 
-from disks import SHARD, name
-from household import Household
-
+from kmesh.layout import Shard
 from kmesh.session import ReserveBatch, Role, Session
 
 #: What others compute while this engine waits for it.
 FLIGHT = b"f" * 32
 NAMESPACE = b"n" * 32
+SHARD = Shard(0, 2, 0, 2)
+ON_DISK, IN_MEMORY = (bytes.fromhex(key) for key in sys.argv[3:] or ("", ""))
 
 
 def batch(key: bytes, count: int = 2) -> ReserveBatch:
@@ -42,7 +43,7 @@ def copying(session: Session) -> None:
 
 
 def leased(session: Session) -> None:
-    lease = session.acquire(name(1005), [SHARD])
+    lease = session.acquire(IN_MEMORY, [SHARD])
     assert lease.hits == 1
 
 
@@ -57,10 +58,13 @@ def waits_for_a_flight(session: Session) -> None:
 
 
 def waits_for_a_fetch(session: Session) -> None:
-    session.acquire_async(name(0) + name(1005), [SHARD], prefix=False, wait=120.0, timeout=120.0)
+    session.acquire_async(ON_DISK + IN_MEMORY, [SHARD], prefix=False, wait=120.0, timeout=120.0)
 
 
 def encoded(session: Session) -> None:
+    # Takes a while to load, and others do without.
+    from household import Household
+
     household = Household()
     for sibling in household.siblings:
         household.join(session, sibling)
@@ -68,6 +72,9 @@ def encoded(session: Session) -> None:
 
 
 def made_dense(session: Session) -> None:
+    # Takes a while to load, and others do without.
+    from household import Household
+
     household = Household()
     session.acquire_async(household.siblings[0].keys, [household.shard], timeout=120.0)
 
@@ -99,4 +106,4 @@ def main(socket_dir: str, state: str) -> None:
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    main(*sys.argv[1:3])

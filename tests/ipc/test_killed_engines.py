@@ -63,7 +63,14 @@ def engine(daemon: Daemon, state: str) -> Iterator[Callable[[], None]]:
     tests = ROOT / "tests"
     path = os.pathsep.join([environment()["PYTHONPATH"], str(tests), str(tests / "ipc")])
     with subprocess.Popen(
-        [sys.executable, str(SCRIPT), str(daemon.socket_dir), state],
+        [
+            sys.executable,
+            str(SCRIPT),
+            str(daemon.socket_dir),
+            state,
+            name(0).hex(),
+            name(1005).hex(),
+        ],
         env=environment(PYTHONPATH=path),
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
