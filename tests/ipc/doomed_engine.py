@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from typing import NamedTuple
 
 from kmesh.layout import Shard
 from kmesh.session import ReserveBatch, Role, Session
@@ -17,7 +18,13 @@ from kmesh.session import ReserveBatch, Role, Session
 FLIGHT = b"f" * 32
 NAMESPACE = b"n" * 32
 SHARD = Shard(0, 2, 0, 2)
-ON_DISK, IN_MEMORY = (bytes.fromhex(key) for key in sys.argv[3:] or ("", ""))
+
+
+class Spans(NamedTuple):
+    """Keys of what is there."""
+
+    on_disk: bytes
+    in_memory: bytes
 
 
 def batch(key: bytes, count: int = 2) -> ReserveBatch:
@@ -27,41 +34,43 @@ def batch(key: bytes, count: int = 2) -> ReserveBatch:
     )
 
 
-def staging(session: Session) -> None:
+def staging(session: Session, spans: Spans) -> None:
     session.staging(1 << 20)
 
 
-def reserved(session: Session) -> None:
+def reserved(session: Session, spans: Spans) -> None:
     session.staging(1 << 20)
     assert session.reserve(batch(b"r" * 32)).reason == [0, 0]
 
 
-def copying(session: Session) -> None:
+def copying(session: Session, spans: Spans) -> None:
     session.staging(1 << 20)
     held = session.reserve(batch(b"c" * 32))
     session.commit_async(held.reservation, [0, 1 << 17])
 
 
-def leased(session: Session) -> None:
-    lease = session.acquire(IN_MEMORY, [SHARD])
+def leased(session: Session, spans: Spans) -> None:
+    lease = session.acquire(spans.in_memory, [SHARD])
     assert lease.hits == 1
 
 
-def leads(session: Session) -> None:
+def leads(session: Session, spans: Spans) -> None:
     assert session.claim(b"l" * 32, [SHARD]).standing.name == "LEAD"
 
 
-def waits_for_a_flight(session: Session) -> None:
+def waits_for_a_flight(session: Session, spans: Spans) -> None:
     claim = session.claim(FLIGHT, [SHARD])
     assert claim.standing.name == "COMPUTING"
     session.await_flight_async(claim, 120)
 
 
-def waits_for_a_fetch(session: Session) -> None:
-    session.acquire_async(ON_DISK + IN_MEMORY, [SHARD], prefix=False, wait=120.0, timeout=120.0)
+def waits_for_a_fetch(session: Session, spans: Spans) -> None:
+    session.acquire_async(
+        spans.on_disk + spans.in_memory, [SHARD], prefix=False, wait=120.0, timeout=120.0
+    )
 
 
-def encoded(session: Session) -> None:
+def encoded(session: Session, spans: Spans) -> None:
     # Takes a while to load, and others do without.
     from household import Household
 
@@ -71,7 +80,7 @@ def encoded(session: Session) -> None:
     session.acquire(household.siblings[0].keys, [household.shard], recipes=True)
 
 
-def made_dense(session: Session) -> None:
+def made_dense(session: Session, spans: Spans) -> None:
     # Takes a while to load, and others do without.
     from household import Household
 
@@ -79,7 +88,7 @@ def made_dense(session: Session) -> None:
     session.acquire_async(household.siblings[0].keys, [household.shard], timeout=120.0)
 
 
-STATES: dict[str, Callable[[Session], object]] = {
+STATES: dict[str, Callable[[Session, Spans], object]] = {
     found.__name__: found
     for found in (
         staging,
@@ -95,15 +104,15 @@ STATES: dict[str, Callable[[Session], object]] = {
 }
 
 
-def main(socket_dir: str, state: str) -> None:
+def main(socket_dir: str, state: str, *keys: str) -> None:
     with Session.connect(socket_dir, role=Role.TOOL, timeout=60) as session:
         print("ready", flush=True)
         sys.stdin.readline()
-        held = STATES[state](session)
+        held = STATES[state](session, Spans(*map(bytes.fromhex, keys)))
         print("there", flush=True)
         sys.stdin.readline()
         del held
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:3])
+    main(*sys.argv[1:])

@@ -190,8 +190,8 @@ def test_what_is_made_for_a_killed_engine_is_free(start_spand: Start, state: str
         wait_for(lambda: held(daemon.status())["sessions"] == 1)
         goes_on()
         # It ends by itself, and what it had in hand is nobody's.
-        done = {"encoded": "spans_encodes", "made_dense": "spans_densified"}[state]
-        daemon.wait_status(lambda s: s.counters[done] >= 3, PATIENCE)
+        done = {"encoded": ("spans_encodes", 6), "made_dense": ("spans_densified", 3)}[state]
+        daemon.wait_status(lambda s: s.counters[done[0]] == done[1], PATIENCE)
         wait_for(lambda: held(daemon.status()) == before)
         wait_for(lambda: leaked(daemon) == 0)
     with daemon.rpc() as (channel, metadata):
