@@ -386,6 +386,9 @@ class Supervisor:
 
     def _replace(self, slab: int) -> None:
         """Gives back a sealed slab that is empty."""
+        if slab not in self._holdings.storage.sealed:
+            logger.error("slab %d is not sealed, and was given up", slab)
+            return
         # The memory that was offered is not all of it any more.
         self._handover.break_off()
         heir = self._holdings.replace(slab)
