@@ -337,10 +337,7 @@ class GiveUp:
 
 @dataclass(frozen=True, slots=True)
 class PutOwner:
-    """Write whose a slab is (``tenants.OWNER_BYTES``), before any record of a span in it.
-
-    Zeros: there is no such slab any more.
-    """
+    """Write whose a slab is (``tenants.OWNER_BYTES``), before any record of a span in it."""
 
     slab: int
     data: bytes

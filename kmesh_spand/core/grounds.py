@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from kmesh.layout import TILE_BYTES
 from kmesh_spand.core.allocator import Slab
 from kmesh_spand.core.effects import Effect, GiveUp, PutOwner, Wipe
-from kmesh_spand.core.tenants import OWNER_BYTES, OwnerState, SlabOwner, Tenant, TenantBook
+from kmesh_spand.core.tenants import OwnerState, SlabOwner, Tenant, TenantBook
 
 
 class Grounds:
@@ -106,9 +106,14 @@ class Grounds:
         if slab.tenant is not None:
             self.tenants.lose(slab.tenant, number)
         # What is known of a slab that was lost is nothing to go by.
-        self.given_up[number] = None if slab.lost else slab.group, slab.tiles
+        group = None if slab.lost else slab.group
+        self.given_up[number] = group, slab.tiles
         self.counters["slabs_given_up"] += 1
-        self.out += [PutOwner(number, bytes(OWNER_BYTES)), GiveUp(number)]
+        if group is not None:
+            # A daemon that has this memory still, and can write it, is not to show it to others.
+            owner = SlabOwner(OwnerState.DIRTY, group)
+            self.out.append(PutOwner(number, owner.encode()))
+        self.out.append(GiveUp(number))
 
     def _wipe(self, number: int) -> None:
         self.slabs[number].clean = False

@@ -74,7 +74,7 @@ def test_a_slab_goes_with_its_last_span() -> None:
     world.release(session, [lease])
     assert world.given_up == {1: TILES}
     assert world.sealed == {0}
-    assert 1 not in world.owners
+    assert world.who_of(1) is None
     world.check()
 
 
@@ -167,4 +167,27 @@ def test_a_slab_of_which_nobody_knows_whose_it_is_is_given_back() -> None:
     for slab in (0, 1):
         world.replace(slab)
     world.store(world.connect(), [key(0)], shard=SHARD)
+    world.check()
+
+
+def test_the_daemon_that_sealed_a_slab_has_it_back() -> None:
+    """One that took over gave it up, and was broken off: the bytes are still there."""
+    tenancy = Tenancy(groups=(1000, 1001))
+    world = World({0: TILES, 1: TILES}, tenancy=tenancy, hardened=True, patience_ms=1)
+    world.store(world.connect(uid=1000), [key(0)])
+    (slab,) = (row.slab for row in world.core.spans(now_ms=world.now))
+    sizes, memory = dict(world.sizes), dict(world.memory)
+    world.restart()
+    world.settle()
+    world.send(ev.GraceEnded())
+    world.send(ev.Evict([row.slot for row in world.core.spans(now_ms=world.now)]))
+    assert slab in world.given_up
+    world.hardened, world.given_up = False, {}
+    world.sizes, world.memory = sizes, memory
+    world.restart()
+    assert list(world.wipes.values()) == [slab]
+    assert not world.core.may_map(slab, 1001)
+    world.settle()
+    world.store(world.connect(uid=1001), [key(1)])
+    assert {row.slab for row in world.core.spans(now_ms=world.now)} == {1 - slab}
     world.check()

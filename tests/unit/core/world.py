@@ -517,6 +517,8 @@ class World:
     def _new_slab(self, slab: int, size: int, replaces: int | None) -> None:
         heir = heir_of(slab)
         assert heir not in self.sizes
+        # What was known of that number is of other memory.
+        self.owners.pop(heir, None)
         self.sizes[heir] = size
         self.memory = {at: word for at, word in self.memory.items() if at[0] != heir}
         self.flipped = {at for at in self.flipped if at[0] != heir}
@@ -579,10 +581,7 @@ class World:
             case fx.PutOwner(slab, data):
                 before = decode_owner(self.owners.get(slab, bytes(OWNER_BYTES)))
                 owner = decode_owner(data)
-                if owner is None:
-                    assert slab in self.sealed
-                    self.owners.pop(slab, None)
-                    return
+                assert owner is not None
                 assert before is None or before.group == owner.group, "a group's slab moved"
                 self.owners[slab] = data
                 if owner.state is OwnerState.OWNED:
