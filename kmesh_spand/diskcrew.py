@@ -14,11 +14,32 @@ from kmesh_spand.jobs import pool
 logger = logging.getLogger(__name__)
 
 _WRITERS = 2
+_AWAY = "another daemon uses its directory"
 #: Bytes of keys and names in one message of files that were found.
 _BATCH_BYTES = 8192
 _FOUND_BYTES = 320
 #: Files that are named in the log when they are removed; how many there are is counted.
 _TOLD = 10
+
+
+class NoDisk:
+    """In a crew's place while another daemon has the directory: nothing of it is touched."""
+
+    def __init__(self, send: Callable[[ipc.AnyMessage], None]) -> None:
+        self._send = send
+
+    def take(self, message: ipc.AnyMessage) -> bool:
+        """As of ``DiskCrew``; all that is asked for is refused."""
+        match message:
+            case ipc.DiskScan():
+                self._send(ipc.DiskScanned(0, False, _AWAY))
+            case ipc.DiskWrite() | ipc.DiskRead():
+                self._send(ipc.DiskFailed(message.job, Trouble.LOST, _AWAY))
+            case ipc.DiskRemove():
+                self._send(ipc.DiskRemoved(message.job, False))
+            case _:
+                return False
+        return True
 
 
 class DiskCrew:

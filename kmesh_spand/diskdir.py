@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
+import logging
 import os
 import stat
 import time
@@ -14,6 +15,8 @@ from typing import NamedTuple
 import msgspec
 
 from kmesh.errors import ConfigError
+
+logger = logging.getLogger(__name__)
 
 MARK = "kmesh-disk.json"
 VERSION = 1
@@ -25,6 +28,8 @@ _OTHERS = frozenset({MARK, "lost+found"})
 
 _PATIENCE_SECONDS = 5.0
 _POLL_SECONDS = 0.02
+#: Until a directory that another daemon has is asked for again.
+_RETRY_SECONDS = 1.0
 
 
 class Mark(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -52,15 +57,19 @@ class Directory(NamedTuple):
         Processes of a daemon that was killed a moment ago may not be gone yet.
         """
         until = time.monotonic() + _PATIENCE_SECONDS
-        while True:
-            try:
-                fcntl.flock(self.lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                if time.monotonic() >= until:
-                    return False
-                time.sleep(_POLL_SECONDS)
-            else:
-                return True
+        while not self.try_take():
+            if time.monotonic() >= until:
+                return False
+            time.sleep(_POLL_SECONDS)
+        return True
+
+    def try_take(self) -> bool:
+        """As ``take``, and waits for nobody."""
+        try:
+            fcntl.flock(self.lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return False
+        return True
 
     def release(self) -> None:
         """Let another daemon use it, which this one is handed over to."""
@@ -70,6 +79,52 @@ class Directory(NamedTuple):
         """Others may use it."""
         os.close(self.fd)
         os.close(self.lock)
+
+
+class Custody:
+    """A daemon's directory, which another one may have for a while.
+
+    Attributes:
+        moment: when ``came_back`` has something to do (``time.monotonic``), or None.
+    """
+
+    def __init__(self, directory: Directory | None = None) -> None:
+        self._directory = directory
+        self._away = False
+        self.moment: float | None = None
+
+    @property
+    def directory(self) -> Directory | None:
+        """What may be used now; None while it is another's, or if there is none."""
+        return None if self._away else self._directory
+
+    def release(self) -> None:
+        """Lets the daemon that follows use it."""
+        if self._directory is not None:
+            self._away = True
+            self._directory.release()
+
+    def take_back(self) -> None:
+        """That daemon does not serve. Who has the directory all the same may keep it for now."""
+        if self._directory is None:
+            return
+        self._away = not self._directory.take()
+        if self._away:
+            logger.error("disk: %s: another daemon uses it; going on without", self._directory.path)
+            self.moment = time.monotonic() + _RETRY_SECONDS
+
+    def came_back(self, now: float) -> bool:
+        """Whether it is ours again from now on."""
+        if self.moment is None or now < self.moment:
+            return False
+        assert self._directory is not None
+        self._away = not self._directory.try_take()
+        self.moment = now + _RETRY_SECONDS if self._away else None
+        return not self._away
+
+    def close(self) -> None:
+        if self._directory is not None:
+            self._directory.close()
 
 
 def open_directory(path: str) -> Directory:

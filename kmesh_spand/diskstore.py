@@ -320,7 +320,7 @@ class DiskStore:
         self._check(header, name, os.fstat(fd).st_size)
         if not header.span.serves(span):
             raise BadFile("it holds another span")
-        payload, sums = self._slabs.place(slab, offset, span.length)
+        payload, sums = self._slabs.writable(slab, offset, span.length)
         for at in range(0, span.length, PIECE_BYTES):
             length = min(PIECE_BYTES, span.length - at)
             whole = -(-length // BLOCK_BYTES) * BLOCK_BYTES

@@ -13,6 +13,7 @@ from kmesh_spand.inherit import (
     CATALOG,
     LIFE,
     MANIFEST,
+    SEALED,
     Estate,
     Inherited,
     Named,
@@ -83,8 +84,9 @@ class Holdings:
             self._put_all()
             return
         self._use(inherited, undo)
-        self._put(self._indexes())
         self._end_indexes(inherited)
+        self._put(self._indexes())
+        self._put(self._new_slabs())
         self._store.settle()
         logger.info("memory of an earlier daemon, version %s, is used", inherited.version)
 
@@ -126,6 +128,8 @@ class Holdings:
         self._use(inherited, undo)
         self.place = predecessor.place(self._settings)
         undo.callback(self.place.close)
+        if not self.place.locked():
+            raise ConfigError("upgrade: the daemon that runs goes on: its lock is not what it was")
         logger.info("upgrade: all memory is here, version %s made it", inherited.version)
         if not predecessor.wait_to_begin(self._estate.life):
             self.place.renew(self._settings)
@@ -147,8 +151,9 @@ class Holdings:
     def _use(self, inherited: Inherited, undo: contextlib.ExitStack) -> None:
         assert inherited.catalog is not None
         self.storage = Storage(self._settings, (inherited.slabs, inherited.catalog))
-        inherited.slabs, inherited.catalog = [], None
+        inherited.slabs, inherited.catalog = {}, None
         undo.callback(self.storage.close)
+        undo.callback(self.storage.drop_writable)
         self.gpu = inherited.gpu
 
     def _end_indexes(self, inherited: Inherited) -> None:
@@ -167,8 +172,8 @@ class Holdings:
         slabs = len(settings.slab_sizes()) + len(settings.gpu_slabs())
         needed = len((MANIFEST, LIFE, CATALOG)) + slabs + 2 * len(settings.tenancy().groups)
         why = ""
-        if settings.hardened:
-            why = "hardened memory can't be written by another daemon"
+        if settings.hardened and settings.dma_buf == "slabs":
+            why = SEALED
         elif store.size < needed:
             why = f"FileDescriptorStoreMax is {store.size}, and {needed} are needed"
         if why:
@@ -188,13 +193,19 @@ class Holdings:
         yield Named(MANIFEST, self._estate.manifest)
         yield Named(LIFE, self._estate.life.memory)
         yield Named(CATALOG, self.storage.catalog.fd)
-        for number, slab in enumerate(self.storage.slabs):
+        for number, slab in self.storage.slabs.items():
             yield Named(slab_name(number), slab.fd)
         yield from self._indexes()
 
     def _indexes(self) -> Iterator[Named]:
         for group, index in self.storage.indexes.items():
             yield Named(index_name(self.storage.epoch, group), index.fd)
+
+    def _new_slabs(self) -> Iterator[Named]:
+        """Those that are missing in a store from which the others came."""
+        for number in self.storage.slabs.keys() - self.storage.sealed:
+            if self._settings.hardened:
+                yield Named(slab_name(number), self.storage.slabs[number].fd)
 
     def all_named(self) -> Iterator[Named]:
         """As ``named``, with lock and sockets."""
@@ -207,9 +218,17 @@ class Holdings:
         """As ``Storage.new_epoch``."""
         old = [name for name, _ in self._indexes()]
         self.storage.new_epoch()
-        self._put(self._indexes())
+        # First those that are over: a full store refuses, and says nothing.
         for name in old:
             self._store.remove(name)
+        self._put(self._indexes())
+
+    def replace(self, slab: int) -> int:
+        """As ``Storage.replace``."""
+        self._store.remove(slab_name(slab))
+        heir = self.storage.replace(slab)
+        self._put(iter([Named(slab_name(heir), self.storage.slabs[heir].fd)]))
+        return heir
 
     def serving(self) -> None:
         """The daemon before this one, if it is there, is not needed any more."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 import errno
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping as ByKey
 
 from kmesh import _host, dmabuf, layout
 from kmesh.handles import HandleRefusal
@@ -16,13 +16,20 @@ _WIPE_BYTES = 32 << 20
 
 
 class Slab:
-    """A slab mapped writable: payload tiles, then their sums."""
+    """A slab that is mapped: payload tiles, then their sums.
 
-    __slots__ = ("capacity", "fd", "mapping", "sums")
+    Args:
+        mapping: where there is one already. sealed: it can only be read.
+    """
 
-    def __init__(self, fd: int, size: int, mapping: Mapping | None) -> None:
+    __slots__ = ("capacity", "fd", "mapping", "sealed", "sums")
+
+    def __init__(
+        self, fd: int, size: int, mapping: Mapping | None, *, sealed: bool = False
+    ) -> None:
         self.fd = fd
-        self.mapping = mapping or Mapping(fd, size, writable=True)
+        self.sealed = sealed
+        self.mapping = mapping or Mapping(fd, size, writable=not sealed)
         self.capacity = layout.slab_capacity(size)
         self.sums = layout.sums_offset(size)
 
@@ -70,7 +77,7 @@ class HostStore:
         headroom: bytes that are left to others when pages are made.
     """
 
-    def __init__(self, slabs: Sequence[Slab], headroom: int) -> None:
+    def __init__(self, slabs: ByKey[int, Slab], headroom: int) -> None:
         self.slabs = slabs
         self._headroom = headroom
 
@@ -80,7 +87,7 @@ class HostStore:
             raise ValueError(f"the source ends at {end}, outside of {staging.size} bytes")
         # The view keeps the staging mapped should it be dropped meanwhile.
         view = staging.view(begin, length)
-        payload, sums = self.place(slab, offset, length)
+        payload, sums = self.writable(slab, offset, length)
         return _host.copy_with_sums(payload, _host.address(view), length, sums)
 
     def verify(self, slab: int, offset: int, length: int, root: int) -> bool:
@@ -88,7 +95,7 @@ class HostStore:
         return _host.verify(payload, length, sums, root)
 
     def wipe(self, slab: int) -> None:
-        self._slab(slab).wipe()
+        self._unsealed(slab).wipe()
 
     def export(self, slab: int, offset: int, length: int) -> int:
         """Pages that it would have to make are not for it to take."""
@@ -102,6 +109,10 @@ class HostStore:
         """Addresses of a payload and of its first tile sum; ValueError if no span can lie there."""
         return self._slab(slab).place(offset, length)
 
+    def writable(self, slab: int, offset: int, length: int) -> tuple[int, int]:
+        """As ``place``, of a slab that may be written; ValueError for others too."""
+        return self._unsealed(slab).place(offset, length)
+
     def view(self, slab: int, offset: int, length: int) -> memoryview:
         """A payload's bytes, which the view keeps mapped; ValueError as for ``place``."""
         found = self._slab(slab)
@@ -109,6 +120,13 @@ class HostStore:
         return found.mapping.view(offset, length)
 
     def _slab(self, number: int) -> Slab:
-        if not 0 <= number < len(self.slabs):
+        found = self.slabs.get(number)
+        if found is None:
             raise ValueError(f"there is no slab {number}")
-        return self.slabs[number]
+        return found
+
+    def _unsealed(self, number: int) -> Slab:
+        found = self._slab(number)
+        if found.sealed:
+            raise ValueError(f"slab {number} is sealed")
+        return found

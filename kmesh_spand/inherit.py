@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from kmesh import index
+from kmesh.dmabuf import F_SEAL_FUTURE_WRITE
 from kmesh_spand import manifest as manifests
 from kmesh_spand.life import Life
 from kmesh_spand.manifest import Manifest, Unfit
@@ -24,6 +25,9 @@ from kmesh_spand.storage import Memory, catalog_bytes
 
 PREFIX = "kmesh-store-"
 MANIFEST, LIFE, CATALOG = (PREFIX + what for what in ("manifest", "life", "catalog"))
+
+#: Why hardened memory is not kept although ``dma_buf`` is "slabs".
+SEALED = "dma_buf: slabs of an earlier daemon are sealed, and no DMA-BUF can be made of them"
 
 _SEALS = SIZE_SEALS | fcntl.F_SEAL_SEAL
 
@@ -58,7 +62,8 @@ class Inherited:
 
     Attributes:
         manifest, life: file descriptors; -1 when they were taken out.
-        catalog, slabs: of host memory; None, and none, when they were taken out.
+        catalog, slabs: of host memory; None, and none, when they were taken out. Slabs are by
+            number.
         indexes: file descriptors of indexes of earlier epochs, by name; they are poisoned.
         gpu: memory and the UUID of its GPU, by number of the slab; there may be less of it
             than the settings plan.
@@ -68,7 +73,7 @@ class Inherited:
     manifest: int
     life: int
     catalog: Memory | None
-    slabs: list[Memory]
+    slabs: dict[int, Memory]
     indexes: dict[str, int]
     gpu: dict[int, tuple[Memory, str]]
     version: str
@@ -79,7 +84,7 @@ class Inherited:
         return sum(resident(memory.fd) for memory in self._host())
 
     def _host(self) -> list[Memory]:
-        return [*self.slabs, *([self.catalog] if self.catalog is not None else [])]
+        return [*self.slabs.values(), *([self.catalog] if self.catalog is not None else [])]
 
     def poison(self) -> None:
         """Tells every reader of an earlier index that it is over."""
@@ -138,10 +143,10 @@ def _check(items: list[Named], settings: Settings, version: str) -> Inherited:
     found = dict(items)
     made = manifests.decode(_read_manifest(found[MANIFEST]))
     made.check(Manifest.of(settings, version, catalog_bytes(settings)))
-    if settings.hardened:
-        raise Unfit("hardened memory can't be written by another daemon")
-    host = len(settings.slab_sizes())
-    wanted = {MANIFEST, LIFE, CATALOG, *(slab_name(number) for number in range(host))}
+    if settings.hardened and settings.dma_buf == "slabs":
+        raise Unfit(SEALED)
+    host = _host_slabs(found, settings)
+    wanted = {MANIFEST, LIFE, CATALOG, *map(slab_name, host)}
     if missing := sorted(wanted - found.keys()):
         raise Unfit(f"there is no {missing[0].removeprefix(PREFIX)}")
     gpu = dict(_gpu_slabs(found, settings))
@@ -149,19 +154,35 @@ def _check(items: list[Named], settings: Settings, version: str) -> Inherited:
     on_gpu = {gpu_name(slab, device) for slab, (_, device) in gpu.items()}
     if extra := sorted(found.keys() - wanted - indexes.keys() - on_gpu):
         raise Unfit(f"nothing is known of {extra[0].removeprefix(PREFIX)}")
-    slabs = [
-        Memory(found[slab_name(number)], size) for number, size in enumerate(made.slabs[:host])
-    ]
+    slabs = {number: Memory(found[slab_name(number)], size) for number, size in host.items()}
     catalog = Memory(found[CATALOG], made.catalog)
-    sizes = {slab_name(number): slab.size for number, slab in enumerate(slabs)}
-    for name, size in {**sizes, CATALOG: catalog.size, LIFE: 0}.items():
-        if flaw := memfd_flaw(found[name], size, _SEALS):
+    seals = _SEALS | F_SEAL_FUTURE_WRITE if settings.hardened else _SEALS
+    checked = [(slab_name(number), slab.size, seals) for number, slab in slabs.items()]
+    for name, size, wish in (*checked, (CATALOG, catalog.size, _SEALS), (LIFE, 0, _SEALS)):
+        if flaw := memfd_flaw(found[name], size, wish):
             raise Unfit(f"{name.removeprefix(PREFIX)} {flaw}")
     for name, fd in indexes.items():
         if flaw := _index_flaw(fd):
             raise Unfit(f"{name.removeprefix(PREFIX)} {flaw}")
     _check_different(found)
     return Inherited(found[MANIFEST], found[LIFE], catalog, slabs, indexes, gpu, made.version)
+
+
+def _host_slabs(found: dict[str, int], settings: Settings) -> dict[int, int]:
+    """Numbers and bytes of the slabs of host memory that must be there.
+
+    A sealed slab has one of two numbers, or is being replaced and not there (``Storage``).
+    """
+    planned = dict(enumerate(settings.slab_sizes()))
+    if not settings.hardened:
+        return planned
+    sizes: dict[int, int] = {}
+    for number, size in planned.items():
+        there = [n for n in (number, settings.heir(number)) if slab_name(n) in found]
+        if len(there) > 1:
+            raise Unfit(f"slab-{there[0]} and slab-{there[1]} are one place's")
+        sizes |= dict.fromkeys(there, size)
+    return sizes
 
 
 def _read_manifest(fd: int) -> bytes:

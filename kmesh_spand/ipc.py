@@ -405,6 +405,19 @@ class RestartWorker(Message, frozen=True):
     gpu: int = -1
 
 
+class GivenUp(Message, frozen=True):
+    """To the supervisor: a sealed slab is empty, and its spare is to take its place."""
+
+    slab: int
+
+
+class Replaced(Message, frozen=True):
+    """From the supervisor, and on to the worker: that was done; ``heir`` is the spare's number."""
+
+    slab: int
+    heir: int
+
+
 class Stop(Message, frozen=True):
     """From control: an operator wants the daemon to end, as by SIGTERM."""
 
@@ -456,6 +469,8 @@ AnyMessage = (
     | Ready
     | Health
     | RestartWorker
+    | GivenUp
+    | Replaced
     | Stop
 )
 

@@ -11,7 +11,7 @@ import logging
 import os
 import signal
 import socket
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 
 import msgspec
 
@@ -28,7 +28,8 @@ _MORE, _LAST = b"+", b"."
 
 
 class Launch(msgspec.Struct, frozen=True):
-    """What a control process begins with, beside its fds. Sizes in bytes; indexes by group.
+    """What a control process begins with, beside its fds. Sizes in bytes; indexes by group,
+    slabs by number.
 
     ``dma_bufs`` is how many there are; ``refusal`` (0: none) and ``text`` say why not.
     """
@@ -39,7 +40,9 @@ class Launch(msgspec.Struct, frozen=True):
     epoch: int
     catalog: int
     indexes: dict[int, int]
-    slabs: tuple[int, ...]
+    slabs: dict[int, int]
+    sealed: tuple[int, ...]
+    spares: tuple[int, ...]
     dma_bufs: int
     refusal: int
     text: str
@@ -89,7 +92,9 @@ class Prepared:
             shared.epoch,
             shared.catalog.size,
             {group: index.size for group, index in shared.indexes.items()},
-            tuple(slab.size for slab in shared.slabs),
+            {number: slab.size for number, slab in shared.slabs.items()},
+            tuple(shared.sealed),
+            tuple(shared.spares),
             len(shared.dma_bufs.fds),
             shared.dma_bufs.refusal or 0,
             shared.dma_bufs.text,
@@ -154,9 +159,10 @@ def _wait(sock: socket.socket, forget: Callable[[], None] | None) -> int:
 def _shared(launch: Launch, fds: Iterable[int]) -> Shared:
     """The memory, from fds in the order of ``Shared.fds``."""
     left = iter(fds)
-    slabs: Sequence[Memory] = [Memory(next(left), size) for size in launch.slabs]
+    slabs = {number: Memory(next(left), size) for number, size in launch.slabs.items()}
     catalog = Memory(next(left), launch.catalog)
     indexes = {group: Memory(next(left), size) for group, size in launch.indexes.items()}
     refusal = HandleRefusal(launch.refusal) if launch.refusal else None
     dma_bufs = DmaBufs([next(left) for _ in range(launch.dma_bufs)], refusal, launch.text)
-    return Shared(slabs, catalog, indexes, launch.epoch, dma_bufs)
+    sealed, spares = frozenset(launch.sealed), frozenset(launch.spares)
+    return Shared(slabs, catalog, indexes, launch.epoch, dma_bufs, sealed, spares)

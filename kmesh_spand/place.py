@@ -56,6 +56,10 @@ class Place:
         lock = _lock(directory)
         with contextlib.ExitStack() as undo:
             undo.callback(os.close, lock)
+            if not _is_in(directory, lock) or _answers(directory):
+                raise ConfigError(
+                    f"socket_dir: another daemon serves {directory}, and its {LOCK_NAME} is gone"
+                )
             # We hold the lock, so whoever made these is gone.
             _unlink(directory)
             undo.callback(_unlink, directory)
@@ -65,6 +69,15 @@ class Place:
             place.sign()
             undo.pop_all()
         return place
+
+    def locked(self) -> bool:
+        """Whether the lock is held, and is the one that others would find."""
+        try:
+            # Nothing to those who have this very opening of it.
+            fcntl.flock(self.lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            return False
+        return _is_in(self._directory, self.lock)
 
     def sign(self) -> None:
         """Says whose it is: the lock to whoever is refused, the sockets to whoever connects."""
@@ -128,6 +141,28 @@ def _lock(directory: str) -> int:
         who = f" (process {words[0]})" if words and words[0].isdigit() else ""
         raise ConfigError(f"socket_dir: another daemon serves {directory}{who}") from None
     return lock
+
+
+def _is_in(directory: str, lock: int) -> bool:
+    """Whether the lock's name still leads to it."""
+    with contextlib.suppress(OSError):
+        found = os.stat(os.path.join(directory, LOCK_NAME), follow_symlinks=False)
+        return os.path.samestat(found, os.fstat(lock))
+    return False
+
+
+def _answers(directory: str) -> bool:
+    """Whether a supervisor listens there, whatever became of its lock."""
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC) as sock:
+        sock.setblocking(False)
+        try:
+            sock.connect(os.path.join(directory, UPGRADE_SOCKET))
+        except BlockingIOError:
+            # Its queue is full.
+            return True
+        except OSError:
+            return False
+    return True
 
 
 def _unlink(directory: str) -> None:

@@ -76,7 +76,7 @@ class Recipes:
         data = self._made.pop(job.job)
         if len(data) != job.length:
             raise ValueError(f"the recipe has {len(data)} bytes, not {job.length}")
-        payload, sums = self._store.place(job.slab, job.offset, job.length)
+        payload, sums = self._store.writable(job.slab, job.offset, job.length)
         return ipc.RecipeKept(
             job.job, _host.copy_with_sums(payload, _host.address(data), len(data), sums)
         )
@@ -84,6 +84,11 @@ class Recipes:
     def forget(self, job: int) -> None:
         """A recipe is not wanted."""
         self._made.pop(job, None)
+
+    def let_go(self, slab: int) -> None:
+        """Nothing of a slab is kept that is given back."""
+        with self._encoding:
+            self._encoder = None
 
     def densify(self, job: ipc.Densify) -> ipc.Densified:
         """A payload into its range, if its recipe gives it."""
@@ -96,7 +101,7 @@ class Recipes:
             found = decode(recipe, self._base(job.bases, recipe.description), max_bytes=job.length)
         except RecipeError:
             return ipc.Densified(job.job, False)
-        payload, sums = self._store.place(job.slab, job.offset, job.length)
+        payload, sums = self._store.writable(job.slab, job.offset, job.length)
         root = _host.copy_with_sums(payload, found.ctypes.data, job.length, sums)
         return ipc.Densified(job.job, root == job.root)
 

@@ -109,6 +109,18 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
         full, rest = divmod(self.host_memory, self.slab_size)
         return [self.slab_size] * full + ([rest] if rest >= MIN_SLAB_BYTES else [])
 
+    def slab_numbers(self) -> int:
+        """How many numbers slabs of host memory may have.
+
+        Sealed ones may outlive their daemon (``storage.Storage``); each place has two numbers.
+        """
+        return len(self.slab_sizes()) * (2 if self.hardened else 1)
+
+    def heir(self, slab: int) -> int:
+        """The other number of a hardened slab's place."""
+        places = len(self.slab_sizes())
+        return (slab + places) % (2 * places)
+
     def gpu_slabs(self) -> list[GpuSlabPlan]:
         """Slabs of GPU memory, by number; they come after those of host memory."""
         first = len(self.slab_sizes())

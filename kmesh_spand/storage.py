@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 
 from kmesh import dmabuf
@@ -39,18 +39,25 @@ class DmaBufs:
 
 @dataclass(frozen=True, slots=True)
 class Shared:
-    """What one life of control works on; ``indexes`` are by group of uids."""
+    """What one life of control works on; ``indexes`` are by group of uids.
 
-    slabs: Sequence[Memory]
+    Attributes:
+        slabs: by number, spares too.
+        sealed: those that nobody can write. spares: those that are not used yet.
+    """
+
+    slabs: Mapping[int, Memory]
     catalog: Memory
     indexes: Mapping[int, Memory]
     epoch: int
     dma_bufs: DmaBufs = field(default_factory=DmaBufs)
+    sealed: frozenset[int] = frozenset()
+    spares: frozenset[int] = frozenset()
 
     @property
     def fds(self) -> list[int]:
         """Every fd: slabs, catalog, indexes, DMA-BUFs."""
-        memories = (*self.slabs, self.catalog, *self.indexes.values())
+        memories = (*self.slabs.values(), self.catalog, *self.indexes.values())
         return [*(memory.fd for memory in memories), *self.dma_bufs.fds]
 
 
@@ -61,7 +68,7 @@ def owners_offset(settings: Settings) -> int:
 
 def catalog_bytes(settings: Settings) -> int:
     """Size of the catalog."""
-    slabs = len(settings.slab_sizes()) + len(settings.gpu_slabs())
+    slabs = settings.slab_numbers() + len(settings.gpu_slabs())
     return whole_pages(owners_offset(settings) + slabs * OWNER_BYTES)
 
 
@@ -89,7 +96,7 @@ def _fill(mapping: Region, fd: int, settings: Settings) -> None:
     filler.run(settings.populate_threads)
 
 
-def _dma_bufs(slabs: list[Memory], mappings: list[Region], settings: Settings) -> DmaBufs:
+def _dma_bufs(slabs: Collection[Memory], mappings: Iterable[Region], settings: Settings) -> DmaBufs:
     """Makes them all, or none. It fills the slabs with pages, which is all the time it takes.
 
     Raises:
@@ -123,15 +130,22 @@ def _entries(settings: Settings) -> int:
 class Storage:
     """Slabs and catalog for good, and the indexes of the running epoch.
 
+    What an earlier daemon has sealed can be written by none of this one's processes. Such a slab
+    has a spare: memory without a page, of the same size and under a number of its own, which
+    takes its place by ``replace``. So both together never take more than one.
+
     Args:
-        inherited: slabs and catalog of an earlier daemon, which become this object's; None
-            makes new ones.
+        inherited: slabs, by number, and catalog of an earlier daemon, which become this
+            object's; None makes new ones.
 
     Attributes:
-        slabs, catalog: owned by this object.
+        slabs, catalog: owned by this object. Slabs are by number.
+        sealed: numbers of slabs that nobody can write.
+        spares: memory by number, for the sealed slabs; owned too.
         indexes: one for each group of uids, so that none shows what another stored.
         dma_bufs: of the slabs, if they are to be both exported so and sealed.
-        writable: mappings of the slabs, if nobody can make further ones (``hardened``).
+        writable: mappings of slabs and spares, by number, if nobody can make further ones
+            (``hardened``).
         epoch: random, nonzero; changes with ``new_epoch``.
 
     Raises:
@@ -140,42 +154,84 @@ class Storage:
     """
 
     def __init__(
-        self, settings: Settings, inherited: tuple[list[Memory], Memory] | None = None
+        self, settings: Settings, inherited: tuple[dict[int, Memory], Memory] | None = None
     ) -> None:
         self._entries = _entries(settings)
         self._groups = settings.tenancy().groups
-        self.writable: list[Region] | None = None
-        self.slabs: list[Memory] = []
+        self._settings = settings
+        self.writable: dict[int, Region] | None = {} if settings.hardened else None
+        self.slabs: dict[int, Memory] = {}
+        self.spares: dict[int, Memory] = {}
+        self.sealed: set[int] = set()
         self.dma_bufs = DmaBufs()
         self.catalog: Memory
         self.indexes: dict[int, Memory]
         self.epoch: int
-        if inherited is not None:
-            self.slabs, self.catalog = inherited
-            self._begin()
-            return
         with contextlib.ExitStack() as undo:
-            for number, size in enumerate(settings.slab_sizes()):
-                fd = make_memfd(f"slab{number}", size, final=not settings.hardened)
-                undo.callback(os.close, fd)
-                self.slabs.append(Memory(fd, size))
-            # Mapped before the seal: processes forked from this one inherit what no other can
-            # have.
-            if settings.hardened:
-                self.writable = []
-                undo.callback(self.drop_writable)
-                for slab in self.slabs:
-                    self.writable.append(Region(slab.fd, slab.size, writable=True))
-                if settings.dma_buf == "slabs":
-                    self.dma_bufs = _dma_bufs(self.slabs, self.writable, settings)
-                    for fd in self.dma_bufs.fds:
-                        undo.callback(os.close, fd)
-                for slab in self.slabs:
-                    seal_for_good(slab.fd)
-            self.catalog = _make("catalog", catalog_bytes(settings))
-            undo.callback(os.close, self.catalog.fd)
+            undo.callback(self.drop_writable)
+            if inherited is not None:
+                self._adopt(inherited[0], undo)
+                self.catalog = inherited[1]
+            else:
+                self._make_slabs(enumerate(settings.slab_sizes()), self.slabs, undo)
+                self.catalog = _make("catalog", catalog_bytes(settings))
+                undo.callback(os.close, self.catalog.fd)
             self._begin()
             undo.pop_all()
+
+    def _adopt(self, slabs: dict[int, Memory], undo: contextlib.ExitStack) -> None:
+        """Uses slabs of an earlier daemon, and makes what is to be written if they can't be."""
+        self.slabs = dict(slabs)
+        if not self._settings.hardened:
+            return
+        self.sealed = set(slabs)
+        sizes = self._settings.slab_sizes()
+        heirs = {number: self._settings.heir(number) for number in slabs}
+        spares = [(heir, slabs[number].size) for number, heir in heirs.items()]
+        self._make_slabs(spares, self.spares, undo)
+        # A daemon that was killed as it put one slab in another's place had neither.
+        missing = [
+            (number, size)
+            for number, size in enumerate(sizes)
+            if number not in slabs and number not in self.spares
+        ]
+        self._make_slabs(missing, self.slabs, undo)
+
+    def _make_slabs(
+        self,
+        sizes: Iterable[tuple[int, int]],
+        made: dict[int, Memory],
+        undo: contextlib.ExitStack,
+    ) -> None:
+        """Makes slabs by number and size, without pages."""
+        settings, fresh = self._settings, {}
+        for number, size in sizes:
+            fd = make_memfd(f"slab{number}", size, final=not settings.hardened)
+            undo.callback(os.close, fd)
+            made[number] = fresh[number] = Memory(fd, size)
+        if self.writable is None:
+            return
+        # Mapped before the seal: processes forked from this one inherit what no other can have.
+        for number, slab in fresh.items():
+            self.writable[number] = Region(slab.fd, slab.size, writable=True)
+        if settings.dma_buf == "slabs":
+            self.dma_bufs = _dma_bufs(fresh.values(), self.writable.values(), settings)
+            for fd in self.dma_bufs.fds:
+                undo.callback(os.close, fd)
+        for slab in fresh.values():
+            seal_for_good(slab.fd)
+
+    def replace(self, number: int) -> int:
+        """Gives a sealed slab back; its spare takes its place, whose number is returned.
+
+        Raises:
+            KeyError: it is none.
+        """
+        self.sealed.remove(number)
+        os.close(self.slabs.pop(number).fd)
+        heir = self._settings.heir(number)
+        self.slabs[heir] = self.spares.pop(heir)
+        return heir
 
     def poison(self) -> None:
         """Tells every reader of the index that it is over."""
@@ -184,7 +240,7 @@ class Storage:
 
     def drop_writable(self) -> None:
         """Gives up the writable mappings of slabs, in a process that doesn't write them."""
-        for mapping in self.writable or ():
+        for mapping in (self.writable or {}).values():
             mapping.close()
 
     def new_epoch(self) -> None:
@@ -221,4 +277,12 @@ class Storage:
     @property
     def shared(self) -> Shared:
         """What a control process is given; the fds stay this object's."""
-        return Shared(self.slabs, self.catalog, self.indexes, self.epoch, self.dma_bufs)
+        return Shared(
+            {**self.slabs, **self.spares},
+            self.catalog,
+            self.indexes,
+            self.epoch,
+            self.dma_bufs,
+            frozenset(self.sealed),
+            frozenset(self.spares),
+        )

@@ -16,12 +16,12 @@ import time
 from kmesh.errors import ConfigError
 from kmesh_spand import child, ipc, logs
 from kmesh_spand.backoff import Backoff
-from kmesh_spand.diskdir import Directory, open_directory
+from kmesh_spand.diskdir import Custody, open_directory
 from kmesh_spand.fdstore import FdStore
 from kmesh_spand.gpukeeper import GpuKeeper
 from kmesh_spand.handover import Handover
 from kmesh_spand.holdings import Holdings
-from kmesh_spand.inherit import Named
+from kmesh_spand.inherit import SEALED, Named
 from kmesh_spand.launch import Prepared
 from kmesh_spand.notify import notify
 from kmesh_spand.outbox import Outbox
@@ -73,7 +73,7 @@ class Supervisor:
         self._gpus = GpuKeeper(settings, self._tell_control, self._store)
         self._holdings: Holdings
         self._handover = Handover(self)
-        self._disk: Directory | None = None
+        self._disk = Custody()
 
     def run(self) -> int:
         """Serves until told to stop. Returns the exit status; re-raises SIGINT."""
@@ -106,7 +106,7 @@ class Supervisor:
         hard = child.raise_file_limit()
         # A slab that is exported as DMA-BUF has a second one, on a GPU as well.
         each = 2 if settings.dma_buf == "slabs" else 1
-        slabs = len(settings.slab_sizes()) + len(settings.gpu_slabs())
+        slabs = settings.slab_numbers() + len(settings.gpu_slabs())
         needed = each * slabs
         needed += len(settings.gpu) + len(settings.tenancy().groups) - 1 + _SPARE_FDS
         if needed > hard:
@@ -119,7 +119,7 @@ class Supervisor:
         )
         if settings.disk:
             try:
-                self._disk = open_directory(settings.disk)
+                self._disk = Custody(open_directory(settings.disk))
             except BaseException:
                 held.close()
                 raise
@@ -141,8 +141,7 @@ class Supervisor:
         self._forget_control()
         self._handover.close()
         self._holdings.close()
-        if self._disk is not None:
-            self._disk.close()
+        self._disk.close()
         logger.info("stopped")
 
     # The loop.
@@ -234,6 +233,7 @@ class Supervisor:
             self._stop_by,
             self._retry_at,
             self._handover.moment,
+            self._disk.moment,
         )
         moments = [at for at in ours if at is not None]
         if self._control_pid:
@@ -265,6 +265,9 @@ class Supervisor:
             except OSError as failed:
                 logger.error("the store worker could not be started: %s", failed)
                 self._worker_at = self._worker_backoff.died(now)
+        if self._disk.came_back(now) and self._worker_pid:
+            logger.info("the disk tier's directory is ours again: restarting the store worker")
+            os.kill(self._worker_pid, signal.SIGKILL)
         if self._control_pid:
             self._gpus.start_due(now)
 
@@ -305,17 +308,19 @@ class Supervisor:
         ours, theirs = ipc.pair()
         settings = self._settings
         storage = self._holdings.storage
-        slabs = [(slab.fd, slab.size) for slab in storage.slabs]
-        writable = storage.writable
-        disk = self._disk
+        disk = self._disk.directory
 
         def main() -> int:
             logs.configure("worker", level=settings.log_level, form=settings.log_format)
             from kmesh_spand import worker
 
-            return worker.run(settings, theirs, slabs, writable, disk)
+            return worker.run(settings, theirs, worker.Ground.of(storage), disk)
 
-        keep = [*(fd for fd, _ in slabs), theirs.fileno(), self._holdings.life.held]
+        keep = [
+            *(slab.fd for slab in storage.shared.slabs.values()),
+            theirs.fileno(),
+            self._holdings.life.held,
+        ]
         if disk is not None:
             # The lock too: no other daemon may use it while this process still writes.
             keep += [disk.fd, disk.lock]
@@ -372,10 +377,22 @@ class Supervisor:
                     os.kill(self._worker_pid, signal.SIGKILL)
             case ipc.SlabWanted():
                 self._gpus.tell(message.slab)
+            case ipc.GivenUp():
+                self._replace(message.slab)
             case ipc.Stop():
                 self._stop_signal = self._stop_signal or signal.SIGTERM
             case _:
                 logger.error("unexpected message %s", type(message).__name__)
+
+    def _replace(self, slab: int) -> None:
+        """Gives back a sealed slab that is empty."""
+        if slab not in self._holdings.storage.sealed:
+            logger.error("slab %d is not sealed, and was given up", slab)
+            return
+        # The memory that was offered is not all of it any more.
+        self._handover.break_off()
+        heir = self._holdings.replace(slab)
+        self._tell_control(ipc.Replaced(slab, heir))
 
     def _announce(self) -> None:
         """Says once for each control process that all is there."""
@@ -440,8 +457,8 @@ class Supervisor:
 
     def why_not(self) -> str:
         """Why this daemon can't be taken over."""
-        if self._settings.hardened:
-            return "hardened memory can't be written by another daemon"
+        if self._settings.hardened and self._settings.dma_buf == "slabs":
+            return SEALED
         if "NOTIFY_SOCKET" in os.environ:
             return "its process is systemd's: restart the service, whose fd store keeps spans"
         if self._stop_signal:
@@ -466,8 +483,7 @@ class Supervisor:
             time.sleep(_HALT_POLL_SECONDS)
         self._control_at = None
         self._holdings.place.lent = True
-        if self._disk is not None:
-            self._disk.release()
+        self._disk.release()
         return ""
 
     def resume(self) -> None:
@@ -475,8 +491,7 @@ class Supervisor:
         self._halting = False
         self._holdings.place.lent = False
         self._holdings.place.sign()
-        if self._disk is not None and not self._disk.take():
-            logger.error("the other daemon still uses the disk tier's directory")
+        self._disk.take_back()
         self._control_at = time.monotonic()
 
 

@@ -11,20 +11,21 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Sequence
-from typing import NoReturn
+from collections.abc import Mapping
+from typing import NamedTuple, NoReturn
 
 from kmesh import layout
-from kmesh.mapping import Mapping
+from kmesh.mapping import Mapping as Region
 from kmesh_spand import ipc, memory
 from kmesh_spand.budget import Gate
-from kmesh_spand.diskcrew import DiskCrew
+from kmesh_spand.diskcrew import DiskCrew, NoDisk
 from kmesh_spand.diskdir import Directory
 from kmesh_spand.diskstore import DiskStore
 from kmesh_spand.hoststore import HostStore, Slab
 from kmesh_spand.jobs import Crews, Job, JobWorker, Store
 from kmesh_spand.recipes import Recipes
 from kmesh_spand.settings import Settings
+from kmesh_spand.storage import Storage
 
 logger = logging.getLogger(__name__)
 
@@ -34,13 +35,34 @@ _RETRY_SECONDS = 2.0
 _NICE = 10
 
 
+class Ground(NamedTuple):
+    """What the store worker works on, as it is forked.
+
+    Attributes:
+        slabs: fd and size of each, by number; spares too.
+        writable: their mappings, inherited, where new ones would be refused.
+        sealed: slabs that can only be read. spares: those that are not used yet.
+    """
+
+    slabs: dict[int, tuple[int, int]]
+    writable: Mapping[int, Region] | None = None
+    sealed: frozenset[int] = frozenset()
+    spares: frozenset[int] = frozenset()
+
+    @classmethod
+    def of(cls, storage: Storage) -> Ground:
+        """That of a supervisor's memory."""
+        shared, writable = storage.shared, storage.writable
+        slabs = {number: (slab.fd, slab.size) for number, slab in shared.slabs.items()}
+        return cls(slabs, writable, shared.sealed, shared.spares)
+
+
 class Worker(JobWorker):
     """One life of the store worker.
 
     Args:
-        slabs: fd and size of each.
-        writable: their mappings, inherited, where new ones would be refused.
-        disk: where files are; None: there are none.
+        ground: its slabs.
+        disk: where files are; None: there are none, or another daemon has them.
 
     Raises:
         OSError: a slab can't be mapped.
@@ -50,18 +72,22 @@ class Worker(JobWorker):
         self,
         settings: Settings,
         control: socket.socket,
-        slabs: Sequence[tuple[int, int]],
-        writable: Sequence[Mapping] | None,
+        ground: Ground,
         disk: Directory | None = None,
     ) -> None:
         super().__init__(control, settings.verify_rate)
         self._settings = settings
-        mappings: Sequence[Mapping | None] = writable or [None] * len(slabs)
-        self._slabs = [Slab(*slab, mapping) for slab, mapping in zip(slabs, mappings, strict=True)]
+        writable = ground.writable or {}
+        made = {
+            number: Slab(fd, size, writable.get(number), sealed=number in ground.sealed)
+            for number, (fd, size) in ground.slabs.items()
+        }
+        self._spares = {number: made.pop(number) for number in ground.spares}
+        self._slabs = made
         self._store = HostStore(self._slabs, settings.memory_headroom)
         self._recipes = Recipes(self._store)
         self._files = disk
-        self._disk: DiskCrew | None = None
+        self._disk: DiskCrew | NoDisk | None = None
         self._gate = Gate(settings.memory_headroom, self._paused)
         self._filler = threading.Thread(target=self._populate, name="populate", daemon=True)
 
@@ -71,6 +97,8 @@ class Worker(JobWorker):
             crews = Crews.hired(self._settings.copy_threads)
             if self._files is not None:
                 self._disk = self._disk_crew(self._files)
+            elif self._settings.disk:
+                self._disk = NoDisk(self._send)
         except RuntimeError as lacking:
             self._lacks(lacking)
         self.serve(crews)
@@ -89,11 +117,32 @@ class Worker(JobWorker):
         return self._store, self._store
 
     def take(self, message: ipc.AnyMessage, fd: int | None, crews: Crews) -> None:
-        if isinstance(message, ipc.ForgetRecipe):
+        if isinstance(message, ipc.Replaced):
+            self._replace(message)
+            crews.recode(self._recipes.let_go, message.slab)
+        elif isinstance(message, ipc.ForgetRecipe):
             # Behind what made it.
             crews.recode(self._recipes.forget, message.job)
         elif self._disk is None or not self._disk.take(message):
             super().take(message, fd, crews)
+
+    def _replace(self, message: ipc.Replaced) -> None:
+        """A spare is used, and the slab before it given up, of which no job is told any more."""
+        heir = self._spares.pop(message.heir, None)
+        if heir is None:
+            # This process began after it.
+            return
+        old = self._slabs.pop(message.slab)
+        old.mapping.close()
+        os.close(old.fd)
+        self._slabs[message.heir] = heir
+        if self._filler.ident is not None:
+            name = f"populate {message.heir}"
+            self._start(
+                threading.Thread(
+                    target=self._populate, args=({message.heir: heir},), name=name, daemon=True
+                )
+            )
 
     def done(self, job: Job) -> ipc.AnyMessage:
         match job:
@@ -112,21 +161,30 @@ class Worker(JobWorker):
     def heard(self) -> None:
         if self._filler.ident is None:
             # Before, control needs the processors more than the pool does.
-            try:
-                self._filler.start()
-            except RuntimeError as lacking:
-                self._lacks(lacking)
+            self._start(self._filler)
+
+    def _start(self, thread: threading.Thread) -> None:
+        try:
+            thread.start()
+        except RuntimeError as lacking:
+            self._lacks(lacking)
 
     @staticmethod
     def _lacks(lacking: RuntimeError) -> NoReturn:
         logger.error("the store worker has not what it needs: %s", lacking)
         os._exit(1)
 
-    def _populate(self) -> None:
+    def _populate(self, slabs: Mapping[int, Slab] | None = None) -> None:
+        """Puts pages behind slabs: these, or all of them."""
         started = time.monotonic()
-        waiting = dict(enumerate(self._slabs))
+        waiting = dict(self._slabs if slabs is None else slabs)
         while waiting:
             for number, slab in list(waiting.items()):
+                if slab.sealed:
+                    # It stays as it is, with all that was ever written.
+                    self._send(ipc.Populated(number, slab.capacity, False))
+                    del waiting[number]
+                    continue
                 try:
                     granted = self._populate_slab(number, slab)
                 except OSError as failed:
@@ -180,13 +238,12 @@ def _be_nice() -> None:
 def run(
     settings: Settings,
     channel: socket.socket,
-    slabs: Sequence[tuple[int, int]],
-    writable: Sequence[Mapping] | None,
+    ground: Ground,
     disk: Directory | None = None,
 ) -> int:
     """Entry of the process; arguments as of ``Worker``."""
     try:
-        worker = Worker(settings, channel, slabs, writable, disk)
+        worker = Worker(settings, channel, ground, disk)
     except OSError as failed:
         logger.error("slabs can't be mapped: %s", failed.strerror)
         return 1

@@ -19,7 +19,7 @@ from kmesh_spand.control.process import Control
 from kmesh_spand.jobs import Crews
 from kmesh_spand.settings import Settings
 from kmesh_spand.storage import Storage
-from kmesh_spand.worker import Worker
+from kmesh_spand.worker import Ground, Worker
 
 
 def settings(socket_dir: Path, **more: object) -> Settings:
@@ -54,17 +54,17 @@ class Room:
         self._listener.listen()
         self._listener.setblocking(False)
         storage = Storage(chosen)
-        self._slabs = [(os.dup(slab.fd), slab.size) for slab in storage.slabs]
+        self._slabs = {n: (os.dup(slab.fd), slab.size) for n, slab in storage.slabs.items()}
         self._jobs, workers_end = ipc.pair()
         self._jobs.setblocking(False)
-        self._worker = Worker(chosen, self._jobs, self._slabs, None)
+        self._worker = Worker(chosen, self._jobs, Ground(self._slabs))
         # Control takes the storage's descriptors, as a forked child has its own.
         self.control = Control(self.loop, chosen, "test", storage.shared, self._listener, theirs, 0)
         self.handler = self.control._handler
         self.core = self.handler.core
         self.staging = self.handler.staging
         self.control._worker.attach(workers_end.detach(), 0, 0)
-        for number, slab in enumerate(self._worker._slabs):
+        for number, slab in self._worker._slabs.items():
             ipc.send(self._jobs, ipc.Populated(number, slab.capacity, False))
         self.control._worker.check()
         self.turn(lambda: self.control._worker._started)
@@ -127,11 +127,11 @@ class Room:
         self.control._catalog.close()
         for index in applier._indexes.values():
             index._mapping.close()  # type: ignore[attr-defined]
-        for fd, _ in (*self.handler._indexes.values(), *self.handler.broker._slabs):
+        for fd, _ in (*self.handler._indexes.values(), *self.handler.broker._slabs.values()):
             os.close(fd)
-        for fd, _ in self._slabs:
+        for fd, _ in self._slabs.values():
             os.close(fd)
-        for mapping in (*(slab.mapping for slab in self._worker._slabs), *self._staging()):
+        for mapping in (*(slab.mapping for slab in self._worker._slabs.values()), *self._staging()):
             mapping.close()
         for sock in (self.supervisor, self._jobs, self._listener):
             sock.close()

@@ -30,6 +30,7 @@ class Applier:
         note: told of spans that came and went.
         device: UUID of the GPU that a tier is.
         disk: what writes and reads files; None: there is no disk tier.
+        give_up: told of sealed slabs that are empty.
     """
 
     def __init__(
@@ -43,6 +44,7 @@ class Applier:
         note: Callable[[effects.SpanCommitted | effects.SpanEnded], None],
         device: Callable[[int], str] = lambda tier: "",
         disk: DiskJobs | None = None,
+        give_up: Callable[[int], None] = lambda slab: None,
     ) -> None:
         self.index_full = 0
         self._catalog = catalog
@@ -54,6 +56,7 @@ class Applier:
         self._note = note
         self._device = device
         self._disk = disk
+        self._give_up = give_up
 
     def apply(self, batch: Sequence[effects.Effect]) -> None:
         """Carries out one batch. Answers see its changes: they go out after the index's version."""
@@ -84,6 +87,8 @@ class Applier:
                 self._owners[at : at + OWNER_BYTES] = effect.data
             case effects.Wipe():
                 self._worker.wipe(effect)
+            case effects.GiveUp():
+                self._give_up(effect.slab)
             case effects.Publish():
                 for tag in self._tags(effect):
                     if not self._indexes[effect.group].insert(tag, effect.slot):

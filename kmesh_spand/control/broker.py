@@ -40,12 +40,12 @@ _ERRORS: dict[HandleRefusal, type[errors.RequestError]] = {
 class Exported:
     """What sessions may attach: read-only fds and sizes, owned by the process.
 
-    ``indexes`` are by group of uids, ``slabs`` are of host memory. ``dma_bufs`` were made before
-    those were sealed.
+    ``indexes`` are by group of uids, ``slabs`` are of host memory, by number. ``dma_bufs`` were
+    made before those were sealed.
     """
 
     indexes: dict[int, tuple[int, int]]
-    slabs: tuple[tuple[int, int], ...]
+    slabs: dict[int, tuple[int, int]]
     gpus: Gpus
     dma_bufs: DmaBufs = field(default_factory=DmaBufs)
 
@@ -128,7 +128,7 @@ class Broker:
             logger.warning("no DMA-BUF is given: %s", failed)
             return Offer(kind, refusal=failed.refusal, text=str(failed))
         try:
-            dmabuf.Limits.read().check(max(size for _, size in self._slabs))
+            dmabuf.Limits.read().check(max(size for _, size in self._slabs.values()))
         except dmabuf.NotExported as large:
             logger.warning("slabs are not given as DMA-BUF: %s", large)
             return Offer(kind, spans=True, refusal=large.refusal, text=f"slab_size: {large}")
@@ -208,8 +208,12 @@ class Broker:
     # Giving.
 
     def slab_count(self) -> int:
-        """Slabs of any memory: those of the host come first."""
-        return len(self._slabs) + self.gpus.slab_count()
+        """Numbers that slabs of any memory have: those of the host come first."""
+        return max(self._slabs) + 1 + self.gpus.slab_count()
+
+    def forget(self, slab: int) -> None:
+        """Gives a slab of host memory back; who has it mapped keeps that."""
+        os.close(self._slabs.pop(slab)[0])
 
     def gpu_slab(self, session: int, slab: int, kind: int, done: Callable[..., None]) -> None:
         """Gives a whole slab of GPU memory; arguments as ``slab``.

@@ -6,6 +6,7 @@ import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from kmesh.layout import slab_capacity
 from kmesh_spand import ipc
 from kmesh_spand.core import events
 
@@ -20,6 +21,7 @@ class SlabState:
         populated: payload bytes with pages.
         hugepages, small_pages: huge pages were granted, or asked for and not granted.
         failed: why the rest could not be populated, until it could.
+        sealed: it can only be read.
     """
 
     size: int
@@ -28,6 +30,12 @@ class SlabState:
     hugepages: bool = False
     small_pages: bool = False
     failed: str = ""
+    sealed: bool = False
+
+    @classmethod
+    def of(cls, size: int, *, sealed: bool = False) -> SlabState:
+        """That of a slab of ``size`` bytes of which nothing was said."""
+        return cls(size, slab_capacity(size), sealed=sealed)
 
 
 class Growth:
@@ -38,7 +46,7 @@ class Growth:
         paused: why they do not grow now, or empty. pauses: how often they stopped growing.
     """
 
-    def __init__(self, slabs: list[SlabState], event: Callable[[events.Event], None]) -> None:
+    def __init__(self, slabs: dict[int, SlabState], event: Callable[[events.Event], None]) -> None:
         self.slabs = slabs
         self.paused = ""
         self.pauses = 0
@@ -51,6 +59,11 @@ class Growth:
             case ipc.PopulatePaused():
                 self.paused = message.reason
                 self.pauses += bool(message.reason)
+            case ipc.Populated() | ipc.PopulateFailed() | ipc.Fallback() if (
+                message.slab not in self.slabs
+            ):
+                # It was given back meanwhile.
+                pass
             case ipc.Populated():
                 slab = self.slabs[message.slab]
                 slab.hugepages = slab.hugepages or message.hugepages

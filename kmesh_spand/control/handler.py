@@ -280,6 +280,8 @@ class Handler:
             # Whoever may connect is of one group: ``config`` sees to that.
             self.broker.gpu_slab(session, body.slab, body.kind, answer)
             return
+        if not self.core.has_slab(body.slab):
+            raise errors.NotFound(f"there is no slab {body.slab} now", field="attach_slab.slab")
         # A mapping can't be taken back, so a slab that may become another's is not shown either.
         if not self.core.may_map(body.slab, self._uid(session)):
             raise errors.PermissionDenied(

@@ -166,6 +166,8 @@ def _slabs(status: admin_pb2.StatusResponse) -> Iterator[Metric]:
         yield _labelled(f"slab_{name}_bytes", "slab", values)
     huge = {str(slab.slab): int(slab.hugepages) for slab in status.slabs}
     yield _labelled("slab_hugepages", "slab", huge)
+    sealed = {str(slab.slab): int(slab.read_only) for slab in status.slabs}
+    yield _labelled("slab_read_only", "slab", sealed)
 
 
 def _disk(status: admin_pb2.StatusResponse) -> Iterator[Metric]:

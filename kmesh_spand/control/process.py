@@ -16,7 +16,6 @@ import uvloop
 
 from kmesh.errors import ConfigError
 from kmesh.index import IndexWriter
-from kmesh.layout import slab_capacity
 from kmesh.mapping import Mapping
 from kmesh_spand import ipc
 from kmesh_spand.control.applier import Applier
@@ -83,13 +82,19 @@ class Control:
         for group, index in storage.indexes.items():
             mapping = Mapping(index.fd, index.size, writable=True)
             writers[group] = IndexWriter(mapping, storage.epoch)
-            writers[group].set_slab_count(len(storage.slabs) + len(settings.gpu_slabs()))
+            writers[group].set_slab_count(max(storage.slabs) + 1 + len(settings.gpu_slabs()))
         self._owners = self._catalog.view(owners_offset(settings))
         exported = _export(storage, gpus)
         observer = Observer(settings.slow_call_ms, _tracer(settings, version))
         self._growth = Growth(
-            [SlabState(slab.size, slab_capacity(slab.size)) for slab in storage.slabs], self._event
+            {
+                number: SlabState.of(slab.size, sealed=number in storage.sealed)
+                for number, slab in storage.slabs.items()
+                if number not in storage.spares
+            },
+            self._event,
         )
+        self._spares = {number: storage.slabs[number].size for number in storage.spares}
         make = partial(
             StoreWorker,
             loop,
@@ -155,6 +160,7 @@ class Control:
             self._handler.journal.span,
             self._handler.broker.gpus.tier_device,
             self._disk,
+            lambda slab: self._supervisor.send(ipc.GivenUp(slab)),
         )
         self._supervisor = Link(loop, supervisor, self._heard, self._orphaned)
         self._crowd = Crowd(self._handler, os.path.join(settings.socket_dir, GRPC_SOCKET))
@@ -244,14 +250,25 @@ class Control:
         found, damaged = _records(self._catalog.view(), self._settings.max_spans)
         self._handler.core.counters["recovered_dropped"] += damaged
         self._event(events.Recovered(found))
-        for number, slab in enumerate(self._growth.slabs):
-            self._event(events.SlabAdded(number, slab.capacity, self._owner(number)))
+        for number, slab in list(self._growth.slabs.items()):
+            owner = self._owner(number)
+            self._event(events.SlabAdded(number, slab.capacity, owner, sealed=slab.sealed))
         if found:
             logger.info("catalog read", extra={"records": len(found), "damaged": damaged})
 
     def _owner(self, slab: int) -> SlabOwner | None:
         """What an earlier life wrote."""
         return decode_owner(self._owners[slab * OWNER_BYTES : (slab + 1) * OWNER_BYTES])
+
+    def _replaced(self, message: ipc.Replaced) -> None:
+        """Memory that can be written is there instead of a sealed slab, of its group of uids."""
+        self._handler.broker.forget(message.slab)
+        self._growth.slabs.pop(message.slab)
+        slab = SlabState.of(self._spares.pop(message.heir))
+        self._growth.slabs[message.heir] = slab
+        self._workers.replaced(message)
+        event = events.SlabAdded(message.heir, slab.capacity, replaces=message.slab)
+        self._event(event)
 
     def _gpu_heard(self, message: ipc.AnyMessage, fd: int | None) -> bool:
         """Takes what is about GPUs; False if it is not."""
@@ -292,6 +309,8 @@ class Control:
                     self._worker.attach_failed(message.restarts, message.pid)
                 self._handler.journal.worker_started(message.restarts)
                 self._wake.set()
+            case ipc.Replaced():
+                self._replaced(message)
             case ipc.Drain():
                 self._handler.draining = True
                 self._operator.stopping()
@@ -362,7 +381,9 @@ def _export(storage: Shared, gpus: Gpus) -> Exported:
     indexes = {
         group: (reopen_read_only(index.fd), index.size) for group, index in storage.indexes.items()
     }
-    slabs = tuple((reopen_read_only(slab.fd), slab.size) for slab in storage.slabs)
+    slabs = {
+        number: (reopen_read_only(slab.fd), slab.size) for number, slab in storage.slabs.items()
+    }
     for fd in set(storage.fds) - set(storage.dma_bufs.fds):
         os.close(fd)
     return Exported(indexes, slabs, gpus, storage.dma_bufs)

@@ -123,7 +123,7 @@ class Readiness:
             found["memory"] = "; ".join(failed)
         if self._growth.paused:
             found["growth"] = f"slabs do not grow: {self._growth.paused}"
-        small = [slab for slab in self._growth.slabs if slab.small_pages]
+        small = [slab for slab in self._growth.slabs.values() if slab.small_pages]
         if small:
             found["hugepages"] = f"{len(small)} of {len(self._growth.slabs)} slabs have small pages"
         if gpu := self._gpus.warning:
@@ -176,12 +176,12 @@ class Readiness:
 
     def _of_memory(self) -> str:
         failed = self._failed()
-        if failed and not any(slab.populated for slab in self._growth.slabs):
+        if failed and not any(slab.populated for slab in self._growth.slabs.values()):
             return "no memory: " + "; ".join(failed)
         return ""
 
     def _failed(self) -> list[str]:
-        return [f"slab {n}: {s.failed}" for n, s in enumerate(self._growth.slabs) if s.failed]
+        return [f"slab {n}: {s.failed}" for n, s in self._growth.slabs.items() if s.failed]
 
     def _of_files(self) -> str:
         left = self.max_files - self.open_files

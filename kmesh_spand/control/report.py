@@ -110,9 +110,11 @@ class Report:
                     populated=slab.populated,
                     used=slab.used,
                     hugepages=state.hugepages,
+                    read_only=slab.sealed,
                     tenant=slab.tenant if slab.tenant in shown or group is None else "",
                 )
-                for slab, state in zip(core.slabs, self._growth.slabs, strict=False)
+                for slab in core.slabs
+                if (state := self._growth.slabs.get(slab.slab)) is not None
             ]
             + self.gpus.slab_rows(core.slabs),
             spans=core.spans,

@@ -81,6 +81,7 @@ class StoreWorker:
         self._copies: dict[int, CopyMark] = {}
         self._checks: dict[int, effects.Verify] = {}
         self._read_last: int | None = None
+        self._replaced: list[ipc.Replaced] = []
         self._wipes: dict[int, effects.Wipe] = {}
         self._recodes = Recodes(event)
         self._exports: dict[int, Made] = {}
@@ -219,6 +220,12 @@ class StoreWorker:
         else:
             self._beat()
 
+    def replaced(self, message: ipc.Replaced) -> None:
+        """One slab is there instead of another: each worker is told that."""
+        self._replaced.append(message)
+        if self._link is not None and self._started:
+            self._link.send(message)
+
     def recode(self, job: Recode) -> None:
         """Starts an encoding, the keeping of a recipe, or a decoding; the core's events follow."""
         self._wakes()
@@ -308,6 +315,8 @@ class StoreWorker:
         assert self._link is not None
         self._started = True
         self._heard_at = self._loop.time()
+        for replaced in self._replaced:
+            self._link.send(replaced)
         for session, (staging, size) in self._staging.items():
             try:
                 self._link.send(ipc.Staging(session, size), staging)

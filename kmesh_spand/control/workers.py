@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Sequence
 
+from kmesh_spand import ipc
 from kmesh_spand.control.recodes import Recode
 from kmesh_spand.control.storeworker import Made, StoreWorker
 from kmesh_spand.core import effects
@@ -41,6 +42,9 @@ class Workers:
 
     def wipe(self, job: effects.Wipe) -> None:
         self._of(job.slab).wipe(job)
+
+    def replaced(self, message: ipc.Replaced) -> None:
+        self.host.replaced(message)
 
     def recode(self, job: Recode) -> None:
         self.host.recode(job)

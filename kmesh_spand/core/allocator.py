@@ -23,6 +23,7 @@ class Slab:
     Args:
         tiles: capacity.
         tier: 0 is host memory, the others are GPUs.
+        sealed: it can't be written, so that no range of it is ever free to be handed out.
 
     Attributes:
         tenant: whose ranges may be here.
@@ -30,9 +31,10 @@ class Slab:
         clean: nothing of an earlier tenant is in it. lost: it is not used.
     """
 
-    def __init__(self, tiles: int, tier: int = 0) -> None:
+    def __init__(self, tiles: int, tier: int = 0, *, sealed: bool = False) -> None:
         self.tiles = tiles
         self.tier = tier
+        self.sealed = sealed
         self.populated = 0
         self.used = 0
         self.tenant: Tenant | None = None
@@ -125,7 +127,7 @@ class Slab:
             begin = stop
 
     def _coalesce(self, begin: int, end: int) -> None:
-        if begin >= end:
+        if begin >= end or self.sealed:
             return
         left, right = self.free_around(begin, end)
         if left < begin:

@@ -144,6 +144,9 @@ def _check_ranges(store: SpanStore) -> None:
         owned[number].append((start, count, QUARANTINE))
     for number, slab in store.slabs.items():
         _check_slab(slab, owned[number])
+        assert slab.sealed == (number in store.sealed)
+        assert slab.used or not slab.sealed, "an empty sealed slab was not given up"
+    assert not store.given_up.keys() & store.slabs.keys()
 
 
 def _check_slab(slab: Slab, owned: list[tuple[int, int, int]]) -> None:
@@ -162,7 +165,7 @@ def _check_slab(slab: Slab, owned: list[tuple[int, int, int]]) -> None:
         end = start + count
         assert end == slab.populated or expected[end], "free neighbours did not coalesce"
     for tile in range(slab.tiles):
-        assert free[tile] == (not expected[tile] and tile < slab.populated)
+        assert free[tile] == (not expected[tile] and tile < slab.populated and not slab.sealed)
     assert slab.largest == max((count for _, count in slab.free_ranges()), default=0)
 
 

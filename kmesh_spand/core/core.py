@@ -143,6 +143,8 @@ class Core:
         self._recoder.pump()
         if self.disk is not None:
             self.disk.pump()
+        if self._store.sealed:
+            self._store.give_up_empty()
         return out
 
     @property
@@ -186,8 +188,8 @@ class Core:
                 self._book.sessions[session] = Session(session, uid, engine, role, group)
             case ev.SessionClosed(session):
                 self._close(session)
-            case ev.SlabAdded(slab, capacity, owner, tier):
-                store.add_slab(slab, capacity, owner, tier)
+            case ev.SlabAdded(slab, capacity, owner, tier, sealed, replaces):
+                store.add_slab(slab, capacity, owner, tier, sealed=sealed, replaces=replaces)
                 self._recovery.place(slab)
                 self._verifier.pump()
             case ev.WipeDone(job, ok):
@@ -326,6 +328,7 @@ class Core:
                     slab.populated * TILE_BYTES,
                     slab.used * TILE_BYTES,
                     _name(slab.tenant) if slab.tenant else "",
+                    slab.sealed,
                 )
                 for number, slab in sorted(store.slabs.items())
             ),
@@ -450,6 +453,10 @@ class Core:
         """Whether a slab holds, and only ever held, what processes of a uid may see."""
         found = self._store.slabs.get(slab)
         return found is not None and not found.lost and found.group == self.tenancy.group(uid)
+
+    def has_slab(self, slab: int) -> bool:
+        """Whether there is such a slab."""
+        return slab in self._store.slabs
 
     def populated(self, slab: int) -> bool:
         """Whether a slab's payload area has all of its pages."""

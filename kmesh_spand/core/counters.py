@@ -34,6 +34,7 @@ COUNTERS = (
     "recovered",
     "recovered_dropped",
     "wiped",
+    "slabs_given_up",
     "wipe_failed",
     "refused",
     "families_forgotten",

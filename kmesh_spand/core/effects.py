@@ -336,6 +336,13 @@ class DiskOutage:
 
 
 @dataclass(frozen=True, slots=True)
+class GiveUp:
+    """A sealed slab is empty: SlabAdded follows, of another that replaces it."""
+
+    slab: int
+
+
+@dataclass(frozen=True, slots=True)
 class PutOwner:
     """Write whose a slab is (``tenants.OWNER_BYTES``), before any record of a span in it."""
 
@@ -415,6 +422,7 @@ Effect = (
     | ForgetRecipe
     | Densify
     | Wipe
+    | GiveUp
     | Spill
     | Fetch
     | Unlink

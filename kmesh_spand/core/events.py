@@ -316,12 +316,16 @@ class SlabAdded:
     Attributes:
         owner: what an earlier epoch wrote of it; None if it was never anybody's.
         tier: 0 is host memory, the others are GPUs.
+        sealed: nobody can write it any more; it comes after ``Recovered``.
+        replaces: a sealed slab that was given up, and whose group of uids this one is for.
     """
 
     slab: int
     capacity: int
     owner: SlabOwner | None = None
     tier: int = 0
+    sealed: bool = False
+    replaces: int | None = None
 
 
 @dataclass(frozen=True, slots=True)

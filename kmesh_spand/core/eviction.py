@@ -76,6 +76,8 @@ class Evictor:
         """
         store = self._store
         there = [slab.tiles for slab in store.slabs.values() if slab.tier == tenant.tier]
+        if not tenant.tier:
+            there += [size for _, size in store.given_up.values()]
         if count > max(there, default=count):
             return Reason.TOO_LARGE
         if tenant.quota and count > tenant.quota:
@@ -125,11 +127,50 @@ class Evictor:
         if number is not None:
             store.reclaim(number)
             return Reason.NOT_READY
+        if self._empty_sealed(tenant):
+            return Reason.NOT_READY
         window = self.plan(count, tenant)
         if window is None:
             store.place_failed(tenant)
             return Reason.POOL_FULL
         return window
+
+    def _empty_sealed(self, tenant: Tenant) -> bool:
+        """Gives up the sealed slab in which the tenant's next victim lies, with all that is there.
+
+        What goes from such a slab makes no room, so that all of it goes or nothing does. False if
+        the victims before it do not lie in one, or what is there may not go.
+        """
+        store = self._store
+        if not store.sealed & tenant.slabs:
+            return False
+        held: set[int] = set()
+        for row in self.victims(tenant):
+            number = store.table.slab[row]
+            if number not in store.sealed:
+                return False
+            if number in held:
+                continue
+            rows = self._all_of(number)
+            if not rows:
+                held.add(number)
+                continue
+            for goner in rows:
+                # A base may have gone with its last mirror.
+                if store.may_evict(goner):
+                    store.evict(goner)
+            store.give_up(number)
+            return True
+        return False
+
+    def _all_of(self, number: int) -> list[int]:
+        """All spans of a slab, each behind the mirrors that refer to it; none if one may not go."""
+        store, mirrors = self._store, self._store.mirrors
+        rows = sorted({row for row in store.slabs[number].owner if row})
+        if not all(store.may_evict(row) or mirrors.removable(row) for row in rows):
+            return []
+        ordered = ((*sorted(mirrors.of_base.get(row, ())), row) for row in rows)
+        return list(dict.fromkeys(chain.from_iterable(ordered)))
 
     def _shrink(self, window: list[int], over: int, tenant: Tenant) -> list[int] | None:
         """``window`` and what else must go for ``over`` tiles to be the tenant's no more."""
@@ -221,11 +262,16 @@ class Evictor:
     def _will_grow(self, count: int, tenant: Tenant) -> bool:
         """Whether waiting, rather than evicting, may give ``count`` tiles."""
         store = self._store
+        if not tenant.tier and any(
+            group in (None, tenant.group) and size >= count
+            for group, size in store.given_up.values()
+        ):
+            return True
         if store.grace or all(slab.tier != tenant.tier for slab in store.slabs.values()):
             return True
         for number, slab in store.slabs.items():
             mine = slab.tenant is tenant or self._open_to(number, tenant)
-            if not mine or slab.tiles < count:
+            if not mine or slab.sealed or slab.tiles < count:
                 continue
             growing = store.now_ms - store.grew_ms[number] < self._patience_ms
             if not slab.clean or (slab.populated < slab.tiles and growing):
@@ -266,6 +312,8 @@ class Evictor:
     def _window(self, victim: int, count: int, may_go: Callable[[int], bool]) -> list[int] | None:
         store, table = self._store, self._store.table
         slab = store.slabs[table.slab[victim]]
+        if slab.sealed:
+            return None
         begin = table.tile[victim]
         end = begin + tiles(table.length[victim])
         if end > slab.populated:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 class SlabStatus:
     """Bytes of one slab; ``used`` by spans, reservations and ranges not reusable yet.
 
-    ``tenant`` is its tenant's name, or empty.
+    ``tenant`` is its tenant's name, or empty; ``sealed``: nothing can be written there.
     """
 
     slab: int
@@ -17,6 +17,7 @@ class SlabStatus:
     populated: int
     used: int
     tenant: str
+    sealed: bool = False
 
 
 @dataclass(frozen=True, slots=True)

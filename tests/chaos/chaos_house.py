@@ -7,6 +7,8 @@ import os
 import re
 import signal
 import time
+from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -30,12 +32,14 @@ from foreign import NOBODY
 from leaks import process_tree
 
 from kmesh.v1 import admin_pb2
+from tools.service_manager import ServiceManager
 
 TESTS = Path(__file__).parents[1]
 #: A process is started again after ten seconds at the latest, and then has to start.
 RECOVERY = 10.0 + SLACK
 MAX_SPANS = 1024
 _DIED = re.compile(r"a process died: .*name_of=\W?(control|worker|device)")
+_SLAB = re.compile(r"kmesh-slab\d+")
 _COUNTERS = ("spans_recovered", "spans_recovered_dropped", "spans_corrupt", "spans_corrupt_false")
 _COUNTERS += ("spans_evicted", "spans_wiped", "spans_copy_failed", "spans_aborted")
 
@@ -44,11 +48,12 @@ class House:
     """One daemon at a time, in ``directory``/s.
 
     Attributes:
+        kept: lives whose memory was the one's before.
         troubled: the last moment (monotonic) at which a fault may have kept it from serving.
         recoveries: seconds from the last such moment until it served again.
     """
 
-    def __init__(self, directory: Path, shape: str) -> None:
+    def __init__(self, directory: Path, shape: str, stored: bool = False) -> None:
         self.faults = directory / "faults"
         self.faults.mkdir()
         self.sockets = directory / "s"
@@ -78,7 +83,11 @@ class House:
             self._settings["hardened"] = "true"
         elif is_root():
             self._settings |= {"allow_uids": f"0,{NOBODY}", "socket_mode": "0666"}
+        # Takes the place of systemd, if anything does.
+        self._manager = ServiceManager(directory / "notify") if stored else None
         self.daemon: Daemon | None = None
+        self._heir: Daemon | None = None
+        self.kept = 0
         self.lives = 0
         self.restarts = {"control": 0, "worker": 0, "device": 0}
         self.counters = dict.fromkeys(_COUNTERS, 0)
@@ -96,10 +105,48 @@ class House:
 
     def start(self) -> None:
         """A new life. It is ready some time later."""
-        self.lives += 1
-        self.daemon = Daemon(self.sockets, ready=False, errors=True, **self._settings)
-        self.logs.append(self.daemon.log_path)
+        self.daemon = self._start(self._settings["command"])
         self.troubled, self._served = time.monotonic(), False
+
+    def _start(self, command: Sequence[str]) -> Daemon:
+        self.lives += 1
+        more: dict[str, Any] = {"command": command}
+        if self._manager is not None:
+            how = self._manager.start(command)
+            env = {**self._settings["env"], **how.env}
+            more = {"command": how.command, "pass_fds": how.pass_fds, "env": env}
+        made = Daemon(self.sockets, ready=False, errors=True, **{**self._settings, **more})
+        self.logs.append(made.log_path)
+        return made
+
+    @property
+    def stored(self) -> bool:
+        """Whether the next life has the memory of this one, however this one ends."""
+        return self._manager is not None and bool(self._manager.names)
+
+    def begin_upgrade(self) -> None:
+        """Starts the daemon that takes over from this one."""
+        self._heir = self._start([*self._settings["command"], "--upgrade"])
+
+    def is_upgraded(self) -> bool:
+        """Whether this one has ended, and that one serves."""
+        assert self.daemon is not None
+        assert self._heir is not None
+        status = self._heir.process.poll()
+        text = "\n".join(self._heir.log().splitlines()[-20:])
+        require(status is None, f"the daemon that takes over ended with {status}:\n{text}")
+        return self.daemon.process.poll() is not None and "ready: " in self._heir.log()
+
+    def end_upgrade(self) -> None:
+        """That one is the daemon; the end of this one was judged."""
+        self.daemon, self._heir = self._heir, None
+        self.kept += 1
+
+    def check_kept(self) -> None:
+        """A daemon that was given memory has used it."""
+        assert self.daemon is not None
+        require("memory of an earlier daemon" in self.daemon.log(), "stored memory was given up")
+        self.kept += 1
 
     def is_ready(self) -> bool:
         """Whether it has said so in this life."""
@@ -125,7 +172,7 @@ class House:
         """
         assert self.daemon is not None
         now = time.monotonic()
-        if self.daemon.process.poll() is not None:
+        if self.daemon.process.poll() is not None and self._heir is None:
             text = "\n".join(self.daemon.log().splitlines()[-20:])
             raise Broken(f"the daemon ended with {self.daemon.process.returncode}:\n{text}")
         try:
@@ -171,7 +218,14 @@ class House:
             self.restarts[name] += 1
 
     def descriptors(self) -> dict[str, Any]:
-        return {name: dict(held) for name, held in descriptors(self.pid).items()}
+        found = {}
+        for name, held in descriptors(self.pid).items():
+            # A sealed slab and the one that replaces it have other numbers.
+            counts: Counter[str] = Counter()
+            for what, count in held.items():
+                counts[_SLAB.sub("kmesh-slab", what)] += count
+            found[name] = dict(counts)
+        return found
 
     def remember_descriptors(self) -> None:
         self._baseline = self.descriptors()
@@ -211,6 +265,10 @@ class House:
 
     def close(self) -> None:
         """Ends it in any case."""
-        if self.daemon is not None and self.daemon.process.poll() is None:
-            self.daemon.process.send_signal(signal.SIGCONT)
-            self.daemon.kill()
+        for daemon in (self.daemon, self._heir):
+            if daemon is not None and daemon.process.poll() is None:
+                daemon.process.send_signal(signal.SIGCONT)
+                daemon.kill()
+        if self._manager is not None:
+            self._manager.__exit__()
+            self._manager = None

@@ -56,6 +56,11 @@ _GPU_CARDS = (
 )
 
 
+#: Ways to the next daemon that keep the memory: any death, where a store has its descriptors.
+_STORED_CARDS = (("kill", "daemon", 1, 0.0, 0.0), ("restart", "daemon", 2, 0.0, 0.0))
+_UPGRADE_CARDS = (("upgrade", "daemon", 3, 0.0, 0.0),)
+
+
 @dataclass(frozen=True, slots=True)
 class Fault:
     """One fault.
@@ -86,6 +91,11 @@ def shape_of(seed: int) -> str:
     return SHAPES[seed % len(SHAPES)]
 
 
+def is_stored(seed: int) -> bool:
+    """Whether a stand-in for systemd keeps the daemon's memory; such a daemon has no upgrades."""
+    return seed % 2 == 0
+
+
 def schedule(seed: int, seconds: float, shape: str, clients: int) -> Iterator[Fault]:
     """The faults of a run, in order.
 
@@ -93,7 +103,8 @@ def schedule(seed: int, seconds: float, shape: str, clients: int) -> Iterator[Fa
     faults in its last fifth or its last five seconds, whichever is less: then it recovers.
     """
     rng = random.Random(f"chaos/{seed}")
-    cards = [*_CARDS, *(_GPU_CARDS if shape == "gpus" else ())]
+    ways = _STORED_CARDS if is_stored(seed) else _UPGRADE_CARDS
+    cards = [*_CARDS, *ways, *(_GPU_CARDS if shape == "gpus" else ())]
     at, number, last = GAP, 0, seconds - min(seconds / 5, 5)
     while True:
         deck = [card for card in cards for _ in range(card[2])]

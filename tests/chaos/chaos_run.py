@@ -60,6 +60,8 @@ def summary(storm: Storm, took: float) -> dict[str, Any]:
         "clients": dict(sorted(counts.items())),
         "daemon": {
             "lives": house.lives,
+            "lives_with_memory": house.kept,
+            "keepsakes": storm.keepsakes,
             "deaths": house.restarts,
             "recovery_seconds": house.recoveries,
             "counters_seen": house.counters,

@@ -18,8 +18,9 @@ from typing import Any, ClassVar
 from chaos_cast import SLACK, Client, Rude, is_root
 from chaos_end import finish
 from chaos_events import Events
-from chaos_house import MAX_SPANS, House
-from chaos_plan import Fault, schedule
+from chaos_house import MAX_SPANS, RECOVERY, House
+from chaos_keep import Keepsake
+from chaos_plan import Fault, is_stored, schedule
 from chaos_watch import Broken, memory, require, touches
 from foreign import NOBODY
 from leaks import open_fds
@@ -47,7 +48,7 @@ class Storm:
     ) -> None:
         self.directory, self.events = directory, events
         self.seed, self.seconds, self.shape = seed, seconds, shape
-        self.house = House(directory, shape)
+        self.house = House(directory, shape, is_stored(seed))
         self.faults = list(schedule(seed, seconds, shape, CLIENTS))
         self.done: Counter[str] = Counter()
         self.missed: Counter[str] = Counter()
@@ -56,6 +57,9 @@ class Storm:
         self._flips: list[tuple[int, int]] = []
         self._undo: list[tuple[float, int, bool, Callable[[], None]]] = []
         self._looked = self._asked = 0.0
+        # What must outlive the daemon, and how often something did.
+        self._keepsake: Keepsake | None = None
+        self.keepsakes = 0
         self.clients: list[Client] = []
         self.rude: Rude | None = None
 
@@ -217,19 +221,67 @@ class Storm:
         return True
 
     def _kill_daemon(self) -> None:
-        """All of it dies with its supervisor; what it held is gone."""
+        """All of it dies with its supervisor; what it held is gone, unless it is stored."""
+        self._keep()
         family = self.house.family()
         self.house.signal(signal.SIGKILL)
         self._next_life(family)
 
     def _restart(self, fault: Fault, pid: int) -> None:
         """As an operator would, whatever is wrong with it at the moment, but not stopped."""
+        self._keep()
         family = self.house.family()
         self.house.signal(signal.SIGCONT)
         self.house.signal(signal.SIGTERM)
         self._next_life(family, 0)
 
+    def _upgrade(self, fault: Fault, pid: int) -> None:
+        """A new daemon takes over while everybody goes on."""
+        self.calm()
+        house, old = self.house, self.house.daemon
+        assert old is not None
+        house.troubled = time.monotonic()
+        self.wait(lambda: house.look(False) is not None, RECOVERY, "an answer")
+        self._keep(True)
+        family = house.family()
+        house.begin_upgrade()
+        self.wait(house.is_upgraded, 60, "a daemon that takes over")
+        self._has_ended(family, 0)
+        house.end_upgrade()
+        house.troubled = time.monotonic()
+        self.events.add("upgraded", daemon=house.pid, life=house.lives)
+        self._check_kept()
+        self._move_in()
+
+    def _keep(self, upgrade: bool = False) -> None:
+        """Stores what must outlive the daemon, where it can be and where memory is kept."""
+        self._keepsake = None
+        if upgrade or (self.house.stored and not self.troubled):
+            keepsake = Keepsake(self.house.sockets, self.house.lives)
+            if why := keepsake.store():
+                keepsake.close()
+                self.events.add("nothing to keep", why=why)
+            else:
+                self._keepsake = keepsake
+
+    def _check_kept(self) -> None:
+        if self._keepsake is not None:
+            self._keepsake.check()
+            self._keepsake = None
+            self.keepsakes += 1
+
     def _next_life(self, family: list[int], expected: int = -signal.SIGKILL) -> None:
+        self._has_ended(family, expected)
+        self.calm()
+        stored = self.house.stored
+        self.house.start()
+        self.events.add("started", daemon=self.house.pid, life=self.house.lives)
+        self._wait_ready()
+        if stored:
+            self.house.check_kept()
+        self._check_kept()
+
+    def _has_ended(self, family: list[int], expected: int) -> None:
         daemon = self.house.daemon
         assert daemon is not None
         self.wait(lambda: daemon.process.poll() is not None, SLACK + 3, "the daemon's end")
@@ -243,14 +295,18 @@ class Storm:
         for handle in family:
             os.close(handle)
         self.house.ended()
-        self.calm()
-        self.house.start()
-        self.events.add("started", daemon=self.house.pid, life=self.house.lives)
-        self._wait_ready()
 
     def _wait_ready(self) -> None:
         self.wait(self.house.is_ready, 60, "a daemon that starts")
         self.house.let_in()
+        self._move_in()
+
+    def _move_in(self) -> None:
+        """A slab for what is to be kept, before others have them all."""
+        keepsake = Keepsake(self.house.sockets, self.house.lives)
+        if why := keepsake.store():
+            self.events.add("no room to keep", why=why)
+        keepsake.close()
 
     def _flip(self, fault: Fault, pid: int) -> bool:
         """Some bits of what is stored, each in another byte, as a broken machine would."""
@@ -357,6 +413,8 @@ class Storm:
             client.close()
         if self.rude is not None:
             self.rude.close()
+        if self._keepsake is not None:
+            self._keepsake.close()
         self.house.close()
 
 

@@ -59,6 +59,9 @@ def test_the_same_seed_gives_the_same_faults(shape: str) -> None:
         *names
     }
     assert ("kill gpu" in names) == (shape == "gpus")
+    # A daemon whose memory is stored is not taken over by another.
+    assert "upgrade daemon" in names
+    assert "upgrade daemon" not in {fault.name for fault in schedule(8, 300, shape, CLIENTS)}
     assert {f"client{n}" for n in range(CLIENTS)} < {fault.target for fault in faults}
 
 

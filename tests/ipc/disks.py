@@ -72,8 +72,12 @@ class Peer:
     def store(self, numbers: Iterable[int]) -> None:
         """One span after the other."""
         for number in numbers:
-            batch = ReserveBatch(NAMESPACE, SHARD, name(number), [64], [0], [LENGTH])
-            assert put_spans(self.session, self._staging, batch, [payload(number)]) == [0]
+            assert self.put(number) == 0
+
+    def put(self, number: int) -> int:
+        """Stores one span; the reason if it was not."""
+        batch = ReserveBatch(NAMESPACE, SHARD, name(number), [64], [0], [LENGTH])
+        return put_spans(self.session, self._staging, batch, [payload(number)])[0]
 
     def cool(self, count: int) -> None:
         """Spans 0 … count - 1 are in files only: twelve others take their memory."""

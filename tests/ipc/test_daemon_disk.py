@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import shutil
@@ -31,6 +32,7 @@ from disks import (
 
 from kmesh.session import Role, Session
 from kmesh.v1 import flights_pb2, flights_pb2_grpc
+from kmesh_spand.diskdir import MARK
 
 Start = Callable[..., Daemon]
 
@@ -454,6 +456,56 @@ def test_a_daemon_that_takes_over_has_the_directory_too(start_spand: Start, disk
         wait_for(lambda: peer.fetch(range(4)) == [payload(n) for n in range(4)], PATIENCE)
         peer.store([50])
         written(new, 17)
+
+
+#: Stops as it is to begin: the other daemon has let go of memory and directory by then.
+_STOPS = """
+import os, signal, sys
+from kmesh_spand.life import Life
+from kmesh_spand.__main__ import main
+Life.begin = lambda *_: os.kill(os.getpid(), signal.SIGSTOP)
+sys.exit(main())
+"""
+
+
+def test_a_directory_that_went_to_another_is_left_alone_until_it_is_back(
+    start_spand: Start, disk: Path
+) -> None:
+    old = start(start_spand, disk, errors=True)
+    with Peer(old) as peer:
+        peer.cool(2)
+    settings = {**SMALL, "disk": disk, "command": (sys.executable, "-c", _STOPS, "--upgrade")}
+    new = start_spand(**settings, ready=False, errors=True)
+    lock = os.open(disk / MARK, os.O_RDONLY)
+    wait_for(lambda: taken(lock), PATIENCE)
+    new.kill()
+    old.wait_ready(2)
+    assert f"disk: {disk}: another daemon uses it; going on without" in old.log()
+    before = files(disk)
+    with Peer(old) as peer:
+        # Memory is served as ever; nothing is read from there, and nothing written. At first what
+        # was in memory before is not given to others.
+        wait_for(lambda: peer.put(60) == 0, PATIENCE)
+        text = "nothing is written to disk: another daemon uses its directory"
+        wait_for(lambda: text in [warning.text for warning in old.status().warnings], PATIENCE)
+        assert files(disk) == before
+        fcntl.flock(lock, fcntl.LOCK_UN)
+        os.close(lock)
+        wait_for(lambda: "the disk tier's directory is ours again" in old.log(), PATIENCE)
+    # What was stored meanwhile is written now.
+    written(old, 15)
+    with Peer(old) as peer:
+        wait_for(lambda: peer.fetch(range(2)) == [payload(0), payload(1)], PATIENCE)
+        peer.store([61])
+        written(old, 16)
+
+
+def taken(lock: int) -> bool:
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
 
 
 def test_a_daemon_that_can_not_have_the_directory_takes_nothing_over(

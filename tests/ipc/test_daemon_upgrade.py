@@ -22,6 +22,7 @@ from stored import SETTINGS, assert_filled, fill, key, payload
 
 from kmesh.v1 import common_pb2
 from kmesh_spand import upgrade
+from kmesh_spand.inherit import SEALED
 
 Start = Callable[..., Daemon]
 
@@ -238,12 +239,26 @@ def test_a_daemon_that_goes_on_goes_on_whole(
 @pytest.mark.parametrize("why", ["hardened", "systemd"])
 def test_some_daemons_are_not_taken_over(start_spand: Start, socket_dir: Path, why: str) -> None:
     if why == "hardened":
-        start_spand(hardened="true", **SETTINGS)
-        text = refused(socket_dir, hardened="true", **SETTINGS)
-        assert text.endswith("hardened memory can't be written by another daemon")
+        # Hardened memory with DMA-BUFs of whole slabs, which its next daemon could not make.
+        start_spand(hardened="true", dma_buf="slabs", **SETTINGS)
+        text = refused(socket_dir, hardened="true", dma_buf="off", **SETTINGS)
+        assert text.endswith(SEALED)
         return
     start_spand(env={"NOTIFY_SOCKET": str(socket_dir.parent / "none")}, **SETTINGS)
     assert "its process is systemd's: restart the service" in refused(socket_dir, **SETTINGS)
+
+
+def test_a_daemon_whose_lock_was_removed_is_neither_replaced_nor_taken_over(
+    start_spand: Start, socket_dir: Path
+) -> None:
+    first = start_spand(**SETTINGS)
+    fill(first)
+    (socket_dir / "daemon.lock").unlink()
+    second = start_spand(ready=False, errors=True, **SETTINGS)
+    assert second.process.wait(60) == 2
+    assert "another daemon serves" in second.log()
+    assert "its lock is not what it was" in refused(socket_dir, **SETTINGS)
+    assert_filled(first)
 
 
 #: Kills or stops the process when it gets to a place.

@@ -66,7 +66,7 @@ class Shelf:
         os.posix_fallocate(self._memfd, 0, SIZE)
         self.mapping = Mapping(self._memfd, SIZE, writable=True)
         self._root = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
-        slabs = HostStore([Slab(self._memfd, SIZE, self.mapping)], 0)
+        slabs = HostStore({0: Slab(self._memfd, SIZE, self.mapping)}, 0)
         self.store = DiskStore(self._root, DIRECTORY, slabs, 1 << 40, sync)
         self.store.prepare()
 

@@ -26,6 +26,7 @@ from kmesh_spand.life import Life
 from kmesh_spand.manifest import Manifest, Unfit
 from kmesh_spand.memory import make_memfd, memory_limits
 from kmesh_spand.settings import Settings
+from kmesh_spand.storage import Memory, Storage
 
 SETTINGS = {"slab_size": "1MiB", "gpu": "0", "gpu_memory": "4MiB", "gpu_slab_size": "2MiB"}
 SLABS = 4
@@ -80,7 +81,7 @@ def test_what_fits_is_used(left: dict[str, int], chosen: Settings) -> None:
     for number, fd in gpu.items():
         left[gpu_name(number, "GPU-a-b").removeprefix(PREFIX)] = fd
     found = take(left, chosen)
-    assert [os.pread(slab.fd, 5, 4096) for slab in found.slabs] == [
+    assert [os.pread(slab.fd, 5, 4096) for slab in found.slabs.values()] == [
         b"bytes" if number == 1 else bytes(5) for number in range(SLABS)
     ]
     assert {number: device for number, (_, device) in found.gpu.items()} == {
@@ -242,6 +243,68 @@ def test_other_uids_and_hardened_memory_are_refused(socket_dir: Path) -> None:
     with pytest.raises(Unfit, match="hardened was False, and is True"):
         made().check(made(hardened="true"))
     made(allow_uids=f"{uid},{uid + 1}").check(made(allow_uids=f"{uid + 1},{uid}"))
+
+
+def test_sealed_slabs_have_one_of_two_numbers(socket_dir: Path) -> None:
+    chosen = settings(socket_dir, host_memory="4MiB", slab_size="1MiB", hardened="true")
+    held = Holdings(chosen, "1", FdStore({}))
+    named = [Named(name, os.dup(fd)) for name, fd in held.named()]
+    held.life.release()
+    held.storage.drop_writable()
+    held.close()
+
+    def taken(**names: str) -> Inherited:
+        """What is left when some slabs have other names, or none."""
+        left = (
+            (names.get(name.removeprefix(PREFIX).replace("-", "_"), name), fd) for name, fd in named
+        )
+        return inherit([Named(name, os.dup(fd)) for name, fd in left if name], chosen, "2")
+
+    try:
+        found = taken(slab_1=slab_name(5), slab_2="")
+        # One of them was being replaced as its daemon died.
+        assert set(found.slabs) == {0, 3, 5}
+        found.close()
+        with pytest.raises(Unfit, match="slab-1 and slab-5 are one place's"):
+            taken(slab_2=slab_name(5))
+        with pytest.raises(Unfit, match="nothing is known of slab-9"):
+            taken(slab_2=slab_name(9))
+        chosen = msgspec.structs.replace(chosen, dma_buf="slabs")
+        with pytest.raises(Unfit, match="dma_buf: slabs of an earlier daemon are sealed"):
+            taken()
+    finally:
+        for _, fd in named:
+            os.close(fd)
+
+
+def test_sealed_slabs_are_replaced_one_by_one(socket_dir: Path) -> None:
+    """At no time is there more than the settings say, and what was sealed stays so."""
+    chosen = settings(socket_dir, host_memory="4MiB", slab_size="1MiB", hardened="true")
+    first = Storage(chosen)
+    inherited = {n: Memory(os.dup(first.slabs[n].fd), 1 << 20) for n in (0, 2, 3)}
+    catalog = Memory(os.dup(first.catalog.fd), first.catalog.size)
+    first.drop_writable()
+    first.close()
+    storage = Storage(chosen, (inherited, catalog))
+    try:
+        assert storage.sealed == {0, 2, 3}
+        assert set(storage.slabs) == {0, 1, 2, 3}
+        assert set(storage.spares) == {4, 6, 7}
+        assert storage.writable is not None
+        assert set(storage.writable) == {1, 4, 6, 7}
+        with pytest.raises(PermissionError):
+            mmap.mmap(storage.slabs[0].fd, 1 << 20)
+        assert storage.replace(2) == 6
+        assert set(storage.slabs) == {0, 1, 3, 6}
+        assert sum(slab.size for slab in storage.slabs.values()) == chosen.host_memory
+        storage.writable[6].view()[:5] = b"bytes"
+        assert os.pread(storage.slabs[6].fd, 5, 0) == b"bytes"
+        for number in (1, 2, 6):
+            with pytest.raises(KeyError):
+                storage.replace(number)
+    finally:
+        storage.drop_writable()
+        storage.close()
 
 
 def test_what_does_not_say_what_memory_is_may_change(

@@ -120,7 +120,7 @@ class World:
         chosen = load(settings, {}).settings
         self.broker = Broker(
             chosen,
-            Exported({}, ((self.slab, SLAB),), Gpus(chosen), dma_bufs),
+            Exported({}, {0: (self.slab, SLAB)}, Gpus(chosen), dma_bufs),
             self.maker,
             self.counters,
             probe,

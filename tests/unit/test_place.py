@@ -68,3 +68,36 @@ def test_a_socket_that_was_removed_ends_nobody(
             sock.connect(str(socket_dir / "upgrade.sock"))
     finally:
         place.close()
+
+
+def test_a_daemon_whose_lock_was_removed_is_the_only_one_all_the_same(socket_dir: Path) -> None:
+    place = Place.take(settings(socket_dir))
+    try:
+        assert place.locked()
+        for away in ("removed", "replaced"):
+            (socket_dir / "daemon.lock").unlink()
+            if away == "replaced":
+                (socket_dir / "daemon.lock").touch()
+            assert not place.locked()
+            with pytest.raises(ConfigError, match=r"serves \S+, and its daemon.lock is gone"):
+                Place.take(settings(socket_dir))
+            # Nothing of it was touched.
+            with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as sock:
+                sock.connect(str(socket_dir / "session.sock"))
+    finally:
+        place.close()
+    Place.take(settings(socket_dir)).close()
+
+
+def test_a_lock_that_another_opening_has_is_not_held(socket_dir: Path) -> None:
+    place = Place.take(settings(socket_dir))
+    other = os.open(socket_dir / "daemon.lock", os.O_RDWR)
+    try:
+        shared = os.dup(place.lock)
+        os.close(place.lock)
+        place.lock = other
+        assert not place.locked()
+        os.close(shared)
+        assert place.locked()
+    finally:
+        place.close()

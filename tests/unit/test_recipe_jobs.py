@@ -27,7 +27,7 @@ class Bench:
 
     def __init__(self, slab: Slab) -> None:
         self.slab = slab
-        self.store = HostStore([slab], 0)
+        self.store = HostStore({0: slab}, 0)
         self.recipes = Recipes(self.store)
         self.jobs = 0
 

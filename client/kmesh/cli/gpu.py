@@ -20,6 +20,7 @@ from kmesh.cuda.device import Device, see_all
 from kmesh.cuda.memory import DeviceMemory
 from kmesh.cuda.proof import through_registration
 from kmesh.cuda.slabs import DeviceSlabs
+from kmesh.errors import NotFound
 from kmesh.handles import HandleKind
 from kmesh.session import Session
 
@@ -229,7 +230,11 @@ def _slabs(device: Device, session: Session | None, timeout: float) -> Check:
     counts = {kind: 0 for kind in HandleKind}
     with DeviceSlabs(session, device) as slabs:
         for number in range(session.welcome.slab_count):
-            handle = session.export_slab(number, timeout)
+            try:
+                handle = session.export_slab(number, timeout)
+            except NotFound:
+                # A number that no slab has now.
+                continue
             os.close(handle.fd)
             if handle.device == device.uuid:
                 slab = slabs.slab(number, timeout)

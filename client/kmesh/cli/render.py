@@ -101,6 +101,7 @@ def status_json(
                 "populated": slab.populated,
                 "used": slab.used,
                 "hugepages": slab.hugepages,
+                "read_only": slab.read_only,
                 "device": slab.device,
             }
             for slab in status.slabs
@@ -187,6 +188,12 @@ def gpus_table(gpus: Iterable[admin_pb2.GpuInfo]) -> Table:
     return table("\ngpus", columns, rows)
 
 
+def _pages(slab: admin_pb2.SlabInfo) -> str:
+    if slab.read_only:
+        return "read-only"
+    return "huge" if slab.hugepages else "small"
+
+
 def print_status(
     status: admin_pb2.StatusResponse, clients: Sequence[sessions_pb2.SessionInfo]
 ) -> None:
@@ -219,6 +226,9 @@ def print_status(
         rows.insert(5, ("families", f"{text} recipes, over {status.base_spans:,} base spans"))
     if status.HasField("disk"):
         rows[4:4] = _disk_rows(status.disk)
+    if sealed := [slab for slab in status.slabs if slab.read_only]:
+        text = f"{len(sealed)} slabs of an earlier daemon, {size(sum(s.used for s in sealed))} used"
+        rows.insert(4, ("read-only", text))
     rows += [("warning", warning.text) for warning in status.warnings]
     out.print(table("", ("", ""), rows))
     slabs = [
@@ -228,7 +238,7 @@ def print_status(
             size(slab.size),
             size(slab.populated),
             size(slab.used),
-            slab.device or ("huge" if slab.hugepages else "small"),
+            slab.device or _pages(slab),
         )
         for slab in status.slabs
     ]

@@ -176,6 +176,7 @@ class SlabInfo(_message.Message):
     USED_FIELD_NUMBER: _builtins.int
     HUGEPAGES_FIELD_NUMBER: _builtins.int
     TENANT_FIELD_NUMBER: _builtins.int
+    READ_ONLY_FIELD_NUMBER: _builtins.int
     DEVICE_FIELD_NUMBER: _builtins.int
     slab: _builtins.int
     kind: _builtins.str
@@ -191,6 +192,8 @@ class SlabInfo(_message.Message):
     """the kernel granted huge pages"""
     tenant: _builtins.str
     """whose it is, if the caller may see that"""
+    read_only: _builtins.bool
+    """an earlier daemon sealed it: its spans are served, none is written"""
     device: _builtins.str
     """UUID of the GPU that it is on; empty: host memory"""
     def __init__(
@@ -204,11 +207,12 @@ class SlabInfo(_message.Message):
         used: _builtins.int = ...,
         hugepages: _builtins.bool = ...,
         tenant: _builtins.str = ...,
+        read_only: _builtins.bool = ...,
         device: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["capacity", b"capacity", "device", b"device", "hugepages", b"hugepages", "kind", b"kind", "populated", b"populated", "size", b"size", "slab", b"slab", "tenant", b"tenant", "used", b"used"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["capacity", b"capacity", "device", b"device", "hugepages", b"hugepages", "kind", b"kind", "populated", b"populated", "read_only", b"read_only", "size", b"size", "slab", b"slab", "tenant", b"tenant", "used", b"used"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

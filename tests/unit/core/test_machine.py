@@ -68,7 +68,7 @@ MUST_REACH = ("hits", "released", "committed", "aborted", "recovered", "verified
 MUST_REACH += ("evicted", "discarded", "reserve_quota")
 MUST_REACH += ("flight_leads", "flight_joins", "flight_promotions", "flight_landed")
 MUST_REACH += ("flight_leaves", "flight_ended_not_stored")
-MUST_REACH += ("encodes", "densified")
+MUST_REACH += ("encodes", "densified", "slabs_given_up")
 ENDS = [FlightCause.DONE, FlightCause.ABORTED, FlightCause.PREEMPTED, FlightCause.NOT_STORED]
 # Mostly the case in which something happens.
 seldom = st.sampled_from([False, False, False, True])
@@ -93,9 +93,14 @@ class CoreMachine(RuleBasedStateMachine):
         sizes=st.sampled_from(SIZES),
         stored=st.lists(st.sampled_from(KEYS), unique=True, max_size=3),
         tenancy=st.sampled_from(TENANCIES),
+        hardened=seldom,
     )
     def start(
-        self, sizes: tuple[dict[int, int], int], stored: list[bytes], tenancy: Tenancy
+        self,
+        sizes: tuple[dict[int, int], int],
+        stored: list[bytes],
+        tenancy: Tenancy,
+        hardened: bool,
     ) -> None:
         slabs, max_spans = sizes
         self.uids = [1000] if len(tenancy.groups) == 1 and not tenancy.shared else UIDS
@@ -113,6 +118,7 @@ class CoreMachine(RuleBasedStateMachine):
             max_waits=3,
             hold_ms=50,
             dense_rest_ms=150,
+            hardened=hardened,
         )
         self.grace: list[Held] = []
         # Why keys may end in the present rule; names that were found at some time, and last.
@@ -312,6 +318,7 @@ class CoreMachine(RuleBasedStateMachine):
             return
         expected = [self.expect(name, shard, who) for name in keys]
         status, evicted = world.core.status(), world.core.counters["evicted"]
+        before = world.core.counters["slabs_given_up"]
         others = self.others(who)
         free = not (self.grace or world.wanted or world.copies or world.verifies or world.leases)
         free = free and not (world.encodes or world.keeps or world.densifies)
@@ -329,7 +336,10 @@ class CoreMachine(RuleBasedStateMachine):
         if free and not status.recovering and not self.in_grace and answer.reason[0]:
             # With nothing held, only what belongs to others can be in the way.
             may = {Reason.EXISTS}
-            mine = [world.sizes[slab] for slab in world.sizes if world.who_of(slab) == who]
+            slabs = world.sizes.keys() - world.sealed
+            mine = [world.sizes[slab] for slab in slabs if world.who_of(slab) == who]
+            if world.sealed or world.given_up:
+                may.add(Reason.NOT_READY)
             if max(mine, default=0) < tiles(length):
                 may |= {Reason.POOL_FULL, Reason.NOT_READY, Reason.TOO_LARGE}
             if world.wipes:
@@ -340,8 +350,11 @@ class CoreMachine(RuleBasedStateMachine):
             if quota and tiles(length) * TILE_BYTES > quota:
                 may.add(Reason.QUOTA)
             assert answer.reason[0] in may
-        if Reason.OK not in answer.reason:
+        given_up = world.core.counters["slabs_given_up"] - before
+        if Reason.OK not in answer.reason and not given_up:
             assert world.core.counters["evicted"] == evicted
+        # With more of it there would be no end.
+        assert given_up <= len(keys)
         assert others == self.others(who), "a tenant touched another's spans"
 
     def others(self, who: Who) -> dict[int, bytes]:
@@ -698,6 +711,7 @@ class CoreMachine(RuleBasedStateMachine):
     def wipe_ends(self, data: st.DataObject, fail: bool) -> None:
         self.world.wipe_ends(self.pick(data, self.world.wipes), not fail)
 
+    @precondition(having("sizes"))
     @rule(data=st.data())
     def flip(self, data: st.DataObject) -> None:
         slab = self.pick(data, self.world.sizes)
@@ -814,6 +828,11 @@ class CoreMachine(RuleBasedStateMachine):
                 moved = data.draw(st.sampled_from([1, TILE_BYTES, 99 * TILE_BYTES]))
                 values = {n: getattr(record, n) for n in record.__slots__}
                 catalog[slot] = type(record)(**{**values, "offset": record.offset + moved}).encode()
+
+    @precondition(having("given_up"))
+    @rule(data=st.data())
+    def replace(self, data: st.DataObject) -> None:
+        self.world.replace(self.pick(data, self.world.given_up))
 
     @precondition(lambda self: self.in_grace)
     @rule()

@@ -45,6 +45,11 @@ def key(name: object) -> bytes:
     return hashlib.blake2b(repr(name).encode(), digest_size=32).digest()
 
 
+def heir_of(slab: int) -> int:
+    """The other number of a slab's place."""
+    return slab ^ 8
+
+
 @dataclass(frozen=True)
 class Wanted:
     """What a reservation is for."""
@@ -89,6 +94,7 @@ class World:
         tiers: dict[int, int] | None = None,
         batch: Batch | None = None,
         disk: DiskConfig | None = None,
+        hardened: bool = False,
         **limits: int,
     ) -> None:
         self.disk = disk
@@ -97,7 +103,11 @@ class World:
         self.tenancy = tenancy or Tenancy()
         self.batch = batch or Batch()
         self.owners: dict[int, bytes] = {}
-        self.sizes = slabs
+        self.sizes = dict(slabs)
+        self.hardened = hardened
+        # Slabs that can't be written, and sizes of those that were given up.
+        self.sealed: set[int] = set()
+        self.given_up: dict[int, int] = {}
         self.now = 1_000_000
         self.memory: dict[tuple[int, int], int] = {}
         self.catalog: dict[int, bytes] = {}
@@ -447,6 +457,7 @@ class World:
 
     def _fill(self, slab: int, offset: int, length: int, word: int) -> None:
         first = offset // TILE_BYTES
+        assert slab not in self.sealed, "what is sealed is written"
         for tile in range(first, first + tiles(length)):
             assert tile < self.sizes[slab]
             self.memory[slab, tile] = word
@@ -488,10 +499,31 @@ class World:
         records = [(slot, decode(data)) for slot, data in sorted(self.catalog.items())]
         self.catalog = {slot: self.catalog[slot] for slot, record in records if record is not None}
         self.send(ev.Recovered([(slot, item) for slot, item in records if item is not None]))
-        for slab, size in self.sizes.items():
+        self.sealed = set(self.sizes) if self.hardened else set()
+        fresh, self.given_up = self.given_up, {}
+        for slab, size in list(self.sizes.items()):
             owner = decode_owner(self.owners.get(slab, bytes(OWNER_BYTES)))
-            self.send(ev.SlabAdded(slab, size * TILE_BYTES, owner, self.tiers.get(slab, 0)))
-            self.send(ev.Populated(slab, size * TILE_BYTES))
+            tier, sealed = self.tiers.get(slab, 0), slab in self.sealed
+            self.send(ev.SlabAdded(slab, size * TILE_BYTES, owner, tier, sealed))
+            if slab in self.sizes:
+                self.send(ev.Populated(slab, size * TILE_BYTES))
+        for slab, size in fresh.items():
+            self._new_slab(slab, size, None)
+
+    def replace(self, slab: int) -> None:
+        """Memory that can be written is there instead of a slab that was given up."""
+        self._new_slab(slab, self.given_up.pop(slab), slab)
+
+    def _new_slab(self, slab: int, size: int, replaces: int | None) -> None:
+        heir = heir_of(slab)
+        assert heir not in self.sizes
+        # What was known of that number is of other memory.
+        self.owners.pop(heir, None)
+        self.sizes[heir] = size
+        self.memory = {at: word for at, word in self.memory.items() if at[0] != heir}
+        self.flipped = {at for at in self.flipped if at[0] != heir}
+        self.send(ev.SlabAdded(heir, size * TILE_BYTES, replaces=replaces))
+        self.send(ev.Populated(heir, size * TILE_BYTES))
 
     # Effects
 
@@ -538,7 +570,11 @@ class World:
                 self.catalog[slot] = data
                 if record.state is State.FREE:
                     assert slot not in self.index.values()
+            case fx.GiveUp(slab):
+                self.sealed.remove(slab)
+                self.given_up[slab] = self.sizes.pop(slab)
             case fx.Wipe(job, slab):
+                assert slab not in self.sealed
                 assert self.who_of(slab) is None
                 assert slab not in self.wipes.values()
                 self.wipes[job] = slab
