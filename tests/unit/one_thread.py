@@ -11,7 +11,7 @@ from pathlib import Path
 
 import numpy as np
 
-from kmesh.kernels import plan
+from kmesh.kernels import plan, rounds
 from kmesh.kernels.host import PagedLayout
 from kmesh.kernels.plan import Load, Request
 from kmesh.kernels.rotary import Rotary
@@ -35,7 +35,7 @@ class _Range(ctypes.Structure):
 
 
 def _run(
-    library: ctypes.CDLL, name: str, job: plan.Job, results: np.ndarray, blocks: int, *more: object
+    library: ctypes.CDLL, name: str, job: plan.Job | rounds.RoundJob, results: np.ndarray, blocks: int, *more: object
 ) -> None:
     library[f"kmesh_{name}_{job.vector}"](
         ctypes.c_void_p(job.memory.ctypes.data),
@@ -74,6 +74,25 @@ def restore(
     for begin in range(0, job.parts, at_once):
         parts = _Range(begin, min(begin + at_once, job.parts))
         _run(library, name, job, results, blocks, parts)
+    return job.statuses(results)
+
+
+def restore_round(
+    library: ctypes.CDLL,
+    layout: PagedLayout,
+    wanted: rounds.Round,
+    *,
+    stages: int = 2,
+    blocks: int = 5,
+    slow_blocks: int = 2,
+) -> rounds.RoundStatuses:
+    """As ``kmesh.kernels.cuda_rounds`` does it on a GPU."""
+    job = rounds.write(
+        layout, wanted, stages=stages, blocks=blocks, slow_blocks=slow_blocks, allocate=aligned
+    )
+    assert job.blocks <= blocks
+    results = np.full(job.parts, 0xFF, dtype=np.uint32)
+    _run(library, "round", job, results, job.blocks, _Range(0, job.parts))
     return job.statuses(results)
 
 

@@ -8,7 +8,6 @@ Needs CuPy (extras ``cuda12`` and ``cuda13``), which is imported when a ``Restor
 
 from __future__ import annotations
 
-import enum
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -22,7 +21,7 @@ from kmesh.kernels.chooser import Rates, Route, choose
 from kmesh.kernels.copying import Copier
 from kmesh.kernels.device import UNIT_THREADS, Device, Slot
 from kmesh.kernels.host import PagedLayout
-from kmesh.kernels.plan import Load, Request
+from kmesh.kernels.plan import Load, Memory, Request
 from kmesh.kernels.rotary import Rotary
 
 __all__ = ["H200", "Load", "Memory", "Pending", "Request", "Restorer", "Settings", "Storer"]
@@ -47,13 +46,6 @@ H200 = Rates(
 #: From how many requests on units are read in bursts; below, more than a few stages only wait.
 _BURST_REQUESTS = 8
 _SINGLE_STAGES = 3
-
-
-class Memory(enum.Enum):
-    """Where payloads are."""
-
-    HOST = "host"
-    GPU = "gpu"
 
 
 @dataclass(frozen=True, slots=True)
