@@ -35,7 +35,12 @@ class _Range(ctypes.Structure):
 
 
 def _run(
-    library: ctypes.CDLL, name: str, job: plan.Job | rounds.RoundJob, results: np.ndarray, blocks: int, *more: object
+    library: ctypes.CDLL,
+    name: str,
+    job: plan.Job | rounds.RoundJob,
+    results: np.ndarray,
+    blocks: int,
+    *more: object,
 ) -> None:
     library[f"kmesh_{name}_{job.vector}"](
         ctypes.c_void_p(job.memory.ctypes.data),

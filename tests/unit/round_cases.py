@@ -29,7 +29,9 @@ class Blob:
         self.memory = memory
 
     def place(self, put: Put) -> Place:
-        return Place(put(self.data, self.memory), put(self.sums, self.memory), self.root, self.memory)
+        return Place(
+            put(self.data, self.memory), put(self.sums, self.memory), self.root, self.memory
+        )
 
 
 def here(data: np.ndarray, memory: Memory) -> int:
@@ -156,6 +158,44 @@ def tables_of(data: bytes) -> RecipeTables:
     return RecipeTables(data)
 
 
+GEOMETRY = Geometry(layers=3, heads=4, head_dim=128)
+SLOTS = 16
+
+
+def siblings(
+    count: int = 3,
+    *,
+    memory: Memory = Memory.HOST,
+    literals: Memory = Memory.HOST,
+    own: int = 12,
+    tokens: int = 64,
+    seed: int = 7,
+) -> tuple[RoundCase, list[np.ndarray]]:
+    """Members that take most of a base and have ``own`` tokens each, and their payloads.
+
+    A second base, of which nobody takes anything, is there too.
+    """
+    rng = np.random.default_rng(seed)
+    base = segments_of(GEOMETRY, [tokens, 16], rng)
+    members, requests, payloads = [], [], []
+    blocks = -(-tokens // SLOTS)
+    for number in range(count):
+        begin = number % 3
+        made = sibling(
+            GEOMETRY, GEOMETRY.rotary(), base,
+            [(-1, 0, own // 2), (0, begin, tokens - own - begin), (-1, 0, own - own // 2 + begin)],
+            rng, position=500 + 40 * number, key=b"sibling %d" % number,
+        )  # fmt: skip
+        members.append(
+            Wanted(made.what, Blob(made.data, literals), number, 0, tables_of(made.data))
+        )
+        requests.append(Request(rng.permutation(blocks) + blocks * number))
+        payloads.append(made.payload)
+    bases = [(one.description, Blob(one.rows, memory), one.digest) for one in base]
+    sizes = {"order": "NHD", "layers": 3, "heads": 4, "slots": SLOTS, "row": 256, "gap": 0}
+    return RoundCase(sizes, blocks * count, bases, members, requests), payloads
+
+
 @st.composite
 def rounds(draw: st.DrawFn) -> RoundCase:
     """Up to two bases and four members in up to four requests, ragged, each maybe in part."""
@@ -196,7 +236,9 @@ def rounds(draw: st.DrawFn) -> RoundCase:
             wanted = Wanted(made.what, Blob(made.data, draw(memories)), 0, position, tables)
         elif kind == "dense":
             what = geometry.describe(b"dense %d" % number, draw(st.integers(1, 50)))
-            wanted = Wanted(what, Blob(geometry.draw(rng, what.tokens), draw(memories)), 0, position)
+            wanted = Wanted(
+                what, Blob(geometry.draw(rng, what.tokens), draw(memories)), 0, position
+            )
         else:
             at = draw(st.integers(0, 1))
             wanted = Wanted(base.segments[at].description, blobs[at], 0, position)

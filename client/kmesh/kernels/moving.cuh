@@ -112,6 +112,7 @@ struct Consumer {
                             bool sum, Sums &sums) const {
         const u32 vectors = item.bytes / sizeof(V), in_row = job->by_vectors.value;
         const u32 rows = share.rows, requests = share.requests;
+        const u64 origin = Rows::origin(job);
 #pragma unroll 4
         for (u32 i = consumer(); i < vectors; i += consumers()) {
             V v = load((const V *)stage + i);
@@ -125,16 +126,16 @@ struct Consumer {
                 u64 entry[4] = {entries[0], entries[rows], entries[2 * rows], entries[3 * rows]};
 #pragma unroll
                 for (u32 k = 0; k < 4; k++)
-                    put(item, stage, row, within, share.first + r + k, entry[k], v);
+                    put(origin, item, stage, row, within, share.first + r + k, entry[k], v);
             }
             for (; r < requests; r++, entries += rows)
-                put(item, stage, row, within, share.first + r, *entries, v);
+                put(origin, item, stage, row, within, share.first + r, *entries, v);
         }
     }
 
-    __device__ void put(const Item &item, const u8 *stage, u32 row, u32 within, u32 request,
-                        u64 entry, const V &v) const {
-        V *to = (V *)(Rows::page(job, entry) + within);
+    __device__ void put(u64 origin, const Item &item, const u8 *stage, u32 row, u32 within,
+                        u32 request, u64 entry, const V &v) const {
+        V *to = (V *)(origin + Rows::above(entry) + within);
         if (Rows::turns(entry))
             store_once(to, turned<V>(job, stage + (u64)row * job->row_bytes, within,
                                      Rows::turn(job, item, request, entry)));

@@ -39,7 +39,8 @@ struct SpanRows {
         }
     }
 
-    __device__ static u64 page(const Job *, u64 entry) { return entry & ~(u64)1; }
+    __device__ static u64 origin(const Job *) { return 0; }
+    __device__ static u64 above(u64 entry) { return entry & ~(u64)1; }
     __device__ static bool turns(u64 entry) { return TURN && entry & 1; }
 
     __device__ static const float2 *turn(const Job *job, const Item &item, u32 request, u64) {

@@ -83,9 +83,8 @@ struct RoundRows {
         }
     }
 
-    __device__ static u64 page(const Job *job, u64 entry) {
-        return job->origin + (entry & (((u64)1 << TURN_AT) - 1));
-    }
+    __device__ static u64 origin(const Job *job) { return job->origin; }
+    __device__ static u64 above(u64 entry) { return entry & (((u64)1 << TURN_AT) - 1); }
     __device__ static bool turns(u64 entry) { return entry >> TURN_AT; }
 
     __device__ static const float2 *turn(const Job *job, const Item &, u32, u64 entry) {

@@ -11,7 +11,7 @@ import numpy.typing as npt
 
 from kmesh.kernels import reference
 from kmesh.kernels.host import PagedLayout, Status
-from kmesh.kernels.plan import RECORD, Memory, Request, check
+from kmesh.kernels.plan import RECORD, Request, check
 from kmesh.kernels.rounds import BaseSpan, Member, Place, RoundStatuses
 from kmesh.layout import TILE_BYTES, tiles
 
@@ -214,6 +214,3 @@ def _carry_out(
 
 def _how(recipe: RecipeTables, interleaved: bool) -> tuple[bool, str]:
     return interleaved, recipe.description.dtype
-
-
-__all__ = ["Memory", "restore"]
