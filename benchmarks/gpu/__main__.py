@@ -28,27 +28,39 @@ def main(argv: Sequence[str] | None = None) -> int:
     running = commands.add_parser("run", help="measure and write JSON")
     running.add_argument("--rounds", type=int, default=41, help="samples of a series [41]")
     running.add_argument("--out", type=Path, default=RESULT)
+    running.add_argument("--only", action="append", help="one part, by name; may be repeated")
     running.add_argument("--peer", type=Path, help="results of the peer's benchmark, as JSON")
     checking = commands.add_parser("check", help="compare a result with targets.toml")
     checking.add_argument("result", nargs="?", type=Path, default=RESULT)
     options = parser.parse_args(argv)
     if options.command == "check":
         return check.main(options.result, TARGETS, ROOT)
-    return run(options.rounds, options.out, options.peer)
+    return run(options.rounds, options.out, options.peer, options.only)
 
 
-def run(rounds: int, out: Path, peer: Path | None) -> int:
-    """Measures everything and writes the result file, also when a part fails."""
+def run(rounds: int, out: Path, peer: Path | None, only: Sequence[str] | None = None) -> int:
+    """Measures everything and writes the result file, also when a part fails.
+
+    Args:
+        only: parts to measure, by name; all of them by default.
+    """
+    from benchmarks.gpu import rounds as families
     from benchmarks.gpu import rows
 
+    parts = {**rows.ROWS, "rounds": families.rounds}
+    unknown = set(only or ()) - {*parts, "peer"}
+    if unknown:
+        print(f"--only: there is no {', '.join(sorted(unknown))}; there are {', '.join(parts)}")
+        return 2
     bench = rows.Bench(rounds)
     found: list[dict[str, Any]] = []
     failed = []
-    parts = dict(rows.ROWS)
     if peer:
         theirs = json.loads(peer.read_text(encoding="utf-8"))
         parts["peer"] = lambda bench: rows.peer(bench, theirs)
     for name, measure in parts.items():
+        if only and name not in only:
+            continue
         try:
             for row in measure(bench):
                 found.append({"benchmark": name, **row.to_json()})
