@@ -1,4 +1,4 @@
-"""A round to measure: a base of spans, and members that take most of it and have tokens of their own.
+"""A round to measure: a base of spans, and members that take most of it and have own tokens.
 
 Knows no GPU, so that the tests can run a small one.
 """
@@ -55,7 +55,7 @@ class Sizes:
 
 
 class Stock:
-    """Payloads or recipes as the daemon lays them out: each begins on a tile, behind all are sums."""
+    """Payloads or recipes as the daemon lays them out: each on a tile, behind all of them sums."""
 
     def __init__(self, sizes: Sequence[int]) -> None:
         starts = np.cumsum([0, *(tiles(size) * TILE_BYTES for size in sizes)]).tolist()
@@ -177,9 +177,7 @@ class Siblings:
             base, recipes: where all of a stock begins, and in which memory.
         """
         s = self.sizes
-        bases = [
-            BaseSpan(self.base.place(i, *base), frame) for i, frame in enumerate(self.frames)
-        ]
+        bases = [BaseSpan(self.base.place(i, *base), frame) for i, frame in enumerate(self.frames)]
         members = [
             Member.mirror(
                 self.tables[number], self.recipes.place(number, *recipes), member,
@@ -215,8 +213,10 @@ class Siblings:
         """A member's: [span, layer, plane, head, token, dim]."""
         s = self.sizes
         views = [self.dense.view(member * s.spans + i) for i in range(s.spans)]
-        return np.stack(views).view(np.uint16).reshape(
-            s.spans, s.layers, 2, s.heads, s.span_tokens, s.head_dim
+        return (
+            np.stack(views)
+            .view(np.uint16)
+            .reshape(s.spans, s.layers, 2, s.heads, s.span_tokens, s.head_dim)
         )
 
     def stocks(self) -> Iterator[Stock]:

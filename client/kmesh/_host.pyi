@@ -58,18 +58,18 @@ def round(
     memory: Buffer,
     status: Buffer,
     /,
-) -> tuple[int, int, int, int, int, int, int, int, int, int, bytes]:
+) -> tuple[int, int, int, int, int, int, int, int, int, int, bytes, bytes]:
     """Writes a job that restores a round into ``memory`` (aligned to 16); see kmesh.kernels.rounds.
 
     wanted: as of ``job``, turns not looked at. members, bases: MEMBER and BASE records. options:
-    most shared memory, most stages, blocks, of these for slow memory, as u32. status: of each
-    member, before anything is read; written.
+    most shared memory, most stages, blocks, of these for what has order 0 (0: all move all), as
+    u32. status: of each member, before anything is read; written.
 
     Returns:
         (size, bytes to upload, bytes of a vector, parts, items, tiles, bytes that are read, bytes
         of shared memory, blocks, whether keys are turned, pairs of u32: an owner and a part of
-        which it takes bytes; owners are members, and behind them bases). When size is more than
-        the memory's, the job was not written.
+        which it takes bytes; owners are members, and behind them bases, order of each part as
+        u64, which ascend). When size is more than the memory's, the job was not written.
 
     Raises:
         ValueError: a buffer has the wrong length, or sizes, alignments or recipes are not served.

@@ -31,10 +31,10 @@ typedef struct {
     uint32_t begin, end, shift, turn;
 } km_piece;
 
-// As kmesh.kernels.round packs them. A segment of bases that recipes may name: where it lies, whether
-// that is slow memory, whether its digest is known, and what it is.
+// As kmesh.kernels.rounds packs them. A segment of bases that recipes may name: where it lies, when it
+// is read (lower numbers first), whether its digest is known, and what it is.
 typedef struct {
-    uint64_t address, sums_address, slow, known;
+    uint64_t address, sums_address, order, known;
     km_recipe_segment segment;
     unsigned char space[32];
     uint16_t layer_begin, layer_end, head_begin, head_end;
@@ -45,12 +45,12 @@ typedef struct {
 // `tables` is the address of a copy of its head and tables, which were checked; 0: it is dense.
 typedef struct {
     km_part part;
-    uint64_t tables, request, slow;
+    uint64_t tables, request, order;
 } km_member;
 
 typedef struct {
     uint32_t shared, stages;       // bytes of shared memory and stages in it, at most
-    uint32_t blocks, slow_blocks;  // of a launch, and of these for slow memory if not all is
+    uint32_t blocks, slow_blocks;  // of a launch, and of these for what is read first and slowly
 } km_round_options;
 
 typedef struct {
@@ -73,7 +73,7 @@ typedef struct {
 // Bytes that are read: a payload, or a recipe's file.
 typedef struct {
     km_part part;
-    uint64_t slow;
+    uint64_t order;
     uint32_t literal, first, last, base;
 } km_source;
 
@@ -106,7 +106,7 @@ typedef struct {
     size_t slot_count, hint;
     uint32_t pairs, interleaved, element;
     km_grown sources, claims, matched, parts, strands, cells, takers, pieces, items, turns, bits;
-    km_grown uses, sorted, literals, lists, stretches;
+    km_grown uses, orders, sorted, literals, lists, stretches;
     uint64_t tiles, bytes, most, slow_items;
     const char *wrong;  // what is not served
 } km_round;
@@ -174,15 +174,16 @@ static int km_round_open(km_round *r, size_t at) {
     return 1;
 }
 
-static uint32_t km_round_source(km_round *r, const km_part *part, uint64_t slow, uint32_t literal) {
-    km_source source = {.part = *part, .slow = slow != 0, .literal = literal, .first = KM_NOBODY,
+static uint32_t km_round_source(km_round *r, const km_part *part, uint64_t order,
+                                uint32_t literal) {
+    km_source source = {.part = *part, .order = order, .literal = literal, .first = KM_NOBODY,
                         .last = KM_NOBODY, .base = KM_NOBODY};
     source.part.token_begin = source.part.position = 0, source.part.token_end = part->tokens;
     size_t slot = km_mix(part->address) & (r->slot_count - 1);
     for (; r->slots[slot]; slot = (slot + 1) & (r->slot_count - 1)) {
         const km_source *other = km_at(&r->sources, r->slots[slot] - 1);
         if (!memcmp(&other->part, &source.part, sizeof source.part) &&
-            other->literal == literal && other->slow == source.slow)
+            other->literal == literal && other->order == order)
             return r->slots[slot] - 1;
     }
     km_source *made = km_grow(&r->sources, 1);
@@ -247,12 +248,12 @@ static int km_round_claim_recipe(km_round *r, size_t at) {
         if (part.length / r->layout->row_bytes >= KM_JOB_LIMIT) r->status[at] = KM_BAD_RECORD;
         if (r->status[at] != KM_DONE) return 1;
         part.address = b->address, part.sums_address = b->sums_address, part.root = b->segment.root;
-        uint32_t source = km_round_source(r, &part, b->slow, 0);
+        uint32_t source = km_round_source(r, &part, b->order, 0);
         if (!km_round_claim(r, source, at, (uint32_t)s)) return 0;
         ((km_source *)km_at(&r->sources, source))->base = bases[s];
     }
     return !literal ||
-           km_round_claim(r, km_round_source(r, &m->part, m->slow, 1), at, KM_CLAIM_LITERAL);
+           km_round_claim(r, km_round_source(r, &m->part, m->order, 1), at, KM_CLAIM_LITERAL);
 }
 
 static int km_round_member(km_round *r, size_t at) {
@@ -268,7 +269,7 @@ static int km_round_member(km_round *r, size_t at) {
     if (code != KM_DONE || r->wrong) return 1;
     if (m->part.token_begin == m->part.token_end || !m->part.heads || !m->part.layers) return 1;
     if (!m->tables)
-        return km_round_claim(r, km_round_source(r, &m->part, m->slow, 0), at, KM_CLAIM_DENSE);
+        return km_round_claim(r, km_round_source(r, &m->part, m->order, 0), at, KM_CLAIM_DENSE);
     if (!km_round_claim_recipe(r, at)) return 0;
     if (r->status[at] != KM_DONE || !r->pairs) return 1;
     const km_recipe *recipe = &r->recipes[at];

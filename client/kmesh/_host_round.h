@@ -68,10 +68,12 @@ static PyObject *host_round(PyObject *module, PyObject *args) {
     else if (round.wrong) refuse(round.wrong);
     else
         result = Py_BuildValue(
-            "(KKKKKKKKKiy#)", sizes.size, sizes.upload, sizes.vector, sizes.parts, sizes.items,
+            "(KKKKKKKKKiy#y#)", sizes.size, sizes.upload, sizes.vector, sizes.parts, sizes.items,
             sizes.tiles, sizes.bytes, sizes.shared, sizes.blocks, round.pairs != 0,
             round.uses.count ? (const char *)round.uses.at : "",
-            (Py_ssize_t)(round.uses.count * sizeof(km_use)));
+            (Py_ssize_t)(round.uses.count * sizeof(km_use)),
+            round.orders.count ? (const char *)round.orders.at : "",
+            (Py_ssize_t)(round.parts.count * sizeof(uint64_t)));
     km_round_close(&round);
     for (int i = 0; i < ROUND_BUFFERS; i++) PyBuffer_Release(&b[i]);
     return result;

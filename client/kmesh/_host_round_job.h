@@ -5,15 +5,26 @@
 
 #include "_host_strands.h"
 
+static int km_round_by_order(const void *a, const void *b) {
+    const uint64_t *x = a, *y = b;
+    if (x[0] != y[0]) return x[0] < y[0] ? -1 : 1;
+    return x[1] < y[1] ? -1 : x[1] > y[1];
+}
+
 static int km_round_plan(km_round *r) {
     for (size_t m = 0; m < r->member_count && !r->wrong; m++)
         if (!km_round_member(r, m)) return 0;
-    for (int slow = 1; slow >= 0; slow--) {
-        for (size_t s = 0; s < r->sources.count && !r->wrong; s++) {
-            const km_source *source = km_at(&r->sources, s);
-            if (source->slow == (uint64_t)slow && !km_round_part(r, source)) return 0;
-        }
-        if (slow) r->slow_items = r->items.count;
+    size_t count = r->sources.count;
+    uint64_t *orders = km_grow(&r->orders, 2 * count);
+    if (!orders) return 0;
+    for (size_t s = 0; s < count; s++)
+        orders[2 * s] = ((const km_source *)km_at(&r->sources, s))->order, orders[2 * s + 1] = s;
+    qsort(orders, count, 2 * sizeof *orders, km_round_by_order);
+    for (size_t s = 0; s < count && !r->wrong; s++) {
+        if (!km_round_part(r, km_at(&r->sources, orders[2 * s + 1]))) return 0;
+        if (!orders[2 * s]) r->slow_items = r->items.count;
+        // In place of the source: what is left is the order of each part.
+        orders[s] = orders[2 * s];
     }
     return 1;
 }
@@ -59,10 +70,9 @@ static const char *km_round_write(const km_round *r, unsigned char *memory, size
         return "pages that lie 2^47 bytes apart are not served";
 
     uint64_t blocks = r->options.blocks, fast = r->items.count - slow, slow_blocks = 0;
-    if (slow && fast && blocks > 1) {
+    if (slow && fast && blocks > 1 && r->options.slow_blocks) {
         slow_blocks = r->options.slow_blocks < blocks ? r->options.slow_blocks : blocks - 1;
         if (slow_blocks > slow) slow_blocks = slow;
-        if (!slow_blocks) slow_blocks = 1;
         blocks -= slow_blocks;
     }
     uint64_t others = slow_blocks ? fast : r->items.count;
@@ -127,7 +137,7 @@ static const char *km_round_write(const km_round *r, unsigned char *memory, size
 static void km_round_close(km_round *r) {
     km_grown *tables[] = {&r->sources, &r->claims, &r->matched, &r->parts, &r->strands,
                           &r->cells, &r->takers, &r->pieces, &r->items, &r->turns, &r->bits,
-                          &r->uses, &r->sorted, &r->literals, &r->lists, &r->stretches};
+                          &r->uses, &r->orders, &r->sorted, &r->literals, &r->lists, &r->stretches};
     for (size_t i = 0; i < sizeof tables / sizeof *tables; i++) free(tables[i]->at);
     free(r->recipes);
     free(r->turn_begin);
@@ -141,7 +151,7 @@ static int km_round_start(km_round *r) {
     r->cells.each = sizeof(km_cell), r->takers.each = sizeof(km_taker);
     r->pieces.each = r->sorted.each = sizeof(km_piece), r->items.each = sizeof(km_round_item);
     r->turns.each = 1, r->bits.each = r->lists.each = r->matched.each = sizeof(uint32_t);
-    r->uses.each = sizeof(km_use), r->literals.each = sizeof(km_literals);
+    r->orders.each = sizeof(uint64_t), r->uses.each = sizeof(km_use), r->literals.each = sizeof(km_literals);
     r->stretches.each = sizeof(km_stretch);
     size_t most = 1;
     for (size_t m = 0; m < r->member_count; m++) {

@@ -324,12 +324,14 @@ static int km_round_part(km_round *r, const km_source *source) {
         memset(bits, 0, 4 * (words - have));
     }
     r->stretches.count = 0;
+    uint32_t first = (uint32_t)r->items.count;
     int made = source->literal ? km_round_file_strands(r, source, r->tiles)
                                : km_round_payload_strands(r, source, r->tiles);
     if (!made || !km_round_items(r, source, r->tiles) || !km_round_uses(r, source)) return 0;
     km_job_part *part = km_grow(&r->parts, 1);
     if (!part) return 0;
     *part = (km_job_part){.part = source->part,
+                          .item_begin = first,
                           .tile_begin = (uint32_t)r->tiles,
                           .end_tile = (uint32_t)tiles,
                           .requests = r->stretches.count != 0};

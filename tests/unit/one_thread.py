@@ -30,7 +30,9 @@ def build(folder: Path) -> ctypes.CDLL:
     return ctypes.CDLL(str(library))
 
 
-class _Range(ctypes.Structure):
+class Range(ctypes.Structure):
+    """Parts of a job that a launch moves."""
+
     _fields_ = (("begin", ctypes.c_uint32), ("end", ctypes.c_uint32))
 
 
@@ -77,7 +79,7 @@ def restore(
     name = f"restore{'_units' if job.units else ''}{'_turn' if job.turns else ''}"
     # In several launches, as when the payloads arrive bit by bit.
     for begin in range(0, job.parts, at_once):
-        parts = _Range(begin, min(begin + at_once, job.parts))
+        parts = Range(begin, min(begin + at_once, job.parts))
         _run(library, name, job, results, blocks, parts)
     return job.statuses(results)
 
@@ -97,7 +99,7 @@ def restore_round(
     )
     assert job.blocks <= blocks
     results = np.full(job.parts, 0xFF, dtype=np.uint32)
-    _run(library, "round", job, results, job.blocks, _Range(0, job.parts))
+    _run(library, "round", job, results, job.blocks, Range(0, job.parts))
     return job.statuses(results)
 
 

@@ -32,7 +32,7 @@ from kmesh.errors import RecipeChecksumError, RecipeFormatError, UnsupportedErro
 from kmesh.kernels import round_reference
 from kmesh.kernels.host import Status
 from kmesh.kernels.plan import Memory, Request, wanted_record
-from kmesh.kernels.rounds import _OPTIONS, BASE_BYTES, MEMBER, Round, RoundJob, write
+from kmesh.kernels.rounds import _OPTIONS, MEMBER, Round, RoundJob, write
 from kmesh.layout import TILE_BYTES
 
 
@@ -324,7 +324,7 @@ def test_nothing_to_do(kernels: ctypes.CDLL) -> None:
     layout = engine.layout
     for wanted in (Round.of([], [], []), Round.of(bases, [], requests)):
         done = one_thread.restore_round(kernels, layout, wanted)
-        assert (done.members, done.bases) == (b"", bytes(len(wanted.bases) // BASE_BYTES))
+        assert (done.members, done.bases) == (b"", bytes(len(wanted.bases)))
     members[0].part.token_end = 0
     assert one_thread.restore_round(
         kernels, layout, Round.of(bases, members, requests)
@@ -369,9 +369,9 @@ def test_buffers_of_a_round_that_do_not_fit_are_refused() -> None:
     wanted = case.round()
     layout, memory = case.engine().layout, one_thread.aligned(1 << 16)
     requests = b"".join(map(wanted_record, wanted.requests))
-    options = _OPTIONS.pack(1 << 17, 4, 10, 2)
+    options, bases = _OPTIONS.pack(1 << 17, 4, 10, 2), wanted.bases.tobytes()
     good = [
-        layout.packed, requests, wanted.members.tobytes(), wanted.bases, options, memory.data,
+        layout.packed, requests, wanted.members.tobytes(), bases, options, memory.data,
         bytearray(1),
     ]  # fmt: skip
     size, *_ = _host.round(*good)
@@ -386,7 +386,7 @@ def test_buffers_of_a_round_that_do_not_fit_are_refused() -> None:
     odd["tables"] += 4
     wrong = [
         (0, layout.packed[:-8]), (0, b""), (1, requests[:-1]), (2, wanted.members.tobytes()[:-1]),
-        (2, other.tobytes()), (2, odd.tobytes()), (3, wanted.bases[:-1]), (4, options[:-4]),
+        (2, other.tobytes()), (2, odd.tobytes()), (3, bases[:-1]), (4, options[:-4]),
         (4, _OPTIONS.pack(1000, 4, 10, 2)), (5, memory[1:].data), (6, bytearray(2)),
     ]  # fmt: skip
     for place, bad in wrong:

@@ -214,6 +214,10 @@ __device__ inline void judge(const Job *job, u32 *results, Range range) {
     }
 }
 
+__device__ inline u32 items_before(const Job *job, u32 part) {
+    return part < job->parts_count ? parts_of(job)[part].item_begin : job->items_count;
+}
+
 // Through a ring, a block's lot.
 template <u32 PRODUCERS, typename P, typename C, typename R>
 __device__ inline void move(const Job *job, const R &ring, Range range, const Lot &lot, bool fetch) {

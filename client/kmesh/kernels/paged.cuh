@@ -50,7 +50,7 @@ struct Job {
     u32 units_count, unit_tokens, unit_stages, unit_entries;
     u32 burst;  // units that are asked for together
     u32 heads;  // of the pages, and of each part that is moved in units
-    // Of a round: offsets again; what comes from slow memory comes first, and some blocks do only that.
+    // Of a round: offsets again. Items of slow memory come first, and some blocks move only these.
     u64 items, strands, cells, takers, pieces, wanted;
     u64 origin;  // below all pages
     u32 slow_items, slow_blocks;

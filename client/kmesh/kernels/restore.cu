@@ -49,10 +49,6 @@ struct SpanRows {
     }
 };
 
-__device__ inline u32 items_before(const Job *job, u32 part) {
-    return part < job->parts_count ? parts_of(job)[part].item_begin : job->items_count;
-}
-
 // What can be moved in units first, then the rest.
 template <typename V, bool TURN, bool UNITS>
 __device__ inline void restore(const Job *job, u32 *results, Range range, u8 *shared) {

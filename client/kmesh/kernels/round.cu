@@ -123,17 +123,18 @@ struct RoundRows {
 
 // Slow memory is read from the first moment to the last, by blocks that do nothing else: what the
 // others bring from the GPU's own hides behind that.
-__device__ inline Lot lot_of(const Job *job) {
-    const u32 slow = job->slow_blocks, all = job->items_count;
-    if (!slow) return Lot{block(), all, blocks()};
+__device__ inline Lot lot_of(const Job *job, Range range) {
+    const u32 slow = job->slow_blocks, begin = items_before(job, range.begin);
+    const u32 end = items_before(job, range.end);
+    if (!slow) return Lot{begin + block(), end, blocks()};
     if (block() < slow) return Lot{block(), job->slow_items, slow};
-    return Lot{job->slow_items + block() - slow, all, blocks() - slow};
+    return Lot{job->slow_items + block() - slow, end, blocks() - slow};
 }
 
 template <typename V>
 __device__ inline void restore_round(const Job *job, u32 *results, Range range, u8 *shared) {
     Ring<V> ring(shared, job->stages, ITEM_BYTES, job->entries);
-    move<1, Producer<V, RoundRows>, Consumer<V, RoundRows>>(job, ring, range, lot_of(job), true);
+    move<1, Producer<V, RoundRows>, Consumer<V, RoundRows>>(job, ring, range, lot_of(job, range), true);
     finish<RoundRows>(job, results, range, shared);
 }
 

@@ -19,19 +19,40 @@ from kmesh.errors import UnsupportedError
 from kmesh.kernels.host import PagedLayout, SpanPart
 from kmesh.kernels.plan import RECORD, Bytes, Memory, Request, wanted_record
 from kmesh.kernels.rotary import ELEMENTS
+from kmesh.layout import TILE_BYTES
 
 if TYPE_CHECKING:
     from kmesh.codec.description import SpanDescription
     from kmesh.codec.recipe import RecipeTables
 
 _OPTIONS = struct.Struct("<4I")
-_BASE = struct.Struct("<4Q32s32s2Q2IQ32s4H2I")
 _USE = np.dtype([("owner", "<u4"), ("part", "<u4")])
 
-#: A member, as it is packed.
-MEMBER = np.dtype([("part", RECORD), ("tables", "<u8"), ("request", "<u8"), ("slow", "<u8")])
-#: Bytes of a base, as it is packed.
-BASE_BYTES = _BASE.size
+#: A member, as it is packed. What is of a lower order is read first.
+MEMBER = np.dtype([("part", RECORD), ("tables", "<u8"), ("request", "<u8"), ("order", "<u8")])
+#: A base, as it is packed.
+BASE = np.dtype(
+    [
+        ("address", "<u8"),
+        ("sums_address", "<u8"),
+        ("order", "<u8"),
+        ("known", "<u8"),
+        ("key", "V32"),
+        ("digest", "V32"),
+        ("root", "<u8"),
+        ("generation", "<u8"),
+        ("tokens", "<u4"),
+        ("position", "<u4"),
+        ("reserved", "<u8"),
+        ("namespace", "V32"),
+        ("layers", "<u2", 2),
+        ("heads", "<u2", 2),
+        ("head_dim", "<u4"),
+        ("dtype", "<u4"),
+    ]
+)
+#: Of what each memory has, the order.
+_ORDER = {Memory.HOST: 0, Memory.GPU: 1}
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,8 +85,8 @@ class BaseSpan:
     description: SpanDescription
     digest: bytes | None = None
 
-    def pack(self) -> bytes:
-        """As ``_host`` reads it.
+    def pack(self) -> tuple[object, ...]:
+        """As a ``BASE``.
 
         Raises:
             UnsupportedError: its elements are none that recipes are made of.
@@ -73,26 +94,12 @@ class BaseSpan:
         place, what, shard = self.place, self.description, self.description.shard
         if what.dtype not in ELEMENTS:
             raise UnsupportedError(f"recipes over elements of {what.dtype} are not served")
-        return _BASE.pack(
-            place.address,
-            place.sums_address,
-            place.memory is Memory.HOST,
-            self.digest is not None,
-            what.key,
-            self.digest or bytes(32),
-            place.root,
-            what.generation,
-            what.tokens,
-            what.position,
-            0,
-            what.namespace,
-            shard.layer_begin,
-            shard.layer_end,
-            shard.head_begin,
-            shard.head_end,
-            what.head_dim,
-            ELEMENTS[what.dtype],
-        )
+        return (
+            place.address, place.sums_address, _ORDER[place.memory], self.digest is not None,
+            what.key, self.digest or bytes(32), place.root, what.generation, what.tokens,
+            what.position, 0, what.namespace, (shard.layer_begin, shard.layer_end),
+            (shard.head_begin, shard.head_end), what.head_dim, ELEMENTS[what.dtype],
+        )  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,13 +154,13 @@ class Round:
     """Members for requests, dense ones and recipes, and the bases that these refer to.
 
     Attributes:
-        bases: packed, ``BASE_BYTES`` each.
+        bases: an array of ``BASE``.
         members: an array of ``MEMBER``.
         requests: whose pages they are for; none of them turns keys.
         kept: tables that ``members`` has addresses of.
     """
 
-    bases: bytes
+    bases: npt.NDArray[np.void]
     members: npt.NDArray[np.void]
     requests: Sequence[Request]
     kept: tuple[RecipeTables, ...] = ()
@@ -177,9 +184,56 @@ class Round:
             record["part"] = np.frombuffer(member.part.pack(), dtype=RECORD)[0]
             record["tables"] = member.tables.file.ctypes.data if member.tables else 0
             record["request"] = member.request
-            record["slow"] = member.memory is Memory.HOST
+            record["order"] = _ORDER[member.memory]
         kept = tuple(one.tables for one in members if one.tables is not None)
-        return cls(b"".join([base.pack() for base in bases]), packed, requests, kept)
+        return cls(np.array([one.pack() for one in bases], dtype=BASE), packed, requests, kept)
+
+
+class HostBytes:
+    """What of a round lies in host memory, for whoever copies it before it is restored.
+
+    Attributes:
+        records: a copy of each, in the order of their addresses, as an array of ``RECORD`` of which
+            only address and length mean something. Payloads that lie in one slab, less than a tile
+            apart, are neighbours: what is between them is copied too.
+    """
+
+    def __init__(self, round: Round) -> None:
+        self._round = round
+        bases, part = round.bases, round.members["part"]
+        layers, heads = (
+            np.diff(bases[n].astype(np.int64)).reshape(-1) for n in ("layers", "heads")
+        )
+        rows = 2 * layers * heads * bases["tokens"]
+        lengths = rows * bases["head_dim"] * np.where(bases["dtype"] == ELEMENTS["float32"], 4, 2)
+        self._bases = np.flatnonzero(bases["order"] == _ORDER[Memory.HOST])
+        self._members = np.flatnonzero(round.members["order"] == _ORDER[Memory.HOST])
+        found = np.empty((len(self._bases) + len(self._members), 2), dtype=np.uint64)
+        split = len(self._bases)
+        found[:split, 0], found[:split, 1] = bases["address"][self._bases], lengths[self._bases]
+        found[split:, 0] = part["address"][self._members]
+        found[split:, 1] = part["length"][self._members]
+        once, number = np.unique(found, axis=0, return_inverse=True)
+        self._number = number.reshape(-1)
+        if len(once):
+            apart = once[1:, 0] - once[:-1, 0]
+            near = (apart >= once[:-1, 1]) & (apart - once[:-1, 1] < TILE_BYTES)
+            once[:-1, 1] = np.where(near, apart, once[:-1, 1])
+        self.records = np.zeros(len(once), dtype=RECORD)
+        self.records["address"], self.records["length"] = once[:, 0], once[:, 1]
+
+    def moved(self, addresses: npt.NDArray[np.uint64]) -> Round:
+        """The same round with these addresses for ``records``. Parts of its job that are not
+        copies have order 0; a copy's order is its number in ``records``, from 1."""
+        round, split = self._round, len(self._bases)
+        bases, members = round.bases.copy(), round.members.copy()
+        bases["order"] = members["order"] = 0
+        at = addresses[self._number]
+        bases["address"][self._bases] = at[:split]
+        bases["order"][self._bases] = self._number[:split] + 1
+        members["part"]["address"][self._members] = at[split:]
+        members["order"][self._members] = self._number[split:] + 1
+        return Round(bases, members, round.requests, round.kept)
 
 
 @dataclass(frozen=True, slots=True)
@@ -206,6 +260,7 @@ class RoundJob:
         shared_bytes: of shared memory that a block takes.
         blocks: of the launch, at least 1.
         turns: whether any keys are turned.
+        orders: of the parts, in which they are one behind the other.
     """
 
     memory: Bytes
@@ -218,6 +273,7 @@ class RoundJob:
     shared_bytes: int
     blocks: int
     turns: bool
+    orders: npt.NDArray[np.uint64]
     _uses: npt.NDArray[np.void]
     _checked: npt.NDArray[np.uint8]
     _bases: int
@@ -250,7 +306,8 @@ def write(
         stages: at most, of ``plan.STAGE_BYTES`` and some addresses each.
         shared: bytes of shared memory that a block may have.
         blocks: of the launch, at most.
-        slow_blocks: of these, which read what is in host memory, if not all is.
+        slow_blocks: of these, which read what has order 0, as what is in host memory has, if not
+            all has; 0: all blocks read everything.
         allocate: gives memory of at least that many bytes, aligned to 16.
 
     Raises:
@@ -261,15 +318,15 @@ def write(
         layout.packed,
         b"".join([wanted_record(request) for request in round.requests]),
         round.members.tobytes(),
-        round.bases,
+        round.bases.tobytes(),
         _OPTIONS.pack(shared, stages, blocks, slow_blocks),
     )
     memory = allocate(1 << 18)
     try:
-        size, *sizes, uses = _host.round(*given, memory.data, status.data)
+        size, *sizes, uses, orders = _host.round(*given, memory.data, status.data)
         if size > len(memory):
             memory = allocate(size)
-            size, *sizes, uses = _host.round(*given, memory.data, status.data)
+            size, *sizes, uses, orders = _host.round(*given, memory.data, status.data)
     except ValueError as wrong:
         raise UnsupportedError(str(wrong)) from None
     upload, vector, parts, items, tiles, read, taken, launched, turns = sizes
@@ -284,7 +341,8 @@ def write(
         shared_bytes=taken,
         blocks=max(launched, 1),
         turns=bool(turns),
+        orders=np.frombuffer(orders, dtype=np.uint64),
         _uses=np.frombuffer(uses, dtype=_USE),
         _checked=status,
-        _bases=len(round.bases) // BASE_BYTES,
+        _bases=len(round.bases),
     )
