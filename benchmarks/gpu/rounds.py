@@ -55,11 +55,11 @@ class _Rig:
         s = self.siblings
         return s.round(self.requests, self.at(s.base, base), self.at(s.recipes, recipes))
 
-    def mirrors(self, wanted: Round) -> Callable[[], None]:
+    def mirrors(self, wanted: Round, route: Route | None) -> Callable[[], None]:
         """A round from the call until its statuses are known, which must be good."""
 
         def call() -> None:
-            done = self._rounds.restore(wanted, self.stream).wait()
+            done = self._rounds.restore(wanted, self.stream, route=route).wait()
             if any(done.members) or any(done.bases):
                 raise RuntimeError("a round went wrong")
 
@@ -118,18 +118,18 @@ def rounds(bench: Bench) -> Iterator[Row]:
         )
         for name, base, recipes, dense, where in cases:
             wanted = rig.round(base, recipes)
-            calls = {"kernel": rig.dense(dense, Route.KERNEL), "round": rig.mirrors(wanted)}
-            if dense is host:
-                calls = {"dense": rig.dense(dense, None), **calls}
-                rig.checked(calls["dense"])
-            rig.checked(calls["kernel"])
-            note = f"{share}; {where}; {rig.checked(calls['round'])}"
+            routes = {"": None, "_kernel": Route.KERNEL} if dense is host else {"": None}
+            calls = {}
+            for suffix, route in routes.items():
+                calls[f"dense{suffix}"] = rig.dense(dense, route)
+                calls[f"round{suffix}"] = rig.mirrors(wanted, route)
+            notes = {label: rig.checked(call) for label, call in calls.items()}
             taken = bench.in_turn(calls)
-            if dense is host:
-                series = {"dense": taken["dense"], "round": taken["round"]}
-                yield Row(name, "ratio", _RATIO, series, f"{note}; dense by the route chosen")
-            series = {"dense": taken["kernel"], "round": taken["round"]}
-            yield Row(f"{name}_kernel", "ratio", _RATIO, series, f"{note}; dense by the kernel")
+            for suffix in routes:
+                how = "both by the kernel" if suffix else "both by the route that is chosen"
+                note = f"{share}; {where}; {how}; {notes[f'round{suffix}']}"
+                series = {kind: taken[kind + suffix] for kind in ("dense", "round")}
+                yield Row(name + suffix, "ratio", _RATIO, series, note)
             if name == "round_host":
                 seconds = rig.planning_seconds(wanted, bench.rounds)
                 series = {"plan": [1e3 * t for t in seconds]}

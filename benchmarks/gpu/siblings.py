@@ -132,11 +132,13 @@ class Siblings:
         return sum(self.recipes.sizes) / sum(self.dense.sizes)
 
     def _drawn(self, tokens: int) -> npt.NDArray[np.uint16]:
-        """State [layer, plane, head, token, dim], as bits of numbers."""
+        """State [layer, plane, head, token, dim], as bits of numbers of 0.5 to 2 and -0.5 to -2."""
         s = self.sizes
         shape = (s.layers, 2, s.heads, tokens, s.head_dim)
-        values = self._rng.standard_normal(shape, dtype=np.float32)
-        return (values.view(np.uint32) >> 16).astype(np.uint16)
+        bits = self._rng.integers(0, 1 << 16, shape, dtype=np.uint16)
+        bits &= np.uint16(0x80FF)
+        bits |= np.uint16(0x3F00)
+        return bits
 
     def _member(
         self, member: int, span: int, segment: Segment
