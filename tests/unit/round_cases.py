@@ -134,12 +134,13 @@ def sibling(
             taken = rows[:, :, :, source : source + count]
             delta = position + at - frame.position - source
             part = state[:, :, :, at : at + count]
-            kept = np.flatnonzero(rng.random(count) >= anew)
-            part[:, 1][..., kept, :] = taken[:, 1][..., kept, :]
-            part[:, 0][..., kept, :] = turned(taken[:, 0], rotary, delta)[..., kept, :]
+            part[:, 1] = taken[:, 1]
+            part[:, 0] = turned(taken[:, 0], rotary, delta)
+            # Every element of a token that is computed anew is another one: such tokens are
+            # written out, not as differences.
+            part[..., np.flatnonzero(rng.random(count) < anew), :] ^= 0x1111
             if anew and geometry.layers > 1:
-                part[-1] = geometry.draw(rng, count)[-1]
-                part[-1, 1] = taken[-1, 1]
+                part[-1, 0] ^= 0x0101
             provenance.append(Provenance(at, count, frame.key, source, delta))
         at += count
     what = geometry.describe(key, tokens, position)

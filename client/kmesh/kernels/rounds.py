@@ -208,19 +208,20 @@ class HostBytes:
         lengths = rows * bases["head_dim"] * np.where(bases["dtype"] == ELEMENTS["float32"], 4, 2)
         self._bases = np.flatnonzero(bases["order"] == _ORDER[Memory.HOST])
         self._members = np.flatnonzero(round.members["order"] == _ORDER[Memory.HOST])
-        found = np.empty((len(self._bases) + len(self._members), 2), dtype=np.uint64)
-        split = len(self._bases)
-        found[:split, 0], found[:split, 1] = bases["address"][self._bases], lengths[self._bases]
-        found[split:, 0] = part["address"][self._members]
-        found[split:, 1] = part["length"][self._members]
-        once, number = np.unique(found, axis=0, return_inverse=True)
-        self._number = number.reshape(-1)
-        if len(once):
-            apart = once[1:, 0] - once[:-1, 0]
-            near = (apart >= once[:-1, 1]) & (apart - once[:-1, 1] < TILE_BYTES)
-            once[:-1, 1] = np.where(near, apart, once[:-1, 1])
-        self.records = np.zeros(len(once), dtype=RECORD)
-        self.records["address"], self.records["length"] = once[:, 0], once[:, 1]
+        addresses = np.concatenate([bases["address"][self._bases], part["address"][self._members]])
+        lengths = np.concatenate([lengths[self._bases], part["length"][self._members]])
+        order = np.lexsort((lengths, addresses))
+        addresses, lengths = addresses[order], lengths[order].astype(np.uint64)
+        new = np.ones(len(order), dtype=bool)
+        new[1:] = (addresses[1:] != addresses[:-1]) | (lengths[1:] != lengths[:-1])
+        self._number = np.empty(len(order), dtype=np.intp)
+        self._number[order] = np.cumsum(new) - 1
+        self.records = np.zeros(int(new.sum()), dtype=RECORD)
+        self.records["address"], lengths = addresses[new], lengths[new]
+        apart = np.diff(self.records["address"])
+        near = (apart >= lengths[:-1]) & (apart - lengths[:-1] < TILE_BYTES)
+        lengths[:-1] = np.where(near, apart, lengths[:-1])
+        self.records["length"] = lengths
 
     def moved(self, addresses: npt.NDArray[np.uint64]) -> Round:
         """The same round with these addresses for ``records``. Parts of its job that are not
