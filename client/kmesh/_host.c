@@ -13,9 +13,9 @@
 #include "_host_codec.h"
 #include "_host_index.h"
 #include "_host_job.h"
-#include "_host_round.h"
 #include "_host_paged.h"
 #include "_host_region.h"
+#include "_host_round.h"
 #include "_host_sums.h"
 #include "_host_tokens.h"
 

@@ -37,7 +37,7 @@ def gpu(kernels: ctypes.CDLL, monkeypatch: pytest.MonkeyPatch) -> Iterator[Gpu]:
 
 
 @settings(
-    max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+    max_examples=20, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
 )
 @given(case=rounds(), chunk=st.sampled_from([1 << 14, 1 << 17, 1 << 22]), data=st.data())
 def test_either_route_moves_what_the_reference_moves(

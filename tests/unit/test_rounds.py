@@ -36,7 +36,7 @@ from kmesh.kernels.rounds import _OPTIONS, MEMBER, Round, RoundJob, write
 from kmesh.layout import TILE_BYTES
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(case=rounds(), blocks=st.integers(1, 7), slow=st.integers(1, 4), stages=st.integers(1, 4))
 def test_rounds_move_what_the_reference_moves(
     kernels: ctypes.CDLL, case: RoundCase, blocks: int, slow: int, stages: int
@@ -50,7 +50,7 @@ def test_rounds_move_what_the_reference_moves(
     assert engine.image() == expected.image()
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(case=rounds(), data=st.data())
 def test_a_changed_byte_fails_those_who_took_bytes_of_its_source(
     kernels: ctypes.CDLL, case: RoundCase, data: st.DataObject
@@ -346,7 +346,7 @@ def test_tables_without_their_literals_are_all_that_is_needed() -> None:
         RecipeTables(file[:100])
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=50, deadline=None)
 @given(data=st.data())
 def test_tables_with_a_flipped_bit_are_refused(data: st.DataObject) -> None:
     file = small_file()

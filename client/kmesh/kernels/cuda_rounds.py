@@ -118,9 +118,10 @@ class RoundRestorer:
             round: its addresses are those that the device reads.
             stream: handle of a CUDA stream of the device.
             route: of what is in host memory; by default the faster one. Copies need all of each
-                payload and recipe to be readable, and those less than a tile apart to be of one
-                registration; where the GPU has no memory for their buffers, or one does not fit a
-                buffer, the kernel does it. ``PendingRound.route`` says what was done.
+                payload and recipe to be readable, and where one begins on the tile behind another,
+                as in a slab, what is between them. Where the GPU has no memory for their buffers,
+                or one does not fit a buffer, the kernel does it. ``PendingRound.route`` says what
+                was done.
 
         Raises:
             UnsupportedError: as ``rounds.write``; nothing was started.

@@ -194,8 +194,8 @@ class HostBytes:
 
     Attributes:
         records: a copy of each, in the order of their addresses, as an array of ``RECORD`` of which
-            only address and length mean something. Payloads that lie in one slab, less than a tile
-            apart, are neighbours: what is between them is copied too.
+            only address and length mean something. Where one begins on the tile behind another,
+            as in a slab, what is between them is part of the first: they are one copy then.
     """
 
     def __init__(self, round: Round) -> None:
@@ -218,8 +218,9 @@ class HostBytes:
         self._number[order] = np.cumsum(new) - 1
         self.records = np.zeros(int(new.sum()), dtype=RECORD)
         self.records["address"], lengths = addresses[new], lengths[new]
-        apart = np.diff(self.records["address"])
-        near = (apart >= lengths[:-1]) & (apart - lengths[:-1] < TILE_BYTES)
+        # As spans of one slab lie: between slabs there are sums, so none reaches into the next.
+        tile, apart = np.uint64(TILE_BYTES), np.diff(self.records["address"])
+        near = apart == (lengths[:-1] + tile - np.uint64(1)) // tile * tile
         lengths[:-1] = np.where(near, apart, lengths[:-1])
         self.records["length"] = lengths
 
