@@ -113,7 +113,8 @@ struct Consumer {
         const u32 vectors = item.bytes / sizeof(V), in_row = job->by_vectors.value;
         const u32 rows = share.rows, requests = share.requests;
         const u64 origin = Rows::origin(job);
-#pragma unroll 4
+        // Vectors of 4 bytes are for what is rare: less code, and less to compile.
+#pragma unroll (sizeof(V) == 16 ? Rows::UNROLL : 1)
         for (u32 i = consumer(); i < vectors; i += consumers()) {
             V v = load((const V *)stage + i);
 #ifndef KM_NO_SUMS

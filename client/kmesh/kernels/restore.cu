@@ -9,6 +9,8 @@ enum { UNIT_BYTES = 32768 };
 // is to be turned.
 template <bool TURN>
 struct SpanRows {
+    static const u32 UNROLL = 4;
+
     __device__ static void find(const Job *job, u32 index, Share &share) {
         share.item = item_at(job, index);
         share.rows = share.item.bytes / job->row_bytes;

@@ -38,7 +38,7 @@ __device__ inline const T *table_of(const Job *job, u64 offset) {
 
 // An entry is how far above the job's origin its page is, and in its upper 16 bits the turn.
 struct RoundRows {
-    static const u32 TURN_AT = 48;
+    static const u32 TURN_AT = 48, UNROLL = 2;
 
     __device__ static void find(const Job *job, u32 index, Share &share) {
         const RoundItem found = table_of<RoundItem>(job, job->items)[index];
