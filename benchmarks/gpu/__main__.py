@@ -28,8 +28,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     commands = parser.add_subparsers(dest="command", required=True)
     running = commands.add_parser("run", help="measure and write JSON")
     running.add_argument("--rounds", type=int, default=41, help="samples of a series [41]")
-    running.add_argument("--out", type=Path, help=f"[{RESULT.name}; of a part {PARTIAL.name}]")
-    running.add_argument("--only", help="one part alone: host, gpu, small, beside, encode, …")
+    running.add_argument("--out", type=Path, help=f"[{RESULT.name}; of parts {PARTIAL.name}]")
+    running.add_argument("--only", action="append", help="one part, by name; may be repeated")
     running.add_argument("--peer", type=Path, help="results of the peer's benchmark, as JSON")
     checking = commands.add_parser("check", help="compare a result with targets.toml")
     checking.add_argument("result", nargs="?", type=Path, default=RESULT)
@@ -40,16 +40,20 @@ def main(argv: Sequence[str] | None = None) -> int:
     return run(options.rounds, out, options.peer, options.only)
 
 
-def run(rounds: int, out: Path, peer: Path | None, only: str | None = None) -> int:
-    """Measures everything, or one part, and writes the result file, also when a part fails."""
+def run(rounds: int, out: Path, peer: Path | None, only: Sequence[str] | None = None) -> int:
+    """Measures everything, or some parts, and writes the result file, also when a part fails.
+
+    Args:
+        only: parts to measure, by name; all of them by default.
+    """
+    from benchmarks.gpu import rounds as families
     from benchmarks.gpu import rows
 
-    parts = dict(rows.ROWS)
-    if only:
-        if only not in parts:
-            print(f"--only: {only!r} is none of {', '.join(parts)}", file=sys.stderr)
-            return 2
-        parts = {only: parts[only]}
+    parts = {**rows.ROWS, "rounds": families.rounds}
+    unknown = set(only or ()) - {*parts, "peer"}
+    if unknown:
+        print(f"--only: there is no {', '.join(sorted(unknown))}; there are {', '.join(parts)}", file=sys.stderr)
+        return 2
     bench = rows.Bench(rounds)
     found: list[dict[str, Any]] = []
     failed = []
@@ -57,6 +61,8 @@ def run(rounds: int, out: Path, peer: Path | None, only: str | None = None) -> i
         theirs = json.loads(peer.read_text(encoding="utf-8"))
         parts["peer"] = lambda bench: rows.peer(bench, theirs)
     for name, measure in parts.items():
+        if only and name not in only:
+            continue
         try:
             for row in measure(bench):
                 found.append({"benchmark": name, **row.to_json()})

@@ -241,21 +241,24 @@ class Pages:
 
     def equal(self, slab: Slab, requests: int) -> bool:
         """Whether these requests have the slab's spans in their pages, all bytes compared."""
-        s = self._shape
         expected = cupy.asarray(slab.payload())
-        for request in self.requests[:requests]:
-            for layer in range(s.layers):
-                got = self.memory[layer][cupy.asarray(request.pages)]
-                if self._order == "NHD":
-                    got = got.transpose(0, 2, 1, 3, 4)
-                # [block, head, token, plane, dim] → [span, plane, head, token, dim]
-                per = s.span_tokens // s.block_tokens
-                got = got.reshape(s.spans, per, s.heads, s.block_tokens, 2, s.head_dim)
-                got = got.transpose(0, 4, 2, 1, 3, 5).reshape(
-                    s.spans, 2, s.heads, s.span_tokens, s.head_dim
-                )
-                if not bool((got == expected[:, layer]).all()):
-                    return False
+        return all(self.holds(request, expected) for request in self.requests[:requests])
+
+    def holds(self, request: Request, expected: Any) -> bool:
+        """Whether a request has these spans: [span, layer, plane, head, token, dim] on the GPU."""
+        s = self._shape
+        for layer in range(s.layers):
+            got = self.memory[layer][cupy.asarray(request.pages)]
+            if self._order == "NHD":
+                got = got.transpose(0, 2, 1, 3, 4)
+            # [block, head, token, plane, dim] → [span, plane, head, token, dim]
+            per = s.span_tokens // s.block_tokens
+            got = got.reshape(s.spans, per, s.heads, s.block_tokens, 2, s.head_dim)
+            got = got.transpose(0, 4, 2, 1, 3, 5).reshape(
+                s.spans, 2, s.heads, s.span_tokens, s.head_dim
+            )
+            if not bool((got == expected[:, layer]).all()):
+                return False
         return True
 
 

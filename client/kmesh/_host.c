@@ -15,6 +15,7 @@
 #include "_host_job.h"
 #include "_host_paged.h"
 #include "_host_region.h"
+#include "_host_round.h"
 #include "_host_sums.h"
 #include "_host_tokens.h"
 
@@ -354,6 +355,7 @@ static PyMethodDef host_methods[] = {
     {"gather", host_gather, METH_VARARGS, NULL},
     {"check", host_check, METH_VARARGS, NULL},
     {"job", host_job, METH_VARARGS, NULL},
+    {"round", host_round, METH_VARARGS, NULL},
     {"index_probe", host_index_probe, METH_VARARGS, NULL},
     {"index_insert", host_index_insert, METH_VARARGS, NULL},
     {"index_remove", host_index_remove, METH_VARARGS, NULL},

@@ -49,6 +49,33 @@ def gather(layout: Buffer, spans: Buffer, blocks: Buffer, status: Buffer, /) -> 
 def check(layout: Buffer, spans: Buffer, blocks: Buffer, status: Buffer, /) -> int:
     """What ``scatter`` would refuse before it reads or writes anything: statuses 0, 3 and 4."""
 
+def round(
+    layout: Buffer,
+    wanted: Buffer,
+    members: Buffer,
+    bases: Buffer,
+    options: Buffer,
+    memory: Buffer,
+    status: Buffer,
+    /,
+) -> tuple[int, int, int, int, int, int, int, int, int, int, bytes, bytes]:
+    """Writes a job that restores a round into ``memory`` (aligned to 16); see kmesh.kernels.rounds.
+
+    wanted: as of ``job``, turns not looked at. members, bases: MEMBER and BASE records. options:
+    most shared memory, most stages, blocks, of these for what has order 0 (0: all move all), as
+    u32. status: of each member, before anything is read; written.
+
+    Returns:
+        (size, bytes to upload, bytes of a vector, parts, items, tiles, bytes that are read, bytes
+        of shared memory, blocks, whether keys are turned, pairs of u32: an owner and a part of
+        which it takes bytes; owners are members, and behind them bases, order of each part as
+        u64, which ascend). When size is more than the memory's, the job was not written.
+
+    Raises:
+        ValueError: a buffer has the wrong length, or sizes, alignments or recipes are not served.
+        MemoryError: there is none for planning.
+    """
+
 def job(
     layout: Buffer,
     spans: Buffer,
@@ -152,10 +179,12 @@ def unpack_field(data: Buffer, number: int, out: Buffer, fixed: bool, /) -> int:
         ValueError: ``data`` is no message, or ``out`` too short or its items too small.
     """
 
-def recipe_check(recipe: Buffer, /) -> tuple[str, int] | None:
+def recipe_check(recipe: Buffer, length: int = 0, /) -> tuple[str, int] | None:
     """What is wrong with a recipe (``docs/recipe-format.md``): a field, and of which record.
 
     None: everything that can be said without its segments and without decompressing is right.
+    length: bytes of the file, where ``recipe`` is only what is before its literals; these are not
+    looked at then. 0: ``recipe`` is all of it.
 
     Raises:
         ValueError: the buffer is not aligned to 8 bytes.

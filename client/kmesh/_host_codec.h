@@ -13,15 +13,17 @@ static PyObject *wrong_field(km_wrong wrong) {
 static PyObject *host_recipe_check(PyObject *module, PyObject *args) {
     (void)module;
     Py_buffer file;
-    if (!PyArg_ParseTuple(args, "y*:recipe_check", &file)) return NULL;
+    uint64_t length = 0;
+    if (!PyArg_ParseTuple(args, "y*|O&:recipe_check", &file, to_u64, &length)) return NULL;
     PyObject *result = NULL;
+    if (!length) length = (uint64_t)file.len;
     if ((uintptr_t)file.buf % 8) refuse("recipe: not aligned to 8 bytes");
     else {
         km_recipe recipe;
         km_wrong wrong;
         int enough;
         Py_BEGIN_ALLOW_THREADS
-        enough = km_recipe_check(&recipe, file.buf, (size_t)file.len, &wrong);
+        enough = km_recipe_check(&recipe, file.buf, length, (size_t)file.len, &wrong);
         Py_END_ALLOW_THREADS
         result = enough ? wrong_field(wrong) : PyErr_NoMemory();
     }
@@ -67,7 +69,8 @@ static PyObject *host_recipe_decode(PyObject *module, PyObject *args) {
     km_wrong wrong = KM_RIGHT;
     const char *refused = (uintptr_t)b.file.buf % 8 ? "recipe: not aligned to 8 bytes" : NULL;
     if (!refused) {
-        int enough = km_recipe_structure(&recipe, b.file.buf, (size_t)b.file.len, &wrong);
+        int enough = km_recipe_structure(&recipe, b.file.buf, (size_t)b.file.len,
+                                         (size_t)b.file.len, &wrong);
         if (!enough) PyErr_NoMemory();
         else if (wrong.field) result = wrong_field(wrong);
         else refused = decode_wrong(&b, &recipe, begin, end);

@@ -38,6 +38,8 @@ typedef struct {
     km_divisor by_vectors, by_block, by_items, by_units;
     uint32_t rotary_dim, interleaved, element, entries;
     uint32_t units_count, unit_tokens, unit_stages, unit_entries, burst, heads;
+    uint64_t items, strands, cells, takers, pieces, wanted, origin;  // of a round
+    uint32_t slow_items, slow_blocks;
 } km_job;
 
 // As kmesh.kernels.plan packs it.
@@ -169,34 +171,73 @@ static int km_part_in_units(const km_job_input *in, uint64_t tokens, const km_jo
     return 1;
 }
 
-static const char *km_job_try(const km_job_input *in, unsigned char *memory, size_t room,
-                              km_job_sizes *sizes) {
-    const km_layout *l = in->layout;
+// What is not served of an engine's pages.
+static const char *km_job_layout_wrong(const km_layout *l) {
     if (l->row_bytes < 4 || l->row_bytes > KM_STAGE || l->row_bytes % 4)
         return "rows are not served: only of 4 to 16384 bytes, by fours";
     if (l->num_blocks >= KM_JOB_LIMIT || l->block_tokens >= KM_JOB_LIMIT ||
         l->num_blocks * l->block_tokens >= KM_JOB_LIMIT)
         return "2^31 pages, or slots in them, and more are not served";
-    size_t parts = 0, requests = 0, ids = 0, most = 1;
+    return NULL;
+}
+
+// What is not served of requests; counts their ids.
+static const char *km_job_requests_wrong(const km_layout *l, const km_wanted *wanted,
+                                         size_t requests, size_t *ids) {
+    *ids = 0;
+    for (size_t r = 0; r < requests; r++) {
+        const km_wanted *w = &wanted[r];
+        if (w->count >= KM_JOB_LIMIT || (!w->by_slot && w->count * l->block_tokens >= KM_JOB_LIMIT))
+            return "2^31 tokens of a request and more are not served";
+        *ids += w->count;
+    }
+    return NULL;
+}
+
+// Requests at `at` of a job, their ids at `pages`.
+static void km_job_requests_write(const km_wanted *wanted, size_t requests, unsigned char *memory,
+                                  size_t at, size_t pages) {
+    for (size_t r = 0; r < requests; r++) {
+        const km_wanted *w = &wanted[r];
+        km_job_request out = {.pages = pages,
+                              .shift = (uint32_t)(uint64_t)w->shift,
+                              .by_slot = w->by_slot,
+                              .turns = w->turns};
+        memcpy(memory + at + r * sizeof out, &out, sizeof out);
+        const int64_t *from = (const int64_t *)(uintptr_t)w->pages;
+        uint32_t *to = (uint32_t *)(memory + pages);
+        for (uint64_t i = 0; i < w->count; i++) to[i] = (uint32_t)from[i];
+        pages += 4 * w->count;
+    }
+}
+
+static uint64_t km_job_item_rows(const km_layout *l) {
+    uint64_t rows = KM_STAGE / l->row_bytes;
+    return rows < KM_ENTRIES ? rows : KM_ENTRIES;
+}
+
+// Addresses for as many requests at a time as a stage has room for, at least one.
+static uint64_t km_job_entries(uint64_t item_rows, uint64_t most) {
+    uint64_t entries = most < KM_ENTRIES ? most * item_rows : KM_ENTRIES;
+    if (entries > KM_ENTRIES) entries = KM_ENTRIES;
+    if (entries > item_rows) entries = entries / item_rows * item_rows;
+    return entries + (entries & 1);
+}
+
+static const char *km_job_try(const km_job_input *in, unsigned char *memory, size_t room,
+                              km_job_sizes *sizes) {
+    const km_layout *l = in->layout;
+    const char *wrong = km_job_layout_wrong(l);
+    if (wrong) return wrong;
+    size_t parts = 0, requests = 0, ids, most = 1;
     for (size_t g = 0; g < in->group_count; g++) {
         if (in->groups[g].requests > KM_SHARED_BY) return "too many requests for one read";
         parts += in->groups[g].parts, requests += in->groups[g].requests;
         if (in->groups[g].requests > most) most = in->groups[g].requests;
     }
-    for (size_t r = 0; r < requests; r++) {
-        const km_wanted *w = &in->wanted[r];
-        if (w->count >= KM_JOB_LIMIT || (!w->by_slot && w->count * l->block_tokens >= KM_JOB_LIMIT))
-            return "2^31 tokens of a request and more are not served";
-        ids += w->count;
-    }
-    uint64_t item_rows = KM_STAGE / l->row_bytes;
-    if (item_rows > KM_ENTRIES) item_rows = KM_ENTRIES;
-    uint64_t item = item_rows * l->row_bytes;
-
-    // Addresses for as many requests at a time as a stage has room for, at least one.
-    uint64_t entries = most * item_rows;
-    if (entries > KM_ENTRIES) entries = KM_ENTRIES / item_rows * item_rows;
-    entries += entries & 1;
+    if ((wrong = km_job_requests_wrong(l, in->wanted, requests, &ids))) return wrong;
+    uint64_t item_rows = km_job_item_rows(l), item = item_rows * l->row_bytes;
+    uint64_t entries = km_job_entries(item_rows, most);
     uint64_t stage = KM_STAGE + KM_UNIT + entries * 8;
     uint64_t stages = km_stages(in->options.shared, stage, in->options.stages);
     if (!stages) return "the shared memory has no room for a stage";
@@ -314,18 +355,7 @@ static const char *km_job_try(const km_job_input *in, unsigned char *memory, siz
     memcpy(memory + job.bases, in->bases, 16 * l->layers);
     memcpy(memory + job.turns, in->turns, in->turns_bytes);
     memset(memory + job.counters, 0, sizes->upload - job.counters);
-    for (size_t r = 0; r < requests; r++) {
-        const km_wanted *w = &in->wanted[r];
-        km_job_request out = {.pages = pages,
-                              .shift = (uint32_t)(uint64_t)w->shift,
-                              .by_slot = w->by_slot,
-                              .turns = w->turns};
-        memcpy(memory + job.requests + r * sizeof out, &out, sizeof out);
-        const int64_t *from = (const int64_t *)(uintptr_t)w->pages;
-        uint32_t *to = (uint32_t *)(memory + pages);
-        for (uint64_t i = 0; i < w->count; i++) to[i] = (uint32_t)from[i];
-        pages += 4 * w->count;
-    }
+    km_job_requests_write(in->wanted, requests, memory, job.requests, pages);
     return NULL;
 }
 

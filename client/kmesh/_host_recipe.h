@@ -128,9 +128,12 @@ static km_wrong km_recipe_head_check(const km_recipe_head *head, size_t length) 
     return KM_RIGHT;
 }
 
-// Where the tables are. Their counts have 32 bits, so no sum here overflows.
-static km_wrong km_recipe_open(km_recipe *r, const unsigned char *file, size_t length) {
+// Where the tables are, of a file of which at least the first `have` bytes can be read. Their counts
+// have 32 bits, so no sum here overflows.
+static km_wrong km_recipe_open(km_recipe *r, const unsigned char *file, size_t length,
+                               size_t have) {
     const km_recipe_head *head = r->head = (const km_recipe_head *)file;
+    if (have < KM_RECIPE_HEAD) KM_WRONG("file_bytes", 0);
     km_wrong wrong = km_recipe_head_check(head, length);
     if (wrong.field) return wrong;
     r->heads = (size_t)(head->head_end - head->head_begin);
@@ -149,6 +152,7 @@ static km_wrong km_recipe_open(km_recipe *r, const unsigned char *file, size_t l
     r->literals_at = km_ceil(r->tables_end, KM_RUN_ALIGN);
     if (r->literals_at > length || length - r->literals_at != head->stored_bytes)
         KM_WRONG("stored_bytes", 0);
+    if (r->literals_at > have) KM_WRONG("file_bytes", 0);
     if (!km_zero(file + r->tables_end, r->literals_at - r->tables_end)) KM_WRONG("reserved", 0);
     r->segments = (const km_recipe_segment *)(file + segments);
     r->turns = file + turns;
@@ -280,9 +284,9 @@ static km_wrong km_recipe_chunks_check(const km_recipe *r) {
 }
 
 // What the tables say, without sums. False: no memory.
-static int km_recipe_structure(km_recipe *r, const unsigned char *file, size_t length,
+static int km_recipe_structure(km_recipe *r, const unsigned char *file, size_t length, size_t have,
                                km_wrong *wrong) {
-    *wrong = km_recipe_open(r, file, length);
+    *wrong = km_recipe_open(r, file, length, have);
     if (!wrong->field) *wrong = km_recipe_small_tables_check(r);
     if (wrong->field) return 1;
     uint64_t *units = malloc(r->head->lists * (sizeof *units + 1));
@@ -295,16 +299,18 @@ static int km_recipe_structure(km_recipe *r, const unsigned char *file, size_t l
     return 1;
 }
 
-// Everything but the payload's root and what sparse differences say. False: no memory.
-static int km_recipe_check(km_recipe *r, const unsigned char *file, size_t length,
+// Everything but the payload's root and what sparse differences say; of a file of which not all can
+// be read, `have` bytes of it, everything but the literals too. False: no memory.
+static int km_recipe_check(km_recipe *r, const unsigned char *file, size_t length, size_t have,
                            km_wrong *wrong) {
-    *wrong = km_recipe_open(r, file, length);
+    *wrong = km_recipe_open(r, file, length, have);
     if (wrong->field) return 1;
     if (r->head->tables_root != km_root_of(file + KM_RECIPE_HEAD, r->literals_at - KM_RECIPE_HEAD))
         *wrong = (km_wrong){"tables_root", 0};
-    else if (r->head->stored_root != km_root_of(file + r->literals_at, r->head->stored_bytes))
+    else if (have == length &&
+             r->head->stored_root != km_root_of(file + r->literals_at, r->head->stored_bytes))
         *wrong = (km_wrong){"stored_root", 0};
-    return wrong->field ? 1 : km_recipe_structure(r, file, length, wrong);
+    return wrong->field ? 1 : km_recipe_structure(r, file, length, have, wrong);
 }
 
 #endif

@@ -13,6 +13,13 @@ static u8 shared_memory[SHARED] __attribute__((aligned(1024)));
 #include "restore.cu"
 #undef KM_ENTRY
 
+#define KM_ENTRY(name, vector, threads, resident)                           \
+    extern "C" void name(const Job *job, u32 *results, u32 n, Range range) { \
+        RUN((restore_round<vector>(job, results, range, shared_memory)))     \
+    }
+#include "round.cu"
+#undef KM_ENTRY
+
 static u32 last_block;
 #define KM_ENTRY(name, vector)                                              \
     extern "C" void name(const Job *job, u64 *results, u32 n) {             \

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import numpy as np
 
-from kmesh.kernels import plan
+from kmesh.kernels import plan, rounds
 from kmesh.kernels.host import PagedLayout
 from kmesh.kernels.plan import Load, Request
 from kmesh.kernels.rotary import Rotary
@@ -30,12 +30,19 @@ def build(folder: Path) -> ctypes.CDLL:
     return ctypes.CDLL(str(library))
 
 
-class _Range(ctypes.Structure):
+class Range(ctypes.Structure):
+    """Parts of a job that a launch moves."""
+
     _fields_ = (("begin", ctypes.c_uint32), ("end", ctypes.c_uint32))
 
 
 def _run(
-    library: ctypes.CDLL, name: str, job: plan.Job, results: np.ndarray, blocks: int, *more: object
+    library: ctypes.CDLL,
+    name: str,
+    job: plan.Job | rounds.RoundJob,
+    results: np.ndarray,
+    blocks: int,
+    *more: object,
 ) -> None:
     library[f"kmesh_{name}_{job.vector}"](
         ctypes.c_void_p(job.memory.ctypes.data),
@@ -72,8 +79,27 @@ def restore(
     name = f"restore{'_units' if job.units else ''}{'_turn' if job.turns else ''}"
     # In several launches, as when the payloads arrive bit by bit.
     for begin in range(0, job.parts, at_once):
-        parts = _Range(begin, min(begin + at_once, job.parts))
+        parts = Range(begin, min(begin + at_once, job.parts))
         _run(library, name, job, results, blocks, parts)
+    return job.statuses(results)
+
+
+def restore_round(
+    library: ctypes.CDLL,
+    layout: PagedLayout,
+    wanted: rounds.Round,
+    *,
+    stages: int = 2,
+    blocks: int = 5,
+    slow_blocks: int = 2,
+) -> rounds.RoundStatuses:
+    """As ``kmesh.kernels.cuda_rounds`` does it on a GPU."""
+    job = rounds.write(
+        layout, wanted, stages=stages, blocks=blocks, slow_blocks=slow_blocks, allocate=aligned
+    )
+    assert job.blocks <= blocks
+    results = np.full(job.parts, 0xFF, dtype=np.uint32)
+    _run(library, "round", job, results, job.blocks, Range(0, job.parts))
     return job.statuses(results)
 
 

@@ -22,11 +22,6 @@ from kmesh.kernels.plan import Load, Request, merged
 from kmesh.layout import TILE_BYTES
 
 
-@pytest.fixture(scope="module")
-def kernels(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
-    return one_thread.build(tmp_path_factory.mktemp("kernels"))
-
-
 def all_done(case: Case) -> list[list[bytes]]:
     return [[bytes(len(load.records))] * len(load.requests) for load in case.loads]
 

@@ -7,7 +7,7 @@ from kmesh.codec.decoder import MAX_PAYLOAD_BYTES, DecodePlan, decode
 from kmesh.codec.description import SpanDescription
 from kmesh.codec.encoder import Encoded, Encoder
 from kmesh.codec.provenance import Provenance
-from kmesh.codec.recipe import Recipe
+from kmesh.codec.recipe import Recipe, RecipeTables
 from kmesh.codec.records import BLOCK_TOKENS, TURN_KERNEL, Form, Op, XorCode
 from kmesh.codec.segments import Base, Segment
 
@@ -23,6 +23,7 @@ __all__ = [
     "Op",
     "Provenance",
     "Recipe",
+    "RecipeTables",
     "Segment",
     "SpanDescription",
     "XorCode",

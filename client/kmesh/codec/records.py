@@ -51,6 +51,8 @@ HEAD_FIELDS = (
     *("stored_root", "head_root"),
 )
 HEAD_SUMMED = 248
+#: Of a turn, before its cosines and sines.
+TURN_HEAD = 8
 
 SEGMENT = np.dtype(
     [

@@ -6,6 +6,7 @@ restores in the order in which they were started.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -14,7 +15,10 @@ from typing import Any
 from kmesh.kernels.device import Device
 from kmesh.kernels.plan import Load
 
+logger = logging.getLogger(__name__)
+
 _TO_DEVICE = 1
+_OUT_OF_MEMORY = 2
 _NO_TIMING = 2
 _NON_BLOCKING = 1
 _LAST_BYTES = 4 << 20
@@ -108,6 +112,39 @@ class Copier:
         with self._held:
             self.wait()
         self.buffers.clear()
+
+
+class Buffers:
+    """A copier that is made when it is first asked for; none, once the GPU had no memory for it.
+
+    Args: as ``Copier``'s.
+    """
+
+    def __init__(self, device: Device, chunk_bytes: int, chunks: int) -> None:
+        self._device, self._chunk_bytes, self._chunks = device, chunk_bytes, chunks
+        self._copier: Copier | None = None
+        self._none = False
+
+    def get(self) -> Copier | None:
+        """The copier. Errors that are not for want of memory are raised."""
+        if self._copier is None and not self._none:
+            try:
+                self._copier = Copier(self._device, self._chunk_bytes, self._chunks)
+            except RuntimeError as lacking:
+                if getattr(lacking, "status", None) != _OUT_OF_MEMORY:
+                    raise
+                self._none = True
+                logger.warning(
+                    "no memory on GPU %d for %d buffers of %d bytes: payloads of host memory are "
+                    "restored by the kernel alone",
+                    self._device.ordinal, self._chunks, self._chunk_bytes,
+                )  # fmt: skip
+        return self._copier
+
+    def close(self) -> None:
+        """Waits and frees."""
+        if self._copier:
+            self._copier.close()
 
 
 class Trip:

@@ -8,8 +8,6 @@ Needs CuPy (extras ``cuda12`` and ``cuda13``), which is imported when a ``Restor
 
 from __future__ import annotations
 
-import enum
-import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -19,17 +17,13 @@ import numpy.typing as npt
 from kmesh import _host
 from kmesh.kernels import plan
 from kmesh.kernels.chooser import Rates, Route, choose
-from kmesh.kernels.copying import Copier
+from kmesh.kernels.copying import Buffers, Copier
 from kmesh.kernels.device import UNIT_THREADS, Device, Slot
 from kmesh.kernels.host import PagedLayout
-from kmesh.kernels.plan import Load, Request
+from kmesh.kernels.plan import Load, Memory, Request
 from kmesh.kernels.rotary import Rotary
 
 __all__ = ["H200", "Load", "Memory", "Pending", "Request", "Restorer", "Settings", "Storer"]
-
-logger = logging.getLogger(__name__)
-
-_OUT_OF_MEMORY = 2
 
 #: Seen on an H200 (PCIe 5.0 x16); what another machine does is measured, not guessed.
 H200 = Rates(
@@ -47,13 +41,6 @@ H200 = Rates(
 #: From how many requests on units are read in bursts; below, more than a few stages only wait.
 _BURST_REQUESTS = 8
 _SINGLE_STAGES = 3
-
-
-class Memory(enum.Enum):
-    """Where payloads are."""
-
-    HOST = "host"
-    GPU = "gpu"
 
 
 @dataclass(frozen=True, slots=True)
@@ -193,8 +180,7 @@ class Restorer:
         self._rotary = rotary
         self._settings = settings or Settings()
         self._rates = rates
-        self._copier: Copier | None = None
-        self._no_copier = False
+        self._buffers = Buffers(self._device, self._settings.chunk_bytes, self._settings.chunks)
 
     def restore(
         self,
@@ -227,7 +213,7 @@ class Restorer:
         if route is Route.COPY and not self._fits(loads, requests):
             route = Route.KERNEL
         with self._device:
-            if route is Route.COPY and (copier := self._buffers()):
+            if route is Route.COPY and (copier := self._buffers.get()):
                 return self._by_copies(loads, requests, stream, copier)
             with self._device.job(stream) as slot:
                 job = self._write(slot, loads, grid)
@@ -240,8 +226,7 @@ class Restorer:
         """Waits for what is under way and frees what was allocated."""
         with self._device:
             self._device.close()
-            if self._copier:
-                self._copier.close()
+            self._buffers.close()
 
     def _fits(self, loads: Sequence[Load], requests: int) -> bool:
         # What is for nobody has no part in the job, what is read more than once would be copied
@@ -256,23 +241,6 @@ class Restorer:
         if not size or not requests:
             return Route.KERNEL
         return choose(size, requests, grid.blocks, self._rates)
-
-    def _buffers(self) -> Copier | None:
-        """The copy engine's; None once the GPU had no memory for them."""
-        if self._copier is None and not self._no_copier:
-            settings = self._settings
-            try:
-                self._copier = Copier(self._device, settings.chunk_bytes, settings.chunks)
-            except RuntimeError as lacking:
-                if getattr(lacking, "status", None) != _OUT_OF_MEMORY:
-                    raise
-                self._no_copier = True
-                logger.warning(
-                    "no memory on GPU %d for %d buffers of %d bytes: payloads of host memory are "
-                    "restored by the kernel alone",
-                    self._device.ordinal, settings.chunks, settings.chunk_bytes,
-                )  # fmt: skip
-        return self._copier
 
     def _by_copies(
         self, loads: Sequence[Load], requests: int, stream: int, copier: Copier

@@ -15,7 +15,7 @@ from kmesh.errors import UnsupportedError
 from kmesh.kernels import sources
 
 #: Of a block, by program; the last warp of a restore brings what the others move.
-THREADS = {"restore": 288, "store": 256, "encode": 256}
+THREADS = {"restore": 288, "round": 288, "store": 256, "encode": 256}
 #: Of a block that restores in units: more warps bring them.
 UNIT_THREADS = 384
 
@@ -46,7 +46,7 @@ def _function(device: int, program: str, name: str, options: tuple[str, ...]) ->
     """A kernel, compiled at its first use and kept by CuPy on disk."""
     module = _module(device, program, options)
     function = module.get_function(name)
-    if program == "restore":
+    if program != "store":
         function.max_dynamic_shared_size_bytes = _most_shared(device)
     return function
 

@@ -50,6 +50,10 @@ struct Job {
     u32 units_count, unit_tokens, unit_stages, unit_entries;
     u32 burst;  // units that are asked for together
     u32 heads;  // of the pages, and of each part that is moved in units
+    // Of a round: offsets again. Items of slow memory come first, and some blocks move only these.
+    u64 items, strands, cells, takers, pieces, wanted;
+    u64 origin;  // below all pages
+    u32 slow_items, slow_blocks;
 };
 
 __device__ inline const Part *parts_of(const Job *job) {
@@ -92,9 +96,8 @@ __device__ inline Place place_of(const Job *job, const Part *part, u32 row) {
     return place;
 }
 
-__device__ inline u8 *page_of(const Job *job, const Part *part, const Request *request,
-                              const Place &place) {
-    u32 at = (u32)part->position + place.token + request->shift;
+// The address of a token in a request's pages, of one plane and head whose block 0 has one.
+__device__ inline u64 page_of(const Job *job, const Request *request, u64 base, u32 at) {
     const u32 *pages = (const u32 *)((const u8 *)job + request->pages);
     u32 block, slot;
     if (request->by_slot) {
@@ -106,7 +109,7 @@ __device__ inline u8 *page_of(const Job *job, const Part *part, const Request *r
         slot = at - number * job->by_block.value;
         block = pages[number];
     }
-    return (u8 *)(place.base + block * job->block_stride + slot * job->token_stride);
+    return base + block * job->block_stride + slot * job->token_stride;
 }
 
 // The first wanted row at or after `row`; NONE if there is none.

@@ -6,6 +6,7 @@ knows a GPU: the tests run jobs on the CPU.
 
 from __future__ import annotations
 
+import enum
 import struct
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
@@ -37,6 +38,13 @@ _FIELDS = (
 RECORD = np.dtype([(name, "<u8") for name in _FIELDS])
 
 
+class Memory(enum.Enum):
+    """Where payloads are."""
+
+    HOST = "host"
+    GPU = "gpu"
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Request:
     """Pages of one request, by block or by slot.
@@ -58,6 +66,13 @@ class Request:
     def __post_init__(self) -> None:
         if self.pages.dtype != np.int64 or not self.pages.flags.c_contiguous:
             raise TypeError(f"pages are {self.pages.dtype}, not int64 one behind the other")
+
+
+def wanted_record(request: Request, turns: int = _NO_TURNS) -> bytes:
+    """A request as ``_host`` reads it; ``turns`` is the number of its first cosine."""
+    pages = request.pages
+    address = _host.address(pages.data)
+    return _WANTED.pack(address, len(pages), request.shift, request.by_slot, turns)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -223,10 +238,7 @@ def write(
                 if rotary is None:
                     raise ValueError("keys are to be turned, but nothing says how")
                 at = angles.setdefault(one.delta, len(angles) * (rotary.dim // 2))
-            pages = one.pages
-            wanted.append(
-                _WANTED.pack(_host.address(pages.data), len(pages), one.shift, one.by_slot, at)
-            )
+            wanted.append(wanted_record(one, at))
     limits = (shared, stages, unit_shared, unit_stages, burst)
     table, options = b"", _OPTIONS.pack(*limits, 0, 0, 0)
     if rotary and angles:

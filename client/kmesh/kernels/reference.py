@@ -78,9 +78,16 @@ def turn(keys: npt.NDArray[np.uint8], rotary: Rotary, delta: int) -> npt.NDArray
         keys: bytes, [..., head_dim · element_bytes].
     """
     table = np.frombuffer(turns(rotary, delta), dtype=np.float32).reshape(-1, 2)
-    values = _widen(keys, rotary.dtype)
-    pairs = rotary.dim // 2
-    if rotary.interleaved:
+    return turn_by(keys, table, rotary.interleaved, rotary.dtype)
+
+
+def turn_by(
+    keys: npt.NDArray[np.uint8], table: npt.NDArray[np.float32], interleaved: bool, dtype: str
+) -> npt.NDArray[np.uint8]:
+    """The same by a table: cosine and sine of each pair, [pairs, 2]."""
+    values = _widen(keys, dtype)
+    pairs = len(table)
+    if interleaved:
         one, two = slice(0, 2 * pairs, 2), slice(1, 2 * pairs, 2)
     else:
         one, two = slice(0, pairs), slice(pairs, 2 * pairs)
@@ -89,10 +96,10 @@ def turn(keys: npt.NDArray[np.uint8], rotary: Rotary, delta: int) -> npt.NDArray
     with np.errstate(invalid="ignore", over="ignore"):
         turned[..., one] = a * cos - b * sin
         turned[..., two] = b * cos + a * sin
-        out = _narrow(turned, rotary.dtype)
+        out = _narrow(turned, dtype)
     # What is not rotated stays as it was, bit by bit.
-    size = out.shape[-1] // values.shape[-1]
-    out[..., rotary.dim * size :] = keys[..., rotary.dim * size :]
+    turned_bytes = 2 * pairs * (out.shape[-1] // values.shape[-1])
+    out[..., turned_bytes:] = keys[..., turned_bytes:]
     return out
 
 
@@ -139,10 +146,10 @@ def _restore_one(
 
 
 def _verify(record: np.void) -> Status:
-    stored = _at(int(record["sums_address"]), 8 * tiles(int(record["length"]))).view(np.uint64)
+    stored = at(int(record["sums_address"]), 8 * tiles(int(record["length"]))).view(np.uint64)
     if fold(stored.tolist()) != int(record["root"]):
         return Status.BAD_ROOT
-    payload = _at(int(record["address"]), int(record["length"]))
+    payload = at(int(record["address"]), int(record["length"]))
     wanted = np.zeros(len(payload), dtype=np.uint8)
     layer, head = int(record["src_layer_begin"]), int(record["src_head_begin"])
     _shaped(record, wanted)[
@@ -154,6 +161,15 @@ def _verify(record: np.void) -> Status:
     starts = np.arange(0, len(payload), TILE_BYTES)
     bad = (np.add.reduceat(wanted, starts, dtype=np.int64) > 0) & (tile_sums(payload) != stored)
     return Status.BAD_TILE if bad.any() else Status.DONE
+
+
+def plane(layout: PagedLayout, layer: int, kind: int) -> npt.NDArray[np.uint8]:
+    """K (0) or V (1) of a layer's pages: [block, head, slot, byte]."""
+    shape = (layout.num_blocks, layout.heads, layout.block_tokens, layout.row_bytes)
+    strides = (layout.block_stride, layout.head_stride, layout.token_stride, 1)
+    reach = sum((n - 1) * s for n, s in zip(shape, strides, strict=True)) + 1
+    base = (layout.k_base, layout.v_base)[kind][layer]
+    return as_strided(at(base, reach), shape, strides)
 
 
 class _Pages:
@@ -178,17 +194,13 @@ def _rows(layout: PagedLayout, record: np.void, request: Request) -> Any:
         blocks, slots = np.divmod(np.asarray(request.pages)[at], size)
     else:
         blocks, slots = np.asarray(request.pages)[at // size], at % size
-    shape = (layout.num_blocks, layout.heads, size, layout.row_bytes)
-    strides = (layout.block_stride, layout.head_stride, layout.token_stride, 1)
-    reach = sum((n - 1) * s for n, s in zip(shape, strides, strict=True)) + 1
     for layer in range(int(record["layers"])):
-        for plane in (0, 1):
-            base = (layout.k_base, layout.v_base)[plane][int(record["dst_layer_begin"]) + layer]
-            view = as_strided(_at(base, reach), shape, strides)
+        for kind in (0, 1):
+            view = plane(layout, int(record["dst_layer_begin"]) + layer, kind)
             for head in range(int(record["heads"])):
                 inside = (
                     int(record["src_layer_begin"]) + layer,
-                    plane,
+                    kind,
                     int(record["src_head_begin"]) + head,
                     slice(int(tokens[0]), int(tokens[-1]) + 1),
                 )
@@ -207,8 +219,9 @@ def _shaped(record: np.void, payload: npt.NDArray[np.uint8]) -> npt.NDArray[np.u
 
 
 def _payload(record: np.void) -> npt.NDArray[np.uint8]:
-    return _shaped(record, _at(int(record["address"]), int(record["length"])))
+    return _shaped(record, at(int(record["address"]), int(record["length"])))
 
 
-def _at(address: int, size: int) -> npt.NDArray[np.uint8]:
+def at(address: int, size: int) -> npt.NDArray[np.uint8]:
+    """Memory of this process."""
     return np.ctypeslib.as_array((ctypes.c_uint8 * size).from_address(address))

@@ -1,287 +1,74 @@
 // Span payloads to paged KV, for all layers and all requests of a job in one launch.
-#include "turning.cuh"
+#include "moving.cuh"
 #include "units.cuh"
 
 // Of a stage.
-enum { ITEM_BYTES = 16384, UNIT_BYTES = 32768 };
+enum { UNIT_BYTES = 32768 };
 
-enum Result { DONE = 0, BAD_ROOT = 1, BAD_TILE = 2 };
-// Parts of the job that one launch moves.
-struct Range { u32 begin, end; };
-
-__device__ inline u64 mix(u64 x) {
-    x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9ull;
-    x = (x ^ (x >> 27)) * 0x94D049BB133111EBull;
-    return x ^ (x >> 31);
-}
-
-// What is done at once: an item, for some of its requests. It lies in shared memory: this, then for
-// each of those requests the address of each row's page (0: none; the lowest bit: a key to be
-// turned), made once for a row instead of once for each of its vectors; then the item's bytes.
-struct __align__(16) Share {
-    Item item;
-    u32 rows, first, requests;
-    bool last;  // of its item
-};
-
+// Items are cut from whole payloads; an entry is a page's address, its lowest bit set for a key that
+// is to be turned.
 template <bool TURN>
-__device__ inline void address(const Job *job, const Share &share, u64 *table) {
-    const Part *part = share.item.part;
-    const u32 wanting = part->requests >> share.first;
-    const Request *requests = request_of(job, part->request_begin + share.first);
-#pragma unroll 2
-    for (u32 row = lane(); row < share.rows; row += lanes()) {
-        Place place = place_of(job, part, share.item.row + row);
-#pragma unroll 4
-        for (u32 r = 0; r < share.requests; r++) {
-            u64 entry = 0;
-            if (place.wanted && wanting >> r & 1) {
-                entry = (u64)page_of(job, part, requests + r, place);
-                if (TURN && place.key && requests[r].turns != NONE) entry |= 1;
-            }
-            table[r * share.rows + row] = entry;
-        }
-    }
-}
+struct SpanRows {
+    static const u32 UNROLL = 4;
 
-// One warp brings items to the stages; it runs ahead as far as there are stages.
-template <typename V, bool TURN>
-struct Producer {
-    const Job *job;
-    const Ring<V> *ring;
-    u32 at, end, first;
-    Cursor cursor;
-    bool ended;
-
-    __device__ Producer(const Job *job_, const Ring<V> *ring_, u32 begin, u32 end_, u32)
-        : job(job_), ring(ring_), at(begin + block()), end(end_), first(0), ended(false) {}
-
-    __device__ void step() {
-        Share share;
-        for (; at < end; at += blocks()) {
-            share.item = item_at(job, at);
-            if (share.item.wanted[0] || share.item.wanted[1]) break;
-        }
-        if (at >= end) {
-            ring->wait_empty(cursor);
-            Share *to = (Share *)ring->head(cursor);
-            if (lane() == 0) to->item.bytes = 0;
-            warp_barrier();
-            ring->ready(cursor);
-            ended = true;
-            return;
-        }
-        u32 wanting = 32 - leading_zeros(share.item.part->requests);
+    __device__ static void find(const Job *job, u32 index, Share &share) {
+        share.item = item_at(job, index);
         share.rows = share.item.bytes / job->row_bytes;
-        share.first = first;
-        u32 room = ring->entries / share.rows;
-        share.requests = wanting - first < room ? wanting - first : room;
-        share.last = first + share.requests == wanting;
-        ring->wait_empty(cursor);
-        if (first == 0)
-            ring->fill(cursor, (const u8 *)share.item.part->address + share.item.begin,
-                       share.item.bytes);
-        if (lane() == 0) *(Share *)ring->head(cursor) = share;
-        address<TURN>(job, share, ring->table(cursor));
-        warp_barrier();
-        ring->ready(cursor);
-        // The next requests of an item find its bytes where they are.
-        cursor.turn();
-        if (share.last) first = 0, at += blocks(), cursor.next(ring->count);
-        else first += share.requests;
-    }
-};
-
-// The other warps sum what has come, and put it where it belongs.
-template <typename V, bool TURN>
-struct Consumer {
-    const Job *job;
-    const Ring<V> *ring;
-    Cursor cursor;
-    bool ended;
-
-    __device__ Consumer(const Job *job_, const Ring<V> *ring_)
-        : job(job_), ring(ring_), ended(false) {}
-
-    __device__ void step() {
-        ring->wait_full(cursor);
-        const Share *share = (const Share *)ring->head(cursor);
-        if (share->item.bytes == 0) {
-            ended = true;
-            return;
-        }
-        const Item item = share->item;
-        const bool last = share->last, sum = share->first == 0;
-        Sums sums(item);
-        scatter(*share, item, ring->table(cursor), ring->stage(cursor), sum, sums);
-#ifndef KM_NO_SUMS
-        if (sum) sums.give(job, item);
-#endif
-        ring->release(cursor);
-        cursor.turn();
-        if (last) cursor.next(ring->count);
+        share.wanting = 32 - leading_zeros(share.item.part->requests);
     }
 
-    __device__ void scatter(const Share &share, const Item &item, const u64 *table, const u8 *stage,
-                            bool sum, Sums &sums) const {
-        const u32 vectors = item.bytes / sizeof(V), in_row = job->by_vectors.value;
-        const u32 rows = share.rows, requests = share.requests;
+    __device__ static bool tile_wanted(const Job *job, const Part *part, u32 tile) {
+        return ::tile_wanted(job, part, tile - part->tile_begin + part->first_tile);
+    }
+
+    __device__ static void address(const Job *job, const Share &share, u64 *table) {
+        const Part *part = share.item.part;
+        const u32 wanting = part->requests >> share.first;
+        const Request *requests = request_of(job, part->request_begin + share.first);
+#pragma unroll 2
+        for (u32 row = lane(); row < share.rows; row += lanes()) {
+            Place place = place_of(job, part, share.item.row + row);
+            u32 at = (u32)part->position + place.token;
 #pragma unroll 4
-        for (u32 i = consumer(); i < vectors; i += consumers()) {
-            V v = load((const V *)stage + i);
-#ifndef KM_NO_SUMS
-            if (sum) sums.take(v, i * (sizeof(V) / 4));
-#endif
-            u32 row = job->by_vectors.divide(i), within = (i - row * in_row) * sizeof(V);
-            const u64 *entries = table + row;
-            u32 r = 0;
-            for (; r + 4 <= requests; r += 4, entries += 4 * rows) {
-                u64 entry[4] = {entries[0], entries[rows], entries[2 * rows], entries[3 * rows]};
-#pragma unroll
-                for (u32 k = 0; k < 4; k++)
-                    put(item, stage, row, within, share.first + r + k, entry[k], v);
+            for (u32 r = 0; r < share.requests; r++) {
+                u64 entry = 0;
+                if (place.wanted && wanting >> r & 1) {
+                    entry = page_of(job, requests + r, place.base, at + requests[r].shift);
+                    if (TURN && place.key && requests[r].turns != NONE) entry |= 1;
+                }
+                table[r * share.rows + row] = entry;
             }
-            for (; r < requests; r++, entries += rows)
-                put(item, stage, row, within, share.first + r, *entries, v);
         }
     }
 
-    __device__ void put(const Item &item, const u8 *stage, u32 row, u32 within, u32 request,
-                        u64 entry, const V &v) const {
-        V *to = (V *)((entry & ~(u64)1) + within);
-        if (TURN && entry & 1) {
-            const float2 *turns = (const float2 *)((const u8 *)job + job->turns);
-            turns += request_of(job, item.part->request_begin + request)->turns;
-            store_once(to, turned<V>(job, stage + (u64)row * job->row_bytes, within, turns));
-        } else if (entry) {
-            store_once(to, v);
-        }
+    __device__ static u64 origin(const Job *) { return 0; }
+    __device__ static u64 above(u64 entry) { return entry & ~(u64)1; }
+    __device__ static bool turns(u64 entry) { return TURN && entry & 1; }
+
+    __device__ static const float2 *turn(const Job *job, const Item &item, u32 request, u64) {
+        const float2 *turns = (const float2 *)((const u8 *)job + job->turns);
+        return turns + request_of(job, item.part->request_begin + request)->turns;
     }
 };
-
-// The sums that the parts should have, read once, while the first payload bytes are on their way.
-__device__ inline void fetch_sums(const Job *job, Range range, u32 producers) {
-    const Part *parts = parts_of(job);
-    u64 *expected = (u64 *)((u8 *)job + job->expected);
-    u64 *folded = (u64 *)((u8 *)job + job->folded);
-    u32 warps = consumers(producers) / lanes();
-    for (u32 p = range.begin + consumer() / lanes() * blocks() + block(); p < range.end;
-         p += warps * blocks()) {
-        const Part *part = parts + p;
-        if (!part->requests) continue;
-        const u64 *stored = (const u64 *)part->sums_address;
-        u32 tiles = (u32)((part->length + TILE - 1) / TILE);
-        u64 root = 0;
-        for (u32 t = lane(); t < tiles; t += lanes()) {
-            u64 sum = load_shared_word(stored + t);
-            root += mix(sum + (t + 1) * 0x9E3779B97F4A7C15ull);
-            if (t >= part->first_tile && t < part->end_tile)
-                expected[part->tile_begin + t - part->first_tile] = sum;
-        }
-        root = warp_sum(root);
-        if (lane() == 0) add(folded + p, root);
-    }
-}
-
-// A tile whose sum is not what it should be: its part is bad, if anything of it is wanted.
-__device__ inline void suspect(const Job *job, u32 tile) {
-    Part *parts = (Part *)parts_of(job);
-    u32 low = 0, high = job->parts_count;
-    while (high - low > 1) {
-        u32 middle = (low + high) / 2;
-        if (parts[middle].tile_begin <= tile) low = middle;
-        else high = middle;
-    }
-    Part *part = parts + low;
-    if (tile_wanted(job, part, tile - part->tile_begin + part->first_tile)) part->bad = 1;
-}
-
-__device__ inline u32 tiles_before(const Job *job, u32 part) {
-    return part < job->parts_count ? parts_of(job)[part].tile_begin : job->tiles_count;
-}
-
-// By the last block: compares what was moved with what should have been.
-__device__ inline void judge(const Job *job, u32 *results, Range range) {
-    const Part *parts = parts_of(job);
-    const u64 *expected = (const u64 *)((const u8 *)job + job->expected);
-    const u64 *sums = (const u64 *)((const u8 *)job + job->sums);
-    const u64 *folded = (const u64 *)((const u8 *)job + job->folded);
-    const u32 end = tiles_before(job, range.end), at_once = 8;
-    for (u32 t = tiles_before(job, range.begin) + thread(); t < end; t += at_once * threads()) {
-        u64 differ[at_once];
-#pragma unroll
-        for (u32 k = 0; k < at_once; k++) {
-            u32 at = t + k * threads();
-            differ[k] = at < end ? load_fresh(expected + at) ^ load_fresh(sums + at) : 0;
-        }
-#pragma unroll
-        for (u32 k = 0; k < at_once; k++)
-            if (differ[k]) suspect(job, t + k * threads());
-    }
-    barrier();
-    for (u32 p = range.begin + thread(); p < range.end; p += threads()) {
-        const Part *part = parts + p;
-        u32 result = *(const volatile u32 *)&part->bad ? BAD_TILE : DONE;
-        if (part->requests && load_fresh(folded + p) != part->root) result = BAD_ROOT;
-        tell_host(results + p, result);
-    }
-}
-
-__device__ inline u32 items_before(const Job *job, u32 part) {
-    return part < job->parts_count ? parts_of(job)[part].item_begin : job->items_count;
-}
-
-// Through a ring, what lies between two indices.
-template <u32 PRODUCERS, typename P, typename C, typename R>
-__device__ inline void move(const Job *job, const R &ring, Range range, u32 begin, u32 end,
-                            bool fetch) {
-#ifdef KM_NO_SUMS
-    fetch = false;
-#endif
-    if (ALONE) {
-        if (fetch) fetch_sums(job, range, PRODUCERS);
-        P producer(job, &ring, begin, end, 0);
-        C consumer(job, &ring);
-        while (!consumer.ended) producer.step(), consumer.step();
-    } else if (produces(PRODUCERS)) {
-        P producer(job, &ring, begin, end, ::producer(PRODUCERS));
-        while (!producer.ended) producer.step();
-    } else {
-        if (fetch) fetch_sums(job, range, PRODUCERS);
-        C consumer(job, &ring);
-        while (!consumer.ended) consumer.step();
-    }
-}
 
 // What can be moved in units first, then the rest.
 template <typename V, bool TURN, bool UNITS>
 __device__ inline void restore(const Job *job, u32 *results, Range range, u8 *shared) {
+    typedef SpanRows<TURN> Rows;
     if (UNITS) {
         Ring<Vec16> ring(shared, job->unit_stages, UNIT_BYTES, job->unit_entries, UNIT_PRODUCERS);
-        const u32 begin = units_before(job, range.begin), end = units_before(job, range.end);
-        move<UNIT_PRODUCERS, UnitProducer, UnitConsumer>(job, ring, range, begin, end, true);
+        const Lot lot = {units_before(job, range.begin) + block(), units_before(job, range.end),
+                         blocks()};
+        move<UNIT_PRODUCERS, UnitProducer, UnitConsumer>(job, ring, range, lot, true);
         ring.end();
     }
     const u32 begin = items_before(job, range.begin), end = items_before(job, range.end);
     if (!UNITS || begin != end) {
         Ring<V> ring(shared, job->stages, ITEM_BYTES, job->entries);
-        move<1, Producer<V, TURN>, Consumer<V, TURN>>(job, ring, range, begin, end, !UNITS);
+        const Lot lot = {begin + block(), end, blocks()};
+        move<1, Producer<V, Rows>, Consumer<V, Rows>>(job, ring, range, lot, !UNITS);
     }
-    fence();
-    barrier();
-    u32 *last = (u32 *)shared, *counter = (u32 *)((u8 *)job + job->counters);
-    if (thread() == 0) *last = count(counter) + 1 == blocks();
-    barrier();
-    if (!*last) return;
-    fence();
-    // For the launch that moves the next parts of this job.
-    if (thread() == 0) *counter = 0;
-#ifndef KM_NO_SUMS
-    judge(job, results, range);
-#else
-    for (u32 p = range.begin + thread(); p < range.end; p += threads()) tell_host(results + p, DONE);
-#endif
-    system_fence();
+    finish<Rows>(job, results, range, shared);
 }
 
 #ifndef KM_ENTRY

@@ -6,7 +6,7 @@ import re
 from pathlib import Path
 
 #: The programs, with what they start: name and vector bytes are in each function's name.
-PROGRAMS = ("restore", "store", "encode")
+PROGRAMS = ("restore", "round", "store", "encode")
 OPTIONS = ("-std=c++17",)
 
 _HERE = Path(__file__).parent

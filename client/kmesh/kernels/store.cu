@@ -18,8 +18,9 @@ __device__ inline void gather(const Job *job, const Item &item, Sums *sums) {
             u32 row = job->by_vectors.divide(i), within = (i - row * in_row) * sizeof(V);
             Place place = place_of(job, part, item.row + row);
             wanted[k] = place.wanted;
+            u32 at = (u32)part->position + place.token + request->shift;
             if (place.wanted)
-                v[k] = load_once((const V *)(page_of(job, part, request, place) + within));
+                v[k] = load_once((const V *)(page_of(job, request, place.base, at) + within));
         }
 #pragma unroll
         for (u32 k = 0; k < at_once; k++) {

@@ -2,7 +2,7 @@
 // brought as one run of the payload for each head of K and of V, and written page by page, so that
 // a page's bytes are written together.
 #pragma once
-#include "paged.cuh"
+#include "moving.cuh"
 
 // The head of a stage that holds a unit. Behind it lie addresses: for each request, for each block,
 // where K and V of the block's first token of the unit belong (0: nowhere).
@@ -42,14 +42,15 @@ __device__ inline u64 address(const Job *job, const Unit &unit, u32 layer, u32 t
 struct UnitProducer {
     const Job *job;
     const Ring<Vec16> *ring;
-    u32 begin, count, turn, stride;  // of the block's units: how many, this warp's next, its step
+    Lot lot;
+    u32 count, turn, stride;  // of the block's units: how many, this warp's next, its step
     bool ended;
 
-    __device__ UnitProducer(const Job *job_, const Ring<Vec16> *ring_, u32 begin_, u32 end, u32 own)
-        : job(job_), ring(ring_), begin(begin_ + block()), count(0), turn(own), ended(false) {
+    __device__ UnitProducer(const Job *job_, const Ring<Vec16> *ring_, const Lot &lot_, u32 own)
+        : job(job_), ring(ring_), lot(lot_), count(0), turn(own), ended(false) {
         stride = UNIT_PRODUCERS < ring->count ? (u32)UNIT_PRODUCERS : ring->count;
         ended = own >= stride;
-        if (begin < end) count = (end - begin - 1) / blocks() + 1;
+        if (lot.begin < lot.end) count = (lot.end - lot.begin - 1) / lot.stride + 1;
     }
 
     __device__ void step() {
@@ -86,7 +87,7 @@ struct UnitProducer {
     }
 
     __device__ void find(Unit &unit, u32 &layer, u32 &token) const {
-        const u32 index = begin + turn * blocks(), most = job->unit_tokens;
+        const u32 index = lot.begin + turn * lot.stride, most = job->unit_tokens;
         const Part *part = part_with(job, index, job->by_units, &Part::unit_begin);
         const u32 all = (u32)part->tokens, chunks = (all - 1) / most + 1;
         const u32 number = index - part->unit_begin;

@@ -1,0 +1,200 @@
+"""Rounds of siblings to paged KV on a GPU, in one launch. See ``docs/kernels.md``.
+
+Payloads and recipes may be in the GPU's memory or in host memory that is registered with it;
+addresses are those that the GPU uses. Nothing here waits for the GPU but ``PendingRound.wait`` and
+``close``. Needs CuPy, which is imported when a ``RoundRestorer`` is made.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from kmesh.kernels import rounds
+from kmesh.kernels.chooser import Rates, Route, choose
+from kmesh.kernels.copying import Buffers, Copier
+from kmesh.kernels.cuda import H200
+from kmesh.kernels.device import Device, Slot
+from kmesh.kernels.host import PagedLayout
+from kmesh.kernels.plan import Load
+from kmesh.kernels.rounds import Round, RoundStatuses
+
+__all__ = ["PendingRound", "RoundRestorer", "RoundSettings"]
+
+
+@dataclass(frozen=True, slots=True)
+class RoundSettings:
+    """How much of the GPU a round may use.
+
+    Attributes:
+        ctas: thread blocks for each multiprocessor. Keys that are turned need registers: more than
+            three do not fit.
+        max_ctas: of one launch, at most; None: as many as are of use.
+        slow_ctas: blocks that read host memory, where bases or recipes are in the GPU's own; the
+            others move these meanwhile. Where all is in one memory, all blocks read it.
+        stages: of 16 KiB that a block has in flight, at most.
+        chunk_bytes, chunks: of the copy engine's buffers.
+    """
+
+    ctas: int = 3
+    max_ctas: int | None = None
+    slow_ctas: int = 64
+    stages: int = 4
+    chunk_bytes: int = 32 << 20
+    chunks: int = 3
+
+    def __post_init__(self) -> None:
+        if self.chunks < 2:
+            raise ValueError(f"chunks is {self.chunks}: one is copied while one is scattered")
+        for name in ("ctas", "slow_ctas", "stages", "chunk_bytes"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} is {getattr(self, name)}, not at least 1")
+        if self.max_ctas is not None and self.max_ctas < 1:
+            raise ValueError(f"max_ctas is {self.max_ctas}, not at least 1")
+
+
+class PendingRound:
+    """A round that was started. Its pages, payloads and recipes stay alive until it ends.
+
+    Attributes:
+        read_bytes: that its kernel reads, sums left out.
+        route: what brings what is in host memory.
+    """
+
+    def __init__(self, device: Device, slot: Slot, job: rounds.RoundJob, route: Route) -> None:
+        self._device = device
+        self._slot: Slot | None = slot
+        self._job = job
+        self._statuses = RoundStatuses(b"", b"")
+        self.read_bytes = job.read_bytes
+        self.route = route
+
+    def done(self) -> bool:
+        """Whether it has ended."""
+        return self._slot is None or self._slot.done()
+
+    def wait(self) -> RoundStatuses:
+        """Waits for the end; says what became of members and bases."""
+        if self._slot is not None:
+            self._slot.wait()
+            self._statuses = self._job.statuses(self._slot.results(self._job.parts, np.uint32))
+            self._device.release(self._slot)
+            self._slot = None
+        return self._statuses
+
+
+class RoundRestorer:
+    """Restores rounds into the pages of one engine on one GPU.
+
+    Not thread-safe: one thread uses it at a time.
+
+    Args:
+        layout: addresses are the device's.
+        device: ordinal, as this process counts.
+        rates: what the choice between kernel and copy engine is made by.
+        options: more for the compiler, for comparisons.
+    """
+
+    def __init__(
+        self,
+        layout: PagedLayout,
+        *,
+        device: int = 0,
+        settings: RoundSettings | None = None,
+        rates: Rates = H200,
+        options: tuple[str, ...] = (),
+    ) -> None:
+        self._layout = layout
+        self._device = Device(device, options)
+        self._settings = settings or RoundSettings()
+        self._rates = rates
+        self._buffers = Buffers(self._device, self._settings.chunk_bytes, self._settings.chunks)
+
+    def restore(self, round: Round, stream: int, *, route: Route | None = None) -> PendingRound:
+        """Starts a round on a stream: one launch, or by the copy engine one for each chunk.
+
+        Args:
+            round: its addresses are those that the device reads.
+            stream: handle of a CUDA stream of the device.
+            route: of what is in host memory; by default the faster one. Copies need all of each
+                payload and recipe to be readable, and where one begins on the tile behind another,
+                as in a slab, what is between them. Where the GPU has no memory for their buffers,
+                or one does not fit a buffer, the kernel does it. ``PendingRound.route`` says what
+                was done.
+
+        Raises:
+            UnsupportedError: as ``rounds.write``; nothing was started.
+        """
+        device = self._device
+        with device:
+            if route is not Route.KERNEL:
+                host = rounds.HostBytes(round)
+                if self._by_copies(host, route) and (copier := self._buffers.get()):
+                    return self._copied(host, stream, copier)
+            with device.job(stream) as slot:
+                job = self._write(slot, round, self._settings.slow_ctas)
+                slot.upload(job.upload_bytes, stream)
+                slot.expect(job.parts)
+                self._launch(job, slot, (0, job.parts), stream)
+            return PendingRound(device, slot, job, Route.KERNEL)
+
+    def close(self) -> None:
+        """Waits for what is under way and frees what was allocated."""
+        with self._device:
+            self._device.close()
+            self._buffers.close()
+
+    def _by_copies(self, host: rounds.HostBytes, route: Route | None) -> bool:
+        lengths = host.records["length"]
+        if not len(lengths) or int(lengths.max()) > self._settings.chunk_bytes:
+            return False
+        if route is None:
+            route = choose(int(lengths.sum()), 1, self._blocks, self._rates)
+        return route is Route.COPY
+
+    def _copied(self, host: rounds.HostBytes, stream: int, copier: Copier) -> PendingRound:
+        # What is first on the bus is on its way before anybody has looked at recipes.
+        trip = copier.start([Load(host.records, [])])
+        try:
+            with self._device.job(stream) as slot:
+                job = self._write(slot, host.moved(trip.loads[0].records["address"]), 0)
+                slot.upload(job.upload_bytes, stream)
+                slot.expect(job.parts)
+                here = int(np.searchsorted(job.orders, 1))
+                self._launch(job, slot, (0, here), stream)
+                for begin, end in trip.chunks(stream):
+                    first, behind = np.searchsorted(job.orders, (begin + 1, end + 1)).tolist()
+                    self._launch(job, slot, (first, behind), stream)
+        except BaseException:
+            # Whoever hears of it may give payloads and recipes up at once.
+            copier.wait()
+            raise
+        finally:
+            trip.end(stream)
+        return PendingRound(self._device, slot, job, Route.COPY)
+
+    @property
+    def _blocks(self) -> int:
+        blocks = self._settings.ctas * self._device.multiprocessors
+        return min(blocks, self._settings.max_ctas or blocks)
+
+    def _write(self, slot: Slot, round: Round, slow_blocks: int) -> rounds.RoundJob:
+        return rounds.write(
+            self._layout,
+            round,
+            stages=self._settings.stages,
+            shared=self._device.shared(self._settings.ctas),
+            blocks=self._blocks,
+            slow_blocks=slow_blocks,
+            allocate=slot.reserve,
+        )
+
+    def _launch(
+        self, job: rounds.RoundJob, slot: Slot, parts: tuple[int, int], stream: int
+    ) -> None:
+        if parts[0] < parts[1]:
+            self._device.launch(
+                "round", f"kmesh_round_{job.vector}", job.blocks, job.shared_bytes, slot, parts,
+                stream,
+            )  # fmt: skip

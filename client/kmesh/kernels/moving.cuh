@@ -1,0 +1,261 @@
+// Payloads to pages: one warp of a block brings items, the others sum and scatter them. `Rows` says
+// which items there are, and where each of their rows belongs.
+#pragma once
+#include "turning.cuh"
+
+// Of a stage.
+enum { ITEM_BYTES = 16384 };
+
+enum Result { DONE = 0, BAD_ROOT = 1, BAD_TILE = 2 };
+// Parts of the job that one launch moves.
+struct Range { u32 begin, end; };
+// Items, or units, of this block: every one in `stride`, from `begin` on.
+struct Lot { u32 begin, end, stride; };
+
+__device__ inline u64 mix(u64 x) {
+    x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9ull;
+    x = (x ^ (x >> 27)) * 0x94D049BB133111EBull;
+    return x ^ (x >> 31);
+}
+
+struct Strand;
+
+// What is done at once: an item, for some of those that want it. It lies in shared memory: this, then
+// for each of those for each row an entry, made once for a row instead of once for each of its
+// vectors, that says where its page is and how it is turned (0: nowhere); then the item's bytes.
+struct __align__(16) Share {
+    Item item;
+    const Strand *strand;  // of a round's item
+    u32 rows, wanting;     // how many want the item
+    u32 first, requests;   // of those, this time
+    bool last;             // of its item
+};
+
+// One warp brings items to the stages; it runs ahead as far as there are stages.
+template <typename V, typename Rows>
+struct Producer {
+    const Job *job;
+    const Ring<V> *ring;
+    u32 at, end, stride, first;
+    Cursor cursor;
+    bool ended;
+
+    __device__ Producer(const Job *job_, const Ring<V> *ring_, const Lot &lot, u32)
+        : job(job_), ring(ring_), at(lot.begin), end(lot.end), stride(lot.stride), first(0),
+          ended(false) {}
+
+    __device__ void step() {
+        Share share;
+        for (; at < end; at += stride) {
+            Rows::find(job, at, share);
+            if (share.item.wanted[0] || share.item.wanted[1]) break;
+        }
+        if (at >= end) {
+            ring->wait_empty(cursor);
+            Share *to = (Share *)ring->head(cursor);
+            if (lane() == 0) to->item.bytes = 0;
+            warp_barrier();
+            ring->ready(cursor);
+            ended = true;
+            return;
+        }
+        share.first = first;
+        u32 left = share.wanting - first, room = left ? ring->entries / share.rows : 0;
+        share.requests = left < room ? left : room;
+        share.last = share.requests == left;
+        ring->wait_empty(cursor);
+        if (first == 0)
+            ring->fill(cursor, (const u8 *)share.item.part->address + share.item.begin,
+                       share.item.bytes);
+        if (lane() == 0) *(Share *)ring->head(cursor) = share;
+        Rows::address(job, share, ring->table(cursor));
+        warp_barrier();
+        ring->ready(cursor);
+        // The next requests of an item find its bytes where they are.
+        cursor.turn();
+        if (share.last) first = 0, at += stride, cursor.next(ring->count);
+        else first += share.requests;
+    }
+};
+
+// The other warps sum what has come, and put it where it belongs.
+template <typename V, typename Rows>
+struct Consumer {
+    const Job *job;
+    const Ring<V> *ring;
+    Cursor cursor;
+    bool ended;
+
+    __device__ Consumer(const Job *job_, const Ring<V> *ring_)
+        : job(job_), ring(ring_), ended(false) {}
+
+    __device__ void step() {
+        ring->wait_full(cursor);
+        const Share *share = (const Share *)ring->head(cursor);
+        if (share->item.bytes == 0) {
+            ended = true;
+            return;
+        }
+        const Item item = share->item;
+        const bool last = share->last, sum = share->first == 0;
+        Sums sums(item);
+        scatter(*share, item, ring->table(cursor), ring->stage(cursor), sum, sums);
+#ifndef KM_NO_SUMS
+        if (sum) sums.give(job, item);
+#endif
+        ring->release(cursor);
+        cursor.turn();
+        if (last) cursor.next(ring->count);
+    }
+
+    __device__ void scatter(const Share &share, const Item &item, const u64 *table, const u8 *stage,
+                            bool sum, Sums &sums) const {
+        const u32 vectors = item.bytes / sizeof(V), in_row = job->by_vectors.value;
+        const u32 rows = share.rows, requests = share.requests;
+        const u64 origin = Rows::origin(job);
+        // Vectors of 4 bytes are for what is rare: less code, and less to compile.
+#pragma unroll (sizeof(V) == 16 ? Rows::UNROLL : 1)
+        for (u32 i = consumer(); i < vectors; i += consumers()) {
+            V v = load((const V *)stage + i);
+#ifndef KM_NO_SUMS
+            if (sum) sums.take(v, i * (sizeof(V) / 4));
+#endif
+            u32 row = job->by_vectors.divide(i), within = (i - row * in_row) * sizeof(V);
+            const u64 *entries = table + row;
+            u32 r = 0;
+            for (; r + 4 <= requests; r += 4, entries += 4 * rows) {
+                u64 entry[4] = {entries[0], entries[rows], entries[2 * rows], entries[3 * rows]};
+#pragma unroll
+                for (u32 k = 0; k < 4; k++)
+                    put(origin, item, stage, row, within, share.first + r + k, entry[k], v);
+            }
+            for (; r < requests; r++, entries += rows)
+                put(origin, item, stage, row, within, share.first + r, *entries, v);
+        }
+    }
+
+    __device__ void put(u64 origin, const Item &item, const u8 *stage, u32 row, u32 within,
+                        u32 request, u64 entry, const V &v) const {
+        V *to = (V *)(origin + Rows::above(entry) + within);
+        if (Rows::turns(entry))
+            store_once(to, turned<V>(job, stage + (u64)row * job->row_bytes, within,
+                                     Rows::turn(job, item, request, entry)));
+        else if (entry)
+            store_once(to, v);
+    }
+};
+
+// The sums that the parts should have, read once, while the first payload bytes are on their way.
+__device__ inline void fetch_sums(const Job *job, Range range, u32 producers) {
+    const Part *parts = parts_of(job);
+    u64 *expected = (u64 *)((u8 *)job + job->expected);
+    u64 *folded = (u64 *)((u8 *)job + job->folded);
+    u32 warps = consumers(producers) / lanes();
+    for (u32 p = range.begin + consumer() / lanes() * blocks() + block(); p < range.end;
+         p += warps * blocks()) {
+        const Part *part = parts + p;
+        if (!part->requests) continue;
+        const u64 *stored = (const u64 *)part->sums_address;
+        u32 tiles = (u32)((part->length + TILE - 1) / TILE);
+        u64 root = 0;
+        for (u32 t = lane(); t < tiles; t += lanes()) {
+            u64 sum = load_shared_word(stored + t);
+            root += mix(sum + (t + 1) * 0x9E3779B97F4A7C15ull);
+            if (t >= part->first_tile && t < part->end_tile)
+                expected[part->tile_begin + t - part->first_tile] = sum;
+        }
+        root = warp_sum(root);
+        if (lane() == 0) add(folded + p, root);
+    }
+}
+
+// A tile whose sum is not what it should be: its part is bad, if anything of it is wanted.
+template <typename Rows>
+__device__ inline void suspect(const Job *job, u32 tile) {
+    Part *parts = (Part *)parts_of(job);
+    u32 low = 0, high = job->parts_count;
+    while (high - low > 1) {
+        u32 middle = (low + high) / 2;
+        if (parts[middle].tile_begin <= tile) low = middle;
+        else high = middle;
+    }
+    Part *part = parts + low;
+    if (Rows::tile_wanted(job, part, tile)) part->bad = 1;
+}
+
+__device__ inline u32 tiles_before(const Job *job, u32 part) {
+    return part < job->parts_count ? parts_of(job)[part].tile_begin : job->tiles_count;
+}
+
+// By the last block: compares what was moved with what should have been.
+template <typename Rows>
+__device__ inline void judge(const Job *job, u32 *results, Range range) {
+    const Part *parts = parts_of(job);
+    const u64 *expected = (const u64 *)((const u8 *)job + job->expected);
+    const u64 *sums = (const u64 *)((const u8 *)job + job->sums);
+    const u64 *folded = (const u64 *)((const u8 *)job + job->folded);
+    const u32 end = tiles_before(job, range.end), at_once = 8;
+    for (u32 t = tiles_before(job, range.begin) + thread(); t < end; t += at_once * threads()) {
+        u64 differ[at_once];
+#pragma unroll
+        for (u32 k = 0; k < at_once; k++) {
+            u32 at = t + k * threads();
+            differ[k] = at < end ? load_fresh(expected + at) ^ load_fresh(sums + at) : 0;
+        }
+#pragma unroll
+        for (u32 k = 0; k < at_once; k++)
+            if (differ[k]) suspect<Rows>(job, t + k * threads());
+    }
+    barrier();
+    for (u32 p = range.begin + thread(); p < range.end; p += threads()) {
+        const Part *part = parts + p;
+        u32 result = *(const volatile u32 *)&part->bad ? BAD_TILE : DONE;
+        if (part->requests && load_fresh(folded + p) != part->root) result = BAD_ROOT;
+        tell_host(results + p, result);
+    }
+}
+
+__device__ inline u32 items_before(const Job *job, u32 part) {
+    return part < job->parts_count ? parts_of(job)[part].item_begin : job->items_count;
+}
+
+// Through a ring, a block's lot.
+template <u32 PRODUCERS, typename P, typename C, typename R>
+__device__ inline void move(const Job *job, const R &ring, Range range, const Lot &lot, bool fetch) {
+#ifdef KM_NO_SUMS
+    fetch = false;
+#endif
+    if (ALONE) {
+        if (fetch) fetch_sums(job, range, PRODUCERS);
+        P producer(job, &ring, lot, 0);
+        C consumer(job, &ring);
+        while (!consumer.ended) producer.step(), consumer.step();
+    } else if (produces(PRODUCERS)) {
+        P producer(job, &ring, lot, ::producer(PRODUCERS));
+        while (!producer.ended) producer.step();
+    } else {
+        if (fetch) fetch_sums(job, range, PRODUCERS);
+        C consumer(job, &ring);
+        while (!consumer.ended) consumer.step();
+    }
+}
+
+// By all threads, when everything was moved: the block that ends last says how it went.
+template <typename Rows>
+__device__ inline void finish(const Job *job, u32 *results, Range range, u8 *shared) {
+    fence();
+    barrier();
+    u32 *last = (u32 *)shared, *counter = (u32 *)((u8 *)job + job->counters);
+    if (thread() == 0) *last = count(counter) + 1 == blocks();
+    barrier();
+    if (!*last) return;
+    fence();
+    // For the launch that moves the next parts of this job.
+    if (thread() == 0) *counter = 0;
+#ifndef KM_NO_SUMS
+    judge<Rows>(job, results, range);
+#else
+    for (u32 p = range.begin + thread(); p < range.end; p += threads()) tell_host(results + p, DONE);
+#endif
+    system_fence();
+}

@@ -1,0 +1,142 @@
+"""How rounds are started, on a GPU that is the CPU: routes, chunks, and what is refused."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+from cpu_gpu import Gpu
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from round_cases import RoundCase, rounds, siblings
+
+from kmesh.errors import UnsupportedError
+from kmesh.kernels import device as devices
+from kmesh.kernels import round_reference
+from kmesh.kernels.chooser import Route
+from kmesh.kernels.cuda_rounds import RoundRestorer, RoundSettings
+from kmesh.kernels.host import Status
+from kmesh.kernels.plan import Memory
+from kmesh.kernels.rounds import HostBytes
+from kmesh.layout import TILE_BYTES
+
+
+@pytest.fixture
+def gpu(kernels: ctypes.CDLL, monkeypatch: pytest.MonkeyPatch) -> Iterator[Gpu]:
+    found = Gpu(kernels)
+    monkeypatch.setattr(devices, "cupy", lambda: found)
+    cached = (devices._function, devices._module, devices._most_shared)
+    for cache in cached:
+        cache.cache_clear()
+    yield found
+    for cache in cached:
+        cache.cache_clear()
+    assert not found.held
+
+
+@settings(
+    max_examples=20, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+@given(case=rounds(), chunk=st.sampled_from([1 << 14, 1 << 17, 1 << 22]), data=st.data())
+def test_either_route_moves_what_the_reference_moves(
+    gpu: Gpu, case: RoundCase, chunk: int, data: st.DataObject
+) -> None:
+    if data.draw(st.integers(0, 2)) == 0:
+        array = data.draw(st.sampled_from([member.blob for member in case.members])).data
+        array[data.draw(st.integers(0, array.size - 1))] ^= 4
+    expected = case.engine()
+    wanted = round_reference.restore(expected.layout, *case.built())
+    for route in Route:
+        engine = case.engine()
+        restorer = RoundRestorer(engine.layout, settings=RoundSettings(chunk_bytes=chunk))
+        pending = restorer.restore(case.round(), 0, route=route)
+        assert pending.wait() == wanted == pending.wait()
+        assert pending.done()
+        if not any(wanted.members):
+            assert engine.image() == expected.image()
+        restorer.close()
+
+
+def test_what_is_copied_comes_in_chunks_and_the_rest_at_once(gpu: Gpu) -> None:
+    case, _ = siblings(8, memory=Memory.GPU)
+    engine, expected = case.engine(), case.engine()
+    chunk = 3 * TILE_BYTES
+    restorer = RoundRestorer(engine.layout, settings=RoundSettings(chunk_bytes=chunk))
+    pending = restorer.restore(case.round(), 0, route=Route.COPY)
+    assert pending.route is Route.COPY
+    assert pending.wait() == round_reference.restore(expected.layout, *case.built())
+    assert engine.image() == expected.image()
+    # The base is there, and is first; recipes follow, one or two in a buffer.
+    assert gpu.launched[0][2] == (0, 1)
+    assert gpu.launched[-1][2][1] == 9
+    assert len(gpu.launched) > 4
+    assert sum(gpu.copied) >= sum(len(member.blob.data) for member in case.members)
+    restorer.close()
+
+
+def test_neighbours_of_a_slab_are_one_copy() -> None:
+    case, _ = siblings(4)
+    # As in a slab: each on a tile of its own.
+    slab, starts = np.zeros(40 * TILE_BYTES, dtype=np.uint8), {}
+
+    def put(data: np.ndarray, _memory: Memory) -> int:
+        at = sum(-(-size // TILE_BYTES) * TILE_BYTES for size in starts.values())
+        starts[at] = data.size
+        return slab.ctypes.data + at
+
+    host = HostBytes(case.round(put))
+    lengths = host.records["length"]
+    assert len(lengths) == 6
+    # Sums lie between the payloads here, so nothing is a neighbour.
+    assert sorted(lengths.tolist()) == sorted(
+        [*(len(b.data) for _, b, _ in case.bases), *(len(m.blob.data) for m in case.members)]
+    )
+    starts.clear()
+    blobs = [*(b for _, b, _ in case.bases), *(m.blob for m in case.members)]
+    sums = {id(blob.sums) for blob in blobs}
+    near = HostBytes(case.round(lambda d, m: d.ctypes.data if id(d) in sums else put(d, m)))
+    ends = near.records["address"] + near.records["length"]
+    assert (ends[:-1] == near.records["address"][1:]).all()
+    moved = near.moved(np.arange(6, dtype=np.uint64) * 1000)
+    assert sorted(moved.bases["order"].tolist() + moved.members["order"].tolist()) == [*range(1, 7)]
+
+
+def test_what_fits_no_buffer_and_what_has_none_goes_by_the_kernel(gpu: Gpu) -> None:
+    case, _ = siblings(2)
+    engine = case.engine()
+    for how, room in ((RoundSettings(chunk_bytes=4096), 1 << 40), (RoundSettings(), 1 << 20)):
+        gpu.room = room
+        restorer = RoundRestorer(engine.layout, settings=how)
+        for _ in range(2):
+            pending = restorer.restore(case.round(), 0, route=Route.COPY)
+            assert pending.route is Route.KERNEL
+            assert pending.wait().members == bytes(2)
+        restorer.close()
+
+
+def test_a_round_that_is_refused_leaves_the_next_one_alone(gpu: Gpu) -> None:
+    case, _ = siblings(2)
+    engine = case.engine()
+    restorer = RoundRestorer(engine.layout)
+    good, bad = case.round(), case.round()
+    bad.members["part"]["address"][0] += 2
+    for route in Route:
+        # A recipe that can't be read by words is read by nobody.
+        with pytest.raises(UnsupportedError, match="multiples of 4"):
+            restorer.restore(bad, 0, route=Route.KERNEL)
+        pending = restorer.restore(good, 0, route=route)
+        assert pending.wait().members == bytes(2)
+        assert pending.route is route
+    case.members[1].blob.data[-1] ^= 1
+    assert list(restorer.restore(case.round(), 0).wait().members) == [0, Status.BAD_TILE]
+    restorer.close()
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"ctas": 0}, {"slow_ctas": 0}, {"stages": 0}, {"max_ctas": 0}, {"chunks": 1}]
+)
+def test_settings_that_make_no_sense_are_refused(wrong: dict[str, int]) -> None:
+    with pytest.raises(ValueError, match=next(iter(wrong))):
+        RoundSettings(**wrong)
