@@ -52,7 +52,10 @@ def run(rounds: int, out: Path, peer: Path | None, only: Sequence[str] | None = 
     parts = {**rows.ROWS, "rounds": families.rounds}
     unknown = set(only or ()) - {*parts, "peer"}
     if unknown:
-        print(f"--only: there is no {', '.join(sorted(unknown))}; there are {', '.join(parts)}", file=sys.stderr)
+        print(
+            f"--only: there is no {', '.join(sorted(unknown))}; there are {', '.join(parts)}",
+            file=sys.stderr,
+        )
         return 2
     bench = rows.Bench(rounds)
     found: list[dict[str, Any]] = []
