@@ -227,7 +227,9 @@ class Populator:
 
     def _work(self) -> None:
         # The processor is for whoever serves or computes meanwhile.
-        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICE)
+        thread = threading.get_native_id()
+        if os.getpriority(os.PRIO_PROCESS, thread) < _NICE:
+            os.setpriority(os.PRIO_PROCESS, thread, _NICE)
         while True:
             with self._lock:
                 if self._failed is not None or self._next == len(self._chunks):

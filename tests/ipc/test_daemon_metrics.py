@@ -17,7 +17,7 @@ import family_metrics
 import grpc
 import pytest
 import yaml
-from daemon_process import Daemon, wait_for
+from daemon_process import COMMAND, Daemon, wait_for
 from fake_cuda import UUIDS
 from gpus import Faults as GpuFaults
 from probe import Faults, get, readiness, samples, wait_for_reasons
@@ -447,6 +447,23 @@ def gpus(seen: Seen) -> None:
             daemon.kill()
 
 
+def sealed(seen: Seen) -> None:
+    """What an earlier daemon sealed is served, and given back where it is empty."""
+    settings = {"hardened": "true", "host_memory": "4MiB", "slab_size": "2MiB"}
+    with running(**settings) as (first, _):
+        first.wait_populated()
+        with RawClient(first.socket_dir) as client:
+            assert client.store(key(0), b"x") == 0
+        second = Daemon(first.socket_dir, command=(*COMMAND, "--upgrade"), **settings)
+        try:
+            first.process.wait(60)
+            wait_for(lambda: seen.look(second)["kmesh_spans_slabs_given_up_total"])
+            wait_for(lambda: seen.look(second)['kmesh_slab_read_only{slab="0"}'])
+        finally:
+            second.stop()
+            second.kill()
+
+
 def answers(daemon: Daemon) -> bool:
     try:
         return get(daemon.socket_dir, "/metrics")[0] == 200
@@ -465,6 +482,7 @@ def seen() -> Seen:
     flights(found)
     recipes(found)
     gpus(found)
+    sealed(found)
     with tempfile.TemporaryDirectory(prefix="kmesh-") as base:
         disk_metrics.everything(Path(base), found.look)
     return found

@@ -5,9 +5,12 @@ from __future__ import annotations
 import fcntl
 import mmap
 import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
+from daemon_process import environment
 from room import settings
 
 from kmesh.dmabuf import NotExported
@@ -67,6 +70,27 @@ def test_populating_tells_how_far_it_is(threads: int) -> None:
         assert threads > 1 or len(told) >= 2
     finally:
         os.close(fd)
+
+
+_NICE = """
+import os
+from kmesh_spand import memory
+fd = memory.make_memfd("m", 1 << 20)
+os.nice(19)
+os.setresuid(65534, 65534, 65534)
+told = []
+memory.Populator(fd, 0, [(0, 1 << 20)], huge=False, done=told.append).run(2)
+print(told, os.fstat(fd).st_blocks)
+"""
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="needs root to become a user who may not")
+def test_a_user_whose_daemon_is_nice_already_has_memory_populated() -> None:
+    """It may not be less nice, and threads that tried would be gone."""
+    ran = subprocess.run(
+        [sys.executable, "-c", _NICE], env=environment(), capture_output=True, text=True, timeout=60
+    )
+    assert (ran.stdout, ran.stderr) == (f"[{1 << 20}] {(1 << 20) // 512}\n", "")
 
 
 def test_populating_by_touch_also_works() -> None:
