@@ -44,6 +44,11 @@ FAMILY = "round"
 ENGINES = ("engine A", "engine B")
 DTYPE = "bfloat16"
 MAX_TOKENS = 16
+#: What a reader of the evidence has to know.
+NOTE = (
+    "vLLM's CPU backend keeps K transposed within a block, and the connector stores pages as they"
+    " lie: what the servers say means nothing, only whether it is the same"
+)
 _ARM = "spans"
 
 
@@ -184,6 +189,7 @@ def write_evidence(path: Path, report: Report) -> None:
         "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
         "command": "make tokendance-round ROUND_ARGS='--evidence FILE'",
         **profile.source(),
+        "note": NOTE,
         "hardware": hardware(),
         "versions": profile.versions(),
         "raw": report.to_json(),
