@@ -12,7 +12,7 @@
 #endif
 
 #if defined(__x86_64__)
-#include <emmintrin.h>
+#include <immintrin.h>
 #endif
 
 // One build that uses what the CPU has. Needs ifunc, so glibc.
@@ -27,8 +27,6 @@
 
 enum { KM_ROW = 64, KM_ROW_WORDS = 16, KM_AHEAD_BYTES = 8192, KM_COPY_AHEAD_BYTES = 4096 };
 
-typedef uint64_t km_v8 __attribute__((vector_size(64)));
-
 // Words of a tile seen as rows of 16, two words to a lane: word i is column
 // i % 16 of row i / 16. With u = v + 2^31, which is not negative:
 //   lanes    sums of lanes mod 2^64, so sums of even columns + 2^32 · those of odd
@@ -36,7 +34,7 @@ typedef uint64_t km_v8 __attribute__((vector_size(64)));
 //   running_ adds the above after each row, so row r of R is in it R - r times
 // That is one xor, one shift and four adds for 16 words, and no product.
 typedef struct {
-    km_v8 lanes, odd, running_lanes, running_odd;
+    uint64_t lanes[8], odd[8], running_lanes[8], running_odd[8];
     uint64_t rows;
 } km_sum;
 
@@ -46,59 +44,78 @@ static inline uint64_t km_mix(uint64_t x) {
     return x ^ (x >> 31);
 }
 
-static inline void km_store_row(unsigned char *dst, const km_v8 *words, int stream) {
+// Adds rows for vectors of one width, and copies them to `dst` too unless that is NULL. A row that
+// is copied is taken into registers once, which the asm sees to: what is stored is what is summed,
+// and compilers like to load what they add a second time. Aligned copies go around the cache: nobody
+// reads them soon, and lines that are overwritten need not be read first. Prefetching past the end
+// harms nobody; hardware prefetchers stop at the page's end.
+#define KM_ROWS(NAME, TARGET, VECTOR, REGISTER, STREAM)                                            \
+    TARGET static inline __attribute__((always_inline)) void NAME##_add(                           \
+        km_sum *state, unsigned char *dst, const unsigned char *src, size_t rows, int stream) {    \
+        enum { COUNT = KM_ROW / sizeof(VECTOR) };                                                  \
+        VECTOR lanes[COUNT], odd[COUNT], running_lanes[COUNT], running_odd[COUNT];                 \
+        memcpy(lanes, state->lanes, KM_ROW), memcpy(odd, state->odd, KM_ROW);                      \
+        memcpy(running_lanes, state->running_lanes, KM_ROW);                                       \
+        memcpy(running_odd, state->running_odd, KM_ROW);                                           \
+        for (size_t at = 0; at < rows * KM_ROW; at += KM_ROW) {                                    \
+            __builtin_prefetch(src + at + (dst ? KM_COPY_AHEAD_BYTES : KM_AHEAD_BYTES));           \
+            for (int i = 0; i < COUNT; i++) {                                                      \
+                VECTOR words;                                                                      \
+                memcpy(&words, src + at + i * sizeof words, sizeof words);                         \
+                if (dst) {                                                                         \
+                    unsigned char *to = dst + at + i * sizeof words;                               \
+                    __asm__ volatile("" : "+" REGISTER(words));                                    \
+                    if (stream) STREAM(to, words);                                                 \
+                    else memcpy(to, &words, sizeof words);                                         \
+                }                                                                                  \
+                words ^= UINT64_C(0x8000000080000000);                                             \
+                lanes[i] += words;                                                                 \
+                odd[i] += words >> 32;                                                             \
+                running_lanes[i] += lanes[i];                                                      \
+                running_odd[i] += odd[i];                                                          \
+            }                                                                                      \
+        }                                                                                          \
+        memcpy(state->lanes, lanes, KM_ROW), memcpy(state->odd, odd, KM_ROW);                      \
+        memcpy(state->running_lanes, running_lanes, KM_ROW);                                       \
+        memcpy(state->running_odd, running_odd, KM_ROW);                                           \
+        state->rows += rows;                                                                       \
+    }                                                                                              \
+    TARGET static void NAME##_sum(km_sum *state, const unsigned char *src, size_t rows) {          \
+        NAME##_add(state, NULL, src, rows, 0);                                                     \
+    }                                                                                              \
+    TARGET static void NAME##_copy(km_sum *state, unsigned char *dst, const unsigned char *src,    \
+                                   size_t rows) {                                                  \
+        if ((uintptr_t)dst % sizeof(VECTOR) == 0) NAME##_add(state, dst, src, rows, 1);            \
+        else NAME##_add(state, dst, src, rows, 0);                                                 \
+    }
+
+typedef uint64_t km_v2 __attribute__((vector_size(16)));
+
 #if defined(__x86_64__)
-    if (stream) {
-        // Around the cache: nobody reads it soon, and lines that are overwritten
-        // need not be read first.
-        for (int i = 0; i < 4; i++)
-            _mm_stream_si128((__m128i *)dst + i,
-                             (__m128i){(long long)(*words)[2 * i], (long long)(*words)[2 * i + 1]});
-        return;
-    }
+typedef uint64_t km_v4 __attribute__((vector_size(32)));
+typedef uint64_t km_v8 __attribute__((vector_size(64)));
+#define KM_STREAM_16(to, words) _mm_stream_si128((__m128i *)(to), (__m128i)(words))
+#define KM_STREAM_32(to, words) _mm256_stream_si256((__m256i *)(to), (__m256i)(words))
+#define KM_STREAM_64(to, words) _mm512_stream_si512((__m512i *)(to), (__m512i)(words))
+KM_ROWS(km_rows_16, , km_v2, "x", KM_STREAM_16)
+KM_ROWS(km_rows_32, __attribute__((target("avx2"))), km_v4, "x", KM_STREAM_32)
+KM_ROWS(km_rows_64, __attribute__((target("avx512f"))), km_v8, "v", KM_STREAM_64)
+#define KM_BY_WIDTH(WHAT, ...)                                                                     \
+    do {                                                                                           \
+        if (__builtin_cpu_supports("avx512f")) km_rows_64_##WHAT(__VA_ARGS__);                     \
+        else if (__builtin_cpu_supports("avx2")) km_rows_32_##WHAT(__VA_ARGS__);                   \
+        else km_rows_16_##WHAT(__VA_ARGS__);                                                       \
+    } while (0)
 #else
-    (void)stream;
+#if defined(__aarch64__)
+#define KM_REGISTER "w"
+#else
+#define KM_REGISTER "m"
 #endif
-    memcpy(dst, words, sizeof *words);
-}
-
-// A row is added, and copied to `dst` too unless that is NULL. Prefetching past
-// the end harms nobody; hardware prefetchers stop at the page's end.
-static inline __attribute__((always_inline)) void km_add_rows(km_sum *state, unsigned char *dst,
-                                                              const unsigned char *src, size_t rows,
-                                                              int stream) {
-    km_v8 lanes = state->lanes, odd = state->odd;
-    km_v8 running_lanes = state->running_lanes, running_odd = state->running_odd;
-    for (size_t at = 0; at < rows * KM_ROW; at += KM_ROW) {
-        __builtin_prefetch(src + at + (dst ? KM_COPY_AHEAD_BYTES : KM_AHEAD_BYTES));
-        km_v8 words;
-        memcpy(&words, src + at, sizeof words);
-        if (dst) {
-            // What is stored is what is summed: src must not be read a second time.
-            __asm__ volatile("" : : : "memory");
-            km_store_row(dst + at, &words, stream);
-        }
-        words ^= UINT64_C(0x8000000080000000);
-        lanes += words;
-        odd += words >> 32;
-        running_lanes += lanes;
-        running_odd += odd;
-    }
-    state->lanes = lanes, state->odd = odd;
-    state->running_lanes = running_lanes, state->running_odd = running_odd;
-    state->rows += rows;
-}
-
-KM_CLONES
-static void km_sum_rows(km_sum *state, const unsigned char *src, size_t rows) {
-    km_add_rows(state, NULL, src, rows, 0);
-}
-
-KM_CLONES
-static void km_copy_rows(km_sum *state, unsigned char *dst, const unsigned char *src, size_t rows) {
-    if ((uintptr_t)dst % 16 == 0) km_add_rows(state, dst, src, rows, 1);
-    else km_add_rows(state, dst, src, rows, 0);
-}
+#define KM_STREAM_16(to, words) memcpy(to, &(words), sizeof(words))
+KM_ROWS(km_rows_16, , km_v2, KM_REGISTER, KM_STREAM_16)
+#define KM_BY_WIDTH(WHAT, ...) km_rows_16_##WHAT(__VA_ARGS__)
+#endif
 
 // The sum of a tile whose last bytes, less than a row, are at `rest`.
 static uint64_t km_sum_end(const km_sum *state, const unsigned char *rest, size_t bytes) {
@@ -126,7 +143,7 @@ static uint64_t km_sum_end(const km_sum *state, const unsigned char *rest, size_
 static uint64_t km_tile_sum(const unsigned char *tile, size_t bytes) {
     km_sum state = {0};
     size_t rows = bytes / KM_ROW;
-    km_sum_rows(&state, tile, rows);
+    KM_BY_WIDTH(sum, &state, tile, rows);
     return km_sum_end(&state, tile + rows * KM_ROW, bytes % KM_ROW);
 }
 
@@ -182,7 +199,7 @@ static uint64_t km_copy_with_sums(unsigned char *dst, const unsigned char *src, 
         size_t bytes = km_tile_bytes(length, t), rest = bytes % KM_ROW;
         unsigned char last[KM_ROW];
         km_sum state = {0};
-        km_copy_rows(&state, dst, src, bytes / KM_ROW);
+        KM_BY_WIDTH(copy, &state, dst, src, bytes / KM_ROW);
         memcpy(last, src + bytes - rest, rest);
         __asm__ volatile("" : : "r"(last) : "memory");
         memcpy(dst + bytes - rest, last, rest);
