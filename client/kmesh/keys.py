@@ -65,6 +65,8 @@ class Namespace:
         adapter: digest of a LoRA adapter's content, or empty.
         salt: ``salt_digest`` of the request's cache salt, or empty.
         reset: random word after the engine's weights or cache were reset, or empty.
+        pages: how state lies within an engine's blocks where rows are not tokens, or empty. Such
+            state is kept as it lies there.
     """
 
     model: str
@@ -77,10 +79,14 @@ class Namespace:
     adapter: str = ""
     salt: str = ""
     reset: str = ""
+    pages: str = ""
 
     def fields(self) -> dict[str, str]:
-        """All fields as text, by name."""
-        return {f.name: str(getattr(self, f.name)) for f in dataclasses.fields(self)}
+        """All fields as text, by name; ``pages`` only where it says something."""
+        found = {f.name: str(getattr(self, f.name)) for f in dataclasses.fields(self)}
+        if not self.pages:
+            del found["pages"]
+        return found
 
     @classmethod
     def from_fields(cls, fields: Mapping[str, str]) -> Namespace:
@@ -91,6 +97,8 @@ class Namespace:
                 raise ValueError(f"{name}: unknown namespace field")
         values: dict[str, str | int] = {}
         for name, field in known.items():
+            if name == "pages" and name not in fields:
+                continue
             if name not in fields:
                 raise ValueError(f"{name}: missing namespace field")
             text = fields[name]
@@ -114,7 +122,7 @@ class Namespace:
     def differing(self, other: Namespace) -> list[str]:
         """Names of the fields in which two namespaces differ."""
         mine, theirs = self.fields(), other.fields()
-        return [name for name in mine if mine[name] != theirs[name]]
+        return [name for name in mine | theirs if mine.get(name) != theirs.get(name)]
 
 
 def chain_root(namespace_digest: bytes) -> bytes:

@@ -294,6 +294,15 @@ def test_moving_text_between_fields_changes_the_digest(texts: list[str], data: A
     assert (one.digest() == two.digest()) == (texts == again)
 
 
+def test_pages_are_a_field_only_where_they_say_something() -> None:
+    plain = Namespace.from_fields(NAMESPACE)
+    assert Namespace.from_fields({**NAMESPACE, "pages": ""}).digest() == plain.digest()
+    other = Namespace.from_fields({**NAMESPACE, "pages": "blocks of 32"})
+    assert other.fields() == {**NAMESPACE, "pages": "blocks of 32"}
+    assert other.digest() != plain.digest()
+    assert plain.differing(other) == other.differing(plain) == ["pages"]
+
+
 def test_namespace_errors_name_the_field() -> None:
     with pytest.raises(ValueError, match=r"^colour: unknown"):
         Namespace.from_fields({**NAMESPACE, "colour": "red"})

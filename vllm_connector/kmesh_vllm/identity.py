@@ -13,6 +13,7 @@ from blake3 import blake3
 from kmesh.errors import ConfigError, UnsupportedError
 from kmesh.keys import Namespace
 from kmesh.layout import DTYPE_BYTES, SpanGeometry
+from kmesh_vllm import compat
 from kmesh_vllm.config import Settings
 from kmesh_vllm.content import files_digest, model_files
 from kmesh_vllm.sharding import Sharding
@@ -94,8 +95,21 @@ def identify(config: VllmConfig, kv_cache: KVCacheConfig, settings: Settings) ->
         kv_heads=heads,
         head_dim=spec.head_size,
         rope=rope_json(model.hf_text_config),
+        pages=pages(config.device_config.device_type, spec.block_size),
     )
     return Identity(namespace, sharding, spec.block_size, kv_cache.num_blocks)
+
+
+def pages(device: str, block_tokens: int) -> str:
+    """How state lies in blocks, where it lies otherwise than rows of tokens; else empty.
+
+    vLLM's CPU backend has K transposed within each block, in a way that depends on the version, the
+    CPU and the block's size. Whole blocks of it are moved as they are, so only engines that agree
+    on all of that share them.
+    """
+    if device != "cpu":
+        return ""
+    return f"vLLM {compat.vllm_version()} on a CPU, blocks of {block_tokens}"
 
 
 def refuse_setup(config: VllmConfig) -> None:

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from kmesh.errors import ConfigError, UnsupportedError
+from kmesh.keys import Namespace
 from kmesh_vllm import compat, content
 from kmesh_vllm.adapters import Adapters
 from kmesh_vllm.config import Settings
@@ -54,7 +55,9 @@ def kv_cache(*specs: Any, layers: int = 4) -> Any:
     return SimpleNamespace(kv_cache_groups=groups, num_blocks=100)
 
 
-def config(path: Path, *, parallel: dict[str, Any] | None = None, **model: Any) -> Any:
+def config(
+    path: Path, *, parallel: dict[str, Any] | None = None, device: str = "cuda", **model: Any
+) -> Any:
     hf = SimpleNamespace(rope_parameters={"rope_theta": 1e6, "rope_type": "default"})
     values: dict[str, Any] = {
         "model": str(path),
@@ -80,6 +83,7 @@ def config(path: Path, *, parallel: dict[str, Any] | None = None, **model: Any) 
         model_config=SimpleNamespace(**(values | model)),
         parallel_config=SimpleNamespace(**(sizes | (parallel or {}))),
         load_config=SimpleNamespace(load_format="auto", download_dir=None),
+        device_config=SimpleNamespace(device_type=device),
     )
 
 
@@ -102,6 +106,19 @@ def test_an_engine_is_identified(checkpoint: Path) -> None:
     assert '"rope_theta":1000000.0' in namespace.rope
     assert len(namespace.weights) == 64
     assert (identity.block_tokens, identity.num_blocks) == (32, 100)
+
+
+def test_blocks_of_the_cpu_backend_are_shared_only_as_they_lie(checkpoint: Path) -> None:
+    def namespace(device: str, block: int) -> Namespace:
+        cache = kv_cache(spec(block_size=block))
+        return identify(config(checkpoint, device=device), cache, SETTINGS).namespace
+
+    small, large = namespace("cpu", 32), namespace("cpu", 64)
+    assert small.differing(large) == ["pages"]
+    assert "blocks of 32" in small.pages
+    assert small == namespace("cpu", 32)
+    assert namespace("cuda", 16) == namespace("cuda", 32)
+    assert not namespace("cuda", 16).pages
 
 
 def test_weights_are_known_by_content(checkpoint: Path) -> None:
