@@ -101,14 +101,14 @@ class Custody:
     def release(self) -> None:
         """Lets the daemon that follows use it."""
         if self._directory is not None:
-            self._away = True
+            self._away, self.moment = True, None
             self._directory.release()
 
     def take_back(self) -> None:
         """That daemon does not serve. Who has the directory all the same may keep it for now."""
         if self._directory is None:
             return
-        self._away = not self._directory.take()
+        self._away, self.moment = not self._directory.take(), None
         if self._away:
             logger.error("disk: %s: another daemon uses it; going on without", self._directory.path)
             self.moment = time.monotonic() + _RETRY_SECONDS

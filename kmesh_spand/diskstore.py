@@ -274,14 +274,19 @@ class DiskStore:
         base = _host.address(sums)
         # Room for all of it, or none is taken.
         os.posix_fallocate(fd, 0, file_bytes(span.length, len(span.names)))
-        payload, _ = self._slabs.place(slab, offset, span.length)
+        try:
+            # Keeps it mapped, should the slab be given back.
+            payload = self._slabs.view(slab, offset, span.length)
+        except ValueError as gone:
+            raise DiskTrouble(Trouble.LOST, str(gone)) from None
+        address = _host.address(payload)
         for at in range(0, span.length, PIECE_BYTES):
             size = min(PIECE_BYTES, span.length - at)
             whole = -(-size // BLOCK_BYTES) * BLOCK_BYTES
             piece = self._buffer(whole)
             piece[size:] = bytes(whole - size)
             place = base + at // layout.TILE_BYTES * 8
-            _host.copy_with_sums(_host.address(piece), payload + at, size, place)
+            _host.copy_with_sums(_host.address(piece), address + at, size, place)
             _write_all(fd, piece, begin + at)
         if _host.fold(base, len(sums) // 8) != span.root:
             raise DiskTrouble(Trouble.LOST, "the range is another span's by now, or damaged")

@@ -233,7 +233,7 @@ class Supervisor:
             self._stop_by,
             self._retry_at,
             self._handover.moment,
-            self._disk.moment,
+            None if self._stop_signal else self._disk.moment,
         )
         moments = [at for at in ours if at is not None]
         if self._control_pid:

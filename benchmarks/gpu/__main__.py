@@ -46,10 +46,9 @@ def run(rounds: int, out: Path, peer: Path | None, only: Sequence[str] | None = 
     Args:
         only: parts to measure, by name; all of them by default.
     """
-    from benchmarks.gpu import rounds as families
     from benchmarks.gpu import rows
 
-    parts = {**rows.ROWS, "rounds": families.rounds}
+    parts = dict(rows.ROWS)
     unknown = set(only or ()) - {*parts, "peer"}
     if unknown:
         print(

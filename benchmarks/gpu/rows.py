@@ -8,7 +8,6 @@ from typing import Any
 
 import cupy
 
-from benchmarks.gpu.encoding import encode
 from benchmarks.gpu.rig import (
     LARGE,
     SMALL,
@@ -301,6 +300,20 @@ def peer(bench: Bench, results: list[dict[str, Any]]) -> Iterator[Row]:
             )  # fmt: skip
 
 
+def encode(bench: Bench) -> Iterator[Row]:
+    """Encoding; the codec's libraries are needed for it alone."""
+    from benchmarks.gpu import encoding
+
+    yield from encoding.encode(bench)
+
+
+def rounds(bench: Bench) -> Iterator[Row]:
+    """Rounds of mirrors; as ``encode``."""
+    from benchmarks.gpu import rounds as families
+
+    yield from families.rounds(bench)
+
+
 ROWS: dict[str, Callable[[Bench], Iterator[Row]]] = {
     "host": host,
     "gpu": gpu,
@@ -308,4 +321,5 @@ ROWS: dict[str, Callable[[Bench], Iterator[Row]]] = {
     "beside": beside,
     "encode": encode,
     "registration": registration,
+    "rounds": rounds,
 }

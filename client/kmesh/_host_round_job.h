@@ -61,9 +61,13 @@ static const char *km_round_write(const km_round *r, unsigned char *memory, size
         if (r->bases[i] < low) low = r->bases[i];
         if (r->bases[i] > high) high = r->bases[i];
     }
-    for (size_t p = 0; p < r->parts.count; p++)
-        bits |= ((const km_job_part *)km_at(&r->parts, p))->part.address;
+    uint64_t sums = 0;
+    for (size_t p = 0; p < r->parts.count; p++) {
+        const km_job_part *part = km_at(&r->parts, p);
+        bits |= part->part.address, sums |= part->part.sums_address;
+    }
     if (bits % 4) return "payloads, pages and their strides must be multiples of 4 bytes";
+    if (sums % 8) return "sums must be multiples of 8 bytes";
     reach = (l->num_blocks - 1) * l->block_stride + (l->heads - 1) * l->head_stride +
             (l->block_tokens - 1) * l->token_stride;
     if (high - low >= UINT64_C(1) << 47 || reach >= UINT64_C(1) << 47)

@@ -130,43 +130,76 @@ class Evictor:
         if self._empty_sealed(tenant):
             return Reason.NOT_READY
         window = self.plan(count, tenant)
+        if window is None and self._empty_sealed(tenant, all_victims=True):
+            return Reason.NOT_READY
         if window is None:
             store.place_failed(tenant)
             return Reason.POOL_FULL
         return window
 
-    def _empty_sealed(self, tenant: Tenant) -> bool:
+    def _empty_sealed(self, tenant: Tenant, *, all_victims: bool = False) -> bool:
         """Gives up the sealed slab in which the tenant's next victim lies, with all that is there.
 
         What goes from such a slab makes no room, so that all of it goes or nothing does. False if
-        the victims before it do not lie in one, or what is there may not go.
+        the victims before it do not lie in one, or what is there may not go, or the slab that
+        followed the last one has no memory yet.
+
+        Args:
+            all_victims: those are passed over that do not lie in one.
         """
         store = self._store
-        if not store.sealed & tenant.slabs:
+        sealed = store.sealed & tenant.slabs
+        if not sealed or self._heir_waits(tenant):
             return False
-        held: set[int] = set()
+        for _ in range(len(sealed)):
+            number, held = self._sealed_victim(tenant, all_victims)
+            for other in held:
+                # Else they would hide those that may go.
+                store.defer([row for row in self._rows_of(other) if store.may_evict(row)])
+            if number is not None:
+                for goner in self._all_of(number):
+                    # A base may have gone with its last mirror.
+                    if store.may_evict(goner):
+                        store.evict(goner)
+                store.give_up(number)
+                return True
+            if not held:
+                return False
+        return False
+
+    def _sealed_victim(self, tenant: Tenant, all_victims: bool) -> tuple[int | None, set[int]]:
+        """The slab that may be given up, or None; and those before it that may not."""
+        store, held = self._store, set[int]()
         for row in self.victims(tenant):
             number = store.table.slab[row]
-            if number not in store.sealed:
-                return False
             if number in held:
                 continue
-            rows = self._all_of(number)
-            if not rows:
+            if number in store.sealed:
+                if self._all_of(number):
+                    return number, held
                 held.add(number)
-                continue
-            for goner in rows:
-                # A base may have gone with its last mirror.
-                if store.may_evict(goner):
-                    store.evict(goner)
-            store.give_up(number)
-            return True
-        return False
+            elif not all_victims:
+                return None, held
+        return None, held
+
+    def _heir_waits(self, tenant: Tenant) -> bool:
+        """Whether a slab has no page at all: who maps the one before it keeps its memory."""
+        return any(
+            slab.tier == tenant.tier
+            and not slab.sealed
+            and not slab.lost
+            and not slab.populated
+            and (slab.tenant is tenant or self._open_to(number, tenant))
+            for number, slab in self._store.slabs.items()
+        )
+
+    def _rows_of(self, number: int) -> list[int]:
+        return sorted({row for row in self._store.slabs[number].owner if row})
 
     def _all_of(self, number: int) -> list[int]:
         """All spans of a slab, each behind the mirrors that refer to it; none if one may not go."""
         store, mirrors = self._store, self._store.mirrors
-        rows = sorted({row for row in store.slabs[number].owner if row})
+        rows = self._rows_of(number)
         if not all(store.may_evict(row) or mirrors.removable(row) for row in rows):
             return []
         ordered = ((*sorted(mirrors.of_base.get(row, ())), row) for row in rows)

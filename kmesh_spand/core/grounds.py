@@ -141,5 +141,8 @@ class Grounds:
 
     def populate(self, number: int, capacity: int) -> None:
         """The first ``capacity`` bytes of a slab have pages."""
+        if number not in self.slabs:
+            # It was given up meanwhile.
+            return
         self.slabs[number].populate(capacity // TILE_BYTES)
         self.grew_ms[number] = self.now_ms

@@ -135,7 +135,8 @@ class Recoder:
         for _ in range(_TURN):
             if row := self.rests.over():
                 self.verdicts.gone(row)
-                self.source.stored(row)
+                if table.state[row] == State.COMMITTED:
+                    self.source.stored(row)
         for _ in range(_TURN):
             if not self.behind:
                 return

@@ -36,8 +36,10 @@ class Rests:
     def read(self, rows: Iterable[int]) -> None:
         """Somebody who takes no recipes has asked for these rows."""
         if self._since:
+            generations = self._store.table.generation
             for row in self._since.keys() & set(rows):
-                self.begin(row)
+                if self._since[row][0] == generations[row]:
+                    self.begin(row)
 
     def over(self) -> int:
         """A row whose rest is over, which ends it; or 0."""

@@ -14,6 +14,8 @@ from kmesh_spand.core.policy import LRU, Policy
 _SMALL_SHARE = 10
 #: Uses that are counted.
 _MAX_USES = 3
+#: Rows that go round for one victim, at most: whoever asks waits for it.
+_MAX_ROUNDS = 256
 
 
 class Place(IntEnum):
@@ -137,13 +139,17 @@ class S3FIFO(Policy):
     def victims(self) -> Iterator[int]:
         """From the queue that has too much; then the other one.
 
-        What was used since goes round before: O(1) for each use.
+        What was used since goes round before: O(1) for each use, and where much was used, for a
+        while, only so many for each victim.
         """
         small = self._smalls * _SMALL_SHARE >= self._smalls + self._mains
         if small or not self._mains:
             yield from chain(self._small.victims(), self._main.victims())
             return
-        while self._uses[row := next(self._main.victims())]:
+        for _ in range(_MAX_ROUNDS):
+            row = next(self._main.victims())
+            if not self._uses[row]:
+                break
             self._uses[row] -= 1
             self._main.discard([row])
             self._main.add([row])

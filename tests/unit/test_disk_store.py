@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import hashlib
 import os
@@ -150,6 +151,25 @@ def test_a_range_that_is_not_the_spans_any_more_is_not_written(shelf: Shelf) -> 
         shelf.store.write(0, 0, span)
     assert told.value.kind is Trouble.LOST
     assert not [path for path in shelf.path.rglob("*") if path.is_file()]
+
+
+def test_a_slab_that_is_given_back_meanwhile_stays_mapped_until_it_is_read(
+    shelf: Shelf, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    span, copy = shelf.put(content()), _host.copy_with_sums
+
+    def closing(*arguments: int) -> int:
+        with contextlib.suppress(BufferError):
+            shelf.mapping.close()
+        return copy(*arguments)
+
+    monkeypatch.setattr(_host, "copy_with_sums", closing)
+    name = shelf.store.write(0, 0, span)
+    assert (shelf.path / path_of(name)).stat().st_size == file_bytes(span.length, len(span.names))
+    monkeypatch.undo()
+    with pytest.raises(DiskTrouble) as told:
+        shelf.store.write(0, 0, span)
+    assert told.value.kind is Trouble.LOST
 
 
 @pytest.mark.parametrize(

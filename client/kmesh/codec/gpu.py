@@ -67,7 +67,10 @@ class GpuSegment(Segment):
 
     @classmethod
     def read(cls, description: SpanDescription, payload: GpuBytes, device: Device) -> Self:
-        """One of which digest and root are not known: its bytes are brought to the host once."""
+        """One of which digest and root are not known: its bytes are brought to the host once.
+
+        Whatever wrote the payload must have ended.
+        """
         check_size(description, payload)
         data = _fetch(device, payload.address, payload.size)
         digest = hashlib.sha256(data.data).digest()

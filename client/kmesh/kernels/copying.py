@@ -176,6 +176,11 @@ class Trip:
             load.records["address"] = moved[at : at + len(load.records)]
             at += len(load.records)
 
+    @property
+    def count(self) -> int:
+        """Of chunks; there is one at least."""
+        return len(self._chunks)
+
     def chunks(self, stream: int) -> Iterator[tuple[int, int]]:
         """Parts of the job whose payloads are there when the stream gets to them.
 

@@ -161,11 +161,15 @@ class RoundRestorer:
                 job = self._write(slot, host.moved(trip.loads[0].records["address"]), 0)
                 slot.upload(job.upload_bytes, stream)
                 slot.expect(job.parts)
+                # What is there already, in as many turns: the bus waits for buffers, not for it.
                 here = int(np.searchsorted(job.orders, 1))
-                self._launch(job, slot, (0, here), stream)
-                for begin, end in trip.chunks(stream):
+                turns = np.ceil(np.linspace(0, here, trip.count + 1)).astype(int).tolist()
+                self._launch(job, slot, (0, turns[1]), stream)
+                for number, (begin, end) in enumerate(trip.chunks(stream), 2):
                     first, behind = np.searchsorted(job.orders, (begin + 1, end + 1)).tolist()
                     self._launch(job, slot, (first, behind), stream)
+                    if number <= trip.count:
+                        self._launch(job, slot, (turns[number - 1], turns[number]), stream)
         except BaseException:
             # Whoever hears of it may give payloads and recipes up at once.
             copier.wait()

@@ -46,7 +46,8 @@ def _function(device: int, program: str, name: str, options: tuple[str, ...]) ->
     """A kernel, compiled at its first use and kept by CuPy on disk."""
     module = _module(device, program, options)
     function = module.get_function(name)
-    if program != "store":
+    # What the others need of it is fixed, and counts against the same limit.
+    if program in ("restore", "round"):
         function.max_dynamic_shared_size_bytes = _most_shared(device)
     return function
 

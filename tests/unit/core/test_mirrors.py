@@ -263,6 +263,23 @@ def test_dense_for_a_while(room: World) -> None:
     room.check()
 
 
+def test_what_was_evicted_rests_no_more(room: World) -> None:
+    """Nor is its slot, which may lie in a slab that is gone by now."""
+    one = mirrored(room, [A], [B])
+    room.acquire(one, [B])
+    room.settle()
+    room.close(one)
+    (slot,) = [row.slot for row in room.core.spans(now_ms=room.now) if row.key == B]
+    room.send(ev.Evict([slot]))
+    offered: list[int] = []
+    room.core.families.stored = offered.append  # type: ignore[method-assign]
+    room.now += room.core.config.dense_rest_ms
+    room.send(ev.Tick())
+    assert not offered
+    assert not room.core.waits
+    room.check()
+
+
 def test_a_recipe_that_saves_no_tile_is_not_kept(room: World) -> None:
     one = room.connect()
     room.store(one, [A, B], length=DENSE)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import time
+from collections.abc import Sequence
 
 import pytest
 from disk_world import DiskWorld
@@ -125,6 +126,28 @@ def test_ghosts_are_forgotten_when_enough_have_left_since() -> None:
     assert ghosts.take(5, 6)
     assert not ghosts.take(5, 6), "taken already"
     assert not ghosts.take(0, 100)
+
+
+def test_a_victim_waits_for_few_of_those_that_were_used() -> None:
+    """Whoever wants room waits while they go round."""
+    rows = 5000
+    policy, rounds = S3FIFO(rows), 0
+    for row in range(1, rows + 1):
+        policy.enter(row, row)
+        policy.used(row)
+    policy.add(range(1, rows + 1))
+    main, add = policy._main, policy._main.add
+
+    def count(these: Sequence[int]) -> None:
+        nonlocal rounds
+        rounds += len(these)
+        add(these)
+
+    main.add = count  # type: ignore[method-assign]
+    for _ in range(3):
+        rounds = 0
+        assert next(policy.victims())
+        assert 0 < rounds <= 256
 
 
 def test_queues_of_several_tenants_share_columns() -> None:

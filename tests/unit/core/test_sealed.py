@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import pytest
-from world import SHARD, World, key
+from world import SHARD, World, heir_of, key
 
 from kmesh.layout import TILE_BYTES
 from kmesh_spand.core import events as ev
+from kmesh_spand.core import eviction
 from kmesh_spand.core.codes import Reason
 from kmesh_spand.core.tenants import Tenancy
 
@@ -191,3 +192,45 @@ def test_the_daemon_that_sealed_a_slab_has_it_back() -> None:
     world.store(world.connect(uid=1001), [key(1)])
     assert {row.slab for row in world.core.spans(now_ms=world.now)} == {1 - slab}
     world.check()
+
+
+def test_a_lease_in_one_slab_hides_no_other_victim(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However many spans lie beside what is leased: only so many victims are looked at."""
+    monkeypatch.setattr(eviction, "MAX_TRIES", 8)
+    tiles = 8 + 4
+    world = World({0: tiles, 1: 2, 2: 2}, hardened=True, patience_ms=1, max_spans=2 * tiles)
+    world.store(world.connect(), [key(n) for n in range(tiles + 4)])
+    world.restart()
+    world.settle()
+    world.send(ev.GraceEnded())
+    hot = world.connect()
+    # Older than all others, and leased for good.
+    assert places(world, tiles)[0] == 0
+    world.acquire(hot, [key(0)])
+    for n in range(tiles, tiles + 4):
+        world.release(hot, [world.acquire(hot, [key(n)]).lease])
+    assert reserve(world) == Reason.NOT_READY
+    assert set(world.given_up) == {1}
+    world.replace(1)
+    world.store(hot, [key("one"), key("other")])
+    # Then the next one; and what was written, where nothing sealed may go.
+    assert reserve(world) == Reason.NOT_READY
+    world.replace(2)
+    world.store(hot, [key("third"), key("fourth")])
+    assert reserve(world) == Reason.OK
+    assert Reason.OK in world.acquire(hot, [key(0)]).reason
+
+
+def test_slabs_are_not_given_up_one_after_another_while_no_memory_comes() -> None:
+    world = world_of(12, slabs=3)
+    world.send(ev.GraceEnded())
+    assert reserve(world) == Reason.NOT_READY
+    (slab,) = world.given_up
+    world.replace(slab, populated=False)
+    for _ in range(5):
+        world.now += 10
+        assert reserve(world) in (Reason.NOT_READY, Reason.POOL_FULL)
+        assert not world.given_up
+    assert len(places(world, 12)) == 8
+    world.send(ev.Populated(heir_of(slab), TILES * TILE_BYTES))
+    assert reserve(world) == Reason.OK

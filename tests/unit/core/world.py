@@ -510,11 +510,11 @@ class World:
         for slab, size in fresh.items():
             self._new_slab(slab, size, None)
 
-    def replace(self, slab: int) -> None:
+    def replace(self, slab: int, *, populated: bool = True) -> None:
         """Memory that can be written is there instead of a slab that was given up."""
-        self._new_slab(slab, self.given_up.pop(slab), slab)
+        self._new_slab(slab, self.given_up.pop(slab), slab, populated)
 
-    def _new_slab(self, slab: int, size: int, replaces: int | None) -> None:
+    def _new_slab(self, slab: int, size: int, replaces: int | None, populated: bool = True) -> None:
         heir = heir_of(slab)
         assert heir not in self.sizes
         # What was known of that number is of other memory.
@@ -523,7 +523,8 @@ class World:
         self.memory = {at: word for at, word in self.memory.items() if at[0] != heir}
         self.flipped = {at for at in self.flipped if at[0] != heir}
         self.send(ev.SlabAdded(heir, size * TILE_BYTES, replaces=replaces))
-        self.send(ev.Populated(heir, size * TILE_BYTES))
+        if populated:
+            self.send(ev.Populated(heir, size * TILE_BYTES))
 
     # Effects
 
