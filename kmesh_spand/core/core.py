@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from kmesh.handles import Location
 from kmesh.layout import TILE_BYTES
@@ -172,15 +172,11 @@ class Core:
             case ev.NotEncoded(job, why):
                 self._recoder.not_encoded(job, why)
             case ev.EncodeSpoiled(job, span, bases):
-                for row in self._recoder.spoiled(job, bases, span=span):
-                    self._verifier.doubt(row)
-                self._verifier.pump()
+                self._doubt(self._recoder.spoiled(job, bases, span=span))
             case ev.RecipeKept(job, root):
                 self._recoder.kept(job, root)
             case ev.Densified(job, ok):
-                for row in self._recoder.densified(job, ok):
-                    self._verifier.doubt(row)
-                self._verifier.pump()
+                self._doubt(self._recoder.densified(job, ok))
             case ev.RecodeFailed(job):
                 self._recoder.failed(job)
             case ev.SessionOpened(session, uid, engine, role):
@@ -220,6 +216,11 @@ class Core:
                 self.flights.draining = False
             case _ if self.disk is not None:
                 self._note_disk(self.disk, event)
+
+    def _doubt(self, rows: Sequence[int]) -> None:
+        for row in rows:
+            self._verifier.doubt(row)
+        self._verifier.pump()
 
     def _note_disk(self, disk: Disk, event: ev.Event) -> None:
         match event:

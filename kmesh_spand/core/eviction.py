@@ -93,10 +93,7 @@ class Evictor:
         goners = self._shrink(window, over, tenant)
         if goners is None:
             return Reason.NOT_READY if store.grace else Reason.QUOTA
-        for row in goners:
-            # A base may have gone with its last mirror.
-            if store.may_evict(row):
-                store.evict(row)
+        self._evict(goners)
         if not self.make_row(tenant):
             return Reason.NOT_READY if store.grace else Reason.CATALOG_FULL
         row = store.table.take_row()
@@ -152,35 +149,39 @@ class Evictor:
         if not sealed or self._heir_waits(tenant):
             return False
         for _ in range(len(sealed)):
-            number, held = self._sealed_victim(tenant, all_victims)
+            number, goners, held = self._sealed_victim(tenant, all_victims)
             for other in held:
                 # Else they would hide those that may go.
                 store.defer([row for row in self._rows_of(other) if store.may_evict(row)])
-            if number is not None:
-                for goner in self._all_of(number):
-                    # A base may have gone with its last mirror.
-                    if store.may_evict(goner):
-                        store.evict(goner)
+            if goners:
+                self._evict(goners)
                 store.give_up(number)
                 return True
             if not held:
                 return False
         return False
 
-    def _sealed_victim(self, tenant: Tenant, all_victims: bool) -> tuple[int | None, set[int]]:
-        """The slab that may be given up, or None; and those before it that may not."""
+    def _evict(self, rows: list[int]) -> None:
+        store = self._store
+        for row in rows:
+            # A base may have gone with its last mirror.
+            if store.may_evict(row):
+                store.evict(row)
+
+    def _sealed_victim(self, tenant: Tenant, all_victims: bool) -> tuple[int, list[int], set[int]]:
+        """The slab that may be given up and all its spans, if any; slabs before it that may not."""
         store, held = self._store, set[int]()
         for row in self.victims(tenant):
             number = store.table.slab[row]
             if number in held:
                 continue
             if number in store.sealed:
-                if self._all_of(number):
-                    return number, held
+                if rows := self._all_of(number):
+                    return number, rows, held
                 held.add(number)
             elif not all_victims:
-                return None, held
-        return None, held
+                break
+        return 0, [], held
 
     def _heir_waits(self, tenant: Tenant) -> bool:
         """Whether a slab has no page at all: who maps the one before it keeps its memory."""
