@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -117,15 +117,27 @@ class Encoder:
             wrong = _wrong_tokens(recipe, rows, base)
             if not wrong:
                 return Encoded(data, recipe, len(literal)), tables
-            for run, tokens in wrong.items():
-                tokens = np.union1d(tokens, literal.get(run, tokens))
-                if run in literal and len(tokens) == len(literal[run]):
-                    raise RecipeError("literals don't come back", field="payload_root")
-                literal[run] = tokens
-                plans[run] = planner.plan(run, tokens)
+            spell_out(wrong, literal)
+            for run in wrong:
+                plans[run] = planner.plan(run, literal[run])
 
     def _finder_of(self, base: Base) -> Finder:
         return self._finder if base is self._base else Finder(base, self._block)
+
+
+def spell_out(
+    wrong: Mapping[int, npt.NDArray[np.intp]], literal: dict[int, npt.NDArray[np.intp]]
+) -> None:
+    """Adds, by run, tokens that did not come back to those that are literal.
+
+    Raises:
+        RecipeError: all of a run's were literal already.
+    """
+    for run, tokens in wrong.items():
+        tokens = np.union1d(tokens, literal.get(run, tokens))
+        if run in literal and len(tokens) == len(literal[run]):
+            raise RecipeError("literals don't come back", field="payload_root")
+        literal[run] = tokens
 
 
 def check_family(base: Base, rotary: Rotary | None, block_tokens: int) -> None:

@@ -17,7 +17,7 @@ import numpy.typing as npt
 
 from kmesh.codec.assignment import XOR
 from kmesh.codec.description import SpanDescription
-from kmesh.codec.encoder import CLEARLY_SHARED, WORTH, check_family, check_member
+from kmesh.codec.encoder import CLEARLY_SHARED, WORTH, check_family, check_member, spell_out
 from kmesh.codec.judging import AlonePlanner, JudgedPlanner, bits
 from kmesh.codec.memory import address_of, root_of
 from kmesh.codec.passes import Passes
@@ -251,12 +251,9 @@ class _Writer:
                 encoded.payload_root, encoded.refused = self._root, len(literal)
                 return encoded, tables
             encoded.free()
-            for run, tokens in wrong.items():
-                tokens = np.union1d(tokens, literal.get(run, tokens))
-                if run in literal and len(tokens) == len(literal[run]):
-                    raise RecipeError("literals don't come back", field="payload_root")
-                literal[run] = tokens
-                plans[run] = planner.plan(run, tokens)
+            spell_out(wrong, literal)
+            for run in wrong:
+                plans[run] = planner.plan(run, literal[run])
 
     def smaller(self, encoded: GpuEncoded) -> GpuEncoded:
         """This one, or a recipe that refers to nothing if that is as well."""
