@@ -4,13 +4,30 @@ and kernels are those that ``one_thread`` has compiled."""
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Iterator
+from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
+import pytest
 from one_thread import Range
 
+from kmesh.kernels import device as devices
+
 NOT_READY = 600
+
+
+@contextmanager
+def instead_of_cupy(found: object, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """What ``kmesh.kernels.device`` takes for CuPy; nothing compiled before or here is kept."""
+    monkeypatch.setattr(devices, "cupy", lambda: found)
+    cached = (devices._function, devices._module, devices._most_shared)
+    for cache in cached:
+        cache.cache_clear()
+    yield
+    for cache in cached:
+        cache.cache_clear()
 
 
 class Pinned(np.ndarray):

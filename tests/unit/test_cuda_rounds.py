@@ -7,13 +7,12 @@ from collections.abc import Iterator
 
 import numpy as np
 import pytest
-from cpu_gpu import Gpu
+from cpu_gpu import Gpu, instead_of_cupy
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from round_cases import RoundCase, rounds, siblings
 
 from kmesh.errors import UnsupportedError
-from kmesh.kernels import device as devices
 from kmesh.kernels import round_reference
 from kmesh.kernels.chooser import Route
 from kmesh.kernels.cuda_rounds import RoundRestorer, RoundSettings
@@ -26,13 +25,8 @@ from kmesh.layout import TILE_BYTES
 @pytest.fixture
 def gpu(kernels: ctypes.CDLL, monkeypatch: pytest.MonkeyPatch) -> Iterator[Gpu]:
     found = Gpu(kernels)
-    monkeypatch.setattr(devices, "cupy", lambda: found)
-    cached = (devices._function, devices._module, devices._most_shared)
-    for cache in cached:
-        cache.cache_clear()
-    yield found
-    for cache in cached:
-        cache.cache_clear()
+    with instead_of_cupy(found, monkeypatch):
+        yield found
     assert not found.held
 
 

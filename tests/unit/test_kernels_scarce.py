@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from cpu_gpu import instead_of_cupy
 from paged_reference import Engine, Stored
 
 from kmesh.kernels import device as devices
@@ -136,13 +137,8 @@ class Gpu:
 @pytest.fixture
 def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[Gpu]:
     found = Gpu()
-    monkeypatch.setattr(devices, "cupy", lambda: found)
-    cached = (devices._function, devices._module, devices._most_shared)
-    for cache in cached:
-        cache.cache_clear()
-    yield found
-    for cache in cached:
-        cache.cache_clear()
+    with instead_of_cupy(found, monkeypatch):
+        yield found
     assert not found.runtime.held
     assert not found.runtime.running
 
