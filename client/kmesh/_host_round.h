@@ -7,6 +7,9 @@
 
 enum { ROUND_BUFFERS = 7 };
 
+// Memory of the last round's tables; whoever has the GIL may take it, and leave it here.
+static km_grown round_kept[KM_ROUND_TABLES];
+
 // What the buffers mean, or what is wrong with them: layout, wanted, members, bases, options, memory,
 // status.
 static const char *round_open(const Py_buffer *b, km_layout *layout, km_round *r) {
@@ -62,6 +65,7 @@ static PyObject *host_round(PyObject *module, PyObject *args) {
     km_round_sizes sizes = {0};
     PyObject *result = NULL;
     int enough = 1;
+    km_round_reuse(&round, round_kept);
     round.wrong = round_open(b, &layout, &round);
     if (!round.wrong) enough = round_run(&round, &b[5], &sizes);
     if (!enough) PyErr_NoMemory();
@@ -74,7 +78,7 @@ static PyObject *host_round(PyObject *module, PyObject *args) {
             (Py_ssize_t)(round.uses.count * sizeof(km_use)),
             round.orders.count ? (const char *)round.orders.at : "",
             (Py_ssize_t)(round.parts.count * sizeof(uint64_t)));
-    km_round_close(&round);
+    km_round_close(&round, round_kept);
     for (int i = 0; i < ROUND_BUFFERS; i++) PyBuffer_Release(&b[i]);
     return result;
 }

@@ -12,6 +12,9 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
+
 from kmesh.kernels.device import Device
 from kmesh.kernels.plan import Load
 
@@ -22,48 +25,53 @@ _OUT_OF_MEMORY = 2
 _NO_TIMING = 2
 _NON_BLOCKING = 1
 _LAST_BYTES = 4 << 20
+_ALIGN = 256
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class Chunk:
-    """Parts that are copied together: half-open, with the copies (offset, address, bytes)."""
+    """Parts that are copied together: half-open, with the copies (offset, address, bytes).
+
+    Attributes:
+        offsets: int64, of each part in the chunk's buffer.
+        size: bytes of the parts.
+    """
 
     begin: int
     end: int
     copies: list[tuple[int, int, int]]
-    offsets: list[int]
+    offsets: npt.NDArray[np.int64]
+    size: int
 
 
 def chunks_of(
-    addresses: Sequence[int], lengths: Sequence[int], room: int, smallest: int
+    addresses: npt.ArrayLike, lengths: npt.ArrayLike, room: int, smallest: int
 ) -> Iterator[Chunk]:
     """Payloads in chunks that fit ``room``; none may be larger.
 
     Towards the end they get smaller, down to ``smallest`` bytes: what has come last is scattered
     when the bus has nothing left to bring. Neighbours in memory are one copy.
     """
-    left, begin = sum(lengths), 0
-    while begin < len(lengths):
-        target = min(room, max(left // 2, smallest))
-        copies: list[tuple[int, int, int]] = []
-        offsets: list[int] = []
-        offset, end = 0, begin
-        while end < len(lengths) and (end == begin or offset + lengths[end] <= target):
-            address, length = addresses[end], lengths[end]
-            if copies and copies[-1][1] + offset - copies[-1][0] == address:
-                copies[-1] = (*copies[-1][:2], offset + length - copies[-1][0])
-            else:
-                copies.append((offset, address, length))
-            offsets.append(offset)
-            offset += _whole(length)
-            left -= length
-            end += 1
-        yield Chunk(begin, end, copies, offsets)
+    sizes = np.asarray(lengths, dtype=np.int64)
+    taken = (sizes + _ALIGN - 1) // _ALIGN * _ALIGN
+    starts = np.cumsum(taken) - taken
+    # What lies one behind the other in memory as well as in a buffer is as far from both.
+    apart = np.asarray(addresses, dtype=np.int64) - starts
+    ends, left, begin = starts + sizes, int(sizes.sum()), 0
+    while begin < len(sizes):
+        target, at = min(room, max(left // 2, smallest)), int(starts[begin])
+        end = max(int(np.searchsorted(ends, at + target, side="right")), begin + 1)
+        first = [0, *(np.flatnonzero(np.diff(apart[begin:end])) + 1).tolist(), end - begin]
+        offsets = starts[begin:end] - at
+        copies = []
+        for one, behind in zip(first[:-1], first[1:], strict=True):
+            offset = int(offsets[one])
+            size = int(ends[begin + behind - 1]) - at - offset
+            copies.append((offset, int(apart[begin + one]) + at + offset, size))
+        size = int(sizes[begin:end].sum())
+        left -= size
+        yield Chunk(begin, end, copies, offsets, size)
         begin = end
-
-
-def _whole(length: int) -> int:
-    return -(-length // 256) * 256
 
 
 class Copier:
@@ -157,29 +165,29 @@ class Trip:
     def __init__(self, copier: Copier, runtime: Any, loads: Sequence[Load]) -> None:
         self._copier = copier
         self._runtime = runtime
-        lengths = [n for load in loads for n in load.records["length"].tolist()]
-        addresses = [a for load in loads for a in load.records["address"].tolist()]
         self._chunks: list[Chunk] = []
         self._first = copier.next
         self._started = 0
-        moved: list[int] = []
-        for chunk in chunks_of(addresses, lengths, copier.room, _LAST_BYTES):
+        whole = [load.records for load in loads]
+        records = np.concatenate(whole) if len(whole) != 1 else whole[0].copy()
+        moved = records["address"]
+        for chunk in chunks_of(moved.copy(), records["length"], copier.room, _LAST_BYTES):
             self._chunks.append(chunk)
             # The bus is at work while the rest is thought about.
             if len(self._chunks) <= len(copier.buffers):
                 self._copy()
             buffer = copier.buffers[self._buffer(len(self._chunks) - 1)]
-            moved += [buffer + offset for offset in chunk.offsets]
-        self.loads = [Load(load.records.copy(), load.requests) for load in loads]
-        at = 0
-        for load in self.loads:
-            load.records["address"] = moved[at : at + len(load.records)]
-            at += len(load.records)
+            moved[chunk.begin : chunk.end] = buffer + chunk.offsets
+        edges = np.cumsum([0, *map(len, whole)]).tolist()
+        self.loads = [
+            Load(records[begin:end], load.requests)
+            for load, begin, end in zip(loads, edges[:-1], edges[1:], strict=True)
+        ]
 
     @property
-    def count(self) -> int:
-        """Of chunks; there is one at least."""
-        return len(self._chunks)
+    def sizes(self) -> list[int]:
+        """Bytes of each chunk; there is one at least."""
+        return [chunk.size for chunk in self._chunks]
 
     def chunks(self, stream: int) -> Iterator[tuple[int, int]]:
         """Parts of the job whose payloads are there when the stream gets to them.

@@ -22,6 +22,9 @@ from kmesh.kernels.rounds import Round, RoundStatuses
 
 __all__ = ["PendingRound", "RoundRestorer", "RoundSettings"]
 
+#: Of what the bus brings, how much of it is there when all that was in the GPU's memory is moved.
+_HERE_DONE = 0.8
+
 
 @dataclass(frozen=True, slots=True)
 class RoundSettings:
@@ -41,8 +44,8 @@ class RoundSettings:
     max_ctas: int | None = None
     slow_ctas: int = 64
     stages: int = 4
-    chunk_bytes: int = 32 << 20
-    chunks: int = 3
+    chunk_bytes: int = 16 << 20
+    chunks: int = 8
 
     def __post_init__(self) -> None:
         if self.chunks < 2:
@@ -161,15 +164,15 @@ class RoundRestorer:
                 job = self._write(slot, host.moved(trip.loads[0].records["address"]), 0)
                 slot.upload(job.upload_bytes, stream)
                 slot.expect(job.parts)
-                # What is there already, in as many turns: the bus waits for buffers, not for it.
+                # What is there already is moved while the bus is at work, and done before it ends.
                 here = int(np.searchsorted(job.orders, 1))
-                turns = np.ceil(np.linspace(0, here, trip.count + 1)).astype(int).tolist()
-                self._launch(job, slot, (0, turns[1]), stream)
-                for number, (begin, end) in enumerate(trip.chunks(stream), 2):
+                brought = np.cumsum(trip.sizes)
+                share = np.minimum(brought / (_HERE_DONE * brought[-1]), 1)
+                turns = [0, *np.ceil(here * share).astype(int).tolist()]
+                for number, (begin, end) in enumerate(trip.chunks(stream)):
                     first, behind = np.searchsorted(job.orders, (begin + 1, end + 1)).tolist()
                     self._launch(job, slot, (first, behind), stream)
-                    if number <= trip.count:
-                        self._launch(job, slot, (turns[number - 1], turns[number]), stream)
+                    self._launch(job, slot, (turns[number], turns[number + 1]), stream)
         except BaseException:
             # Whoever hears of it may give payloads and recipes up at once.
             copier.wait()
