@@ -10,6 +10,7 @@ import logging
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -64,7 +65,7 @@ def chunks_of(
         first = [0, *(np.flatnonzero(np.diff(apart[begin:end])) + 1).tolist(), end - begin]
         offsets = starts[begin:end] - at
         copies = []
-        for one, behind in zip(first[:-1], first[1:], strict=True):
+        for one, behind in pairwise(first):
             offset = int(offsets[one])
             size = int(ends[begin + behind - 1]) - at - offset
             copies.append((offset, int(apart[begin + one]) + at + offset, size))
@@ -181,7 +182,7 @@ class Trip:
         edges = np.cumsum([0, *map(len, whole)]).tolist()
         self.loads = [
             Load(records[begin:end], load.requests)
-            for load, begin, end in zip(loads, edges[:-1], edges[1:], strict=True)
+            for load, (begin, end) in zip(loads, pairwise(edges), strict=True)
         ]
 
     @property
