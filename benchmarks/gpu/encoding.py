@@ -121,9 +121,7 @@ def encode(bench: Any) -> Iterator[Row]:
             alone = [
                 size / one / 1e9 for one in _kernels(encoder, call, start, stream, bench.rounds)
             ]
-            note = (
-                "the kernels alone, queued behind a copy: from the first to the last one's end"
-            )
+            note = "the kernels alone, queued behind a copy: from the first to the last one's end"
             yield Row(f"encode_{name}_device", "GB/s", "median", {"kernels": alone}, note)
             encoder.close()
 
