@@ -65,7 +65,12 @@ def _most_shared(device: int) -> int:
 
 
 class Slot:
-    """Memory of one job: pinned on the host, where it is written, and its copy on the device."""
+    """Memory of one job: pinned on the host, where it is written, and its copy on the device.
+
+    Attributes:
+        host, job: where these are; 0 before anything was reserved.
+        told: where a kernel tells its results, on the host.
+    """
 
     def __init__(self, runtime: Any, allocate_pinned: Any) -> None:
         self._runtime = runtime
@@ -76,7 +81,12 @@ class Slot:
         self._told_pinned: Any = None
         self._told: npt.NDArray[np.uint32] = np.zeros(0, dtype=np.uint32)
         self.job = 0
+        self.host = 0
         self.told = 0
+        self._values = (ctypes.c_uint64 * 2)()
+        first = ctypes.addressof(self._values)
+        self._pointers = (ctypes.c_void_p * 2)(first, first + 8)
+        self._pointers_at = ctypes.addressof(self._pointers)
 
     def reserve(self, size: int) -> npt.NDArray[np.uint8]:
         """Pinned memory for a job of that size or more; as much room on the device.
@@ -90,13 +100,13 @@ class Slot:
             job = self._runtime.malloc(room)
             if self.job:
                 self._runtime.free(self.job)
-            self.job, self._pinned = job, pinned
+            self.job, self._pinned, self.host = job, pinned, pinned.ptr
             self._host = np.frombuffer(pinned, dtype=np.uint8, count=room)
         return self._host
 
     def upload(self, size: int, stream: int) -> None:
         """Starts to copy the job's first ``size`` bytes."""
-        self._runtime.memcpyAsync(self.job, self._pinned.ptr, size, _TO_DEVICE, stream)
+        self._runtime.memcpyAsync(self.job, self.host, size, _TO_DEVICE, stream)
 
     def expect(self, words: int) -> None:
         """Room for that many 32-bit words of results, which say 'not done' until they come."""
@@ -111,6 +121,11 @@ class Slot:
         """What the kernel told."""
         told: npt.NDArray[Any] = self._told.view(dtype)
         return told[:count]
+
+    def arguments(self) -> int:
+        """Address of what ``launchKernel`` takes for a kernel of job and results."""
+        self._values[0], self._values[1] = self.job, self.told
+        return self._pointers_at
 
     def record(self, stream: int) -> None:
         """What was started on the stream up to now is what ``done`` and ``wait`` are about."""
@@ -152,6 +167,7 @@ class Device:
         self._before = 0
         self._free: list[Slot] = []
         self._busy: set[Slot] = set()
+        self._kernels: dict[tuple[str, str], tuple[Any, int]] = {}
         with self:
             attributes = module.cuda.Device(ordinal).attributes
             self._most_shared = _most_shared(ordinal)
@@ -211,15 +227,21 @@ class Device:
             parts: of the job, half-open, for a kernel that takes them.
             threads: of a block; 0: as ``THREADS`` says.
         """
-        function = _function(self.ordinal, program, name, self.options)
-        values: list[Any] = [ctypes.c_uint64(slot.job), ctypes.c_uint64(slot.told)]
-        if parts is not None:
-            values.append((ctypes.c_uint32 * 2)(*parts))
-        pointers = (ctypes.c_void_p * len(values))(*map(ctypes.addressof, values))
+        known = self._kernels.get((program, name))
+        if known is None:
+            function = _function(self.ordinal, program, name, self.options)
+            known = self._kernels[program, name] = function, function.kernel.ptr
+        if parts is None:
+            arguments = slot.arguments()
+        else:
+            range_ = (ctypes.c_uint32 * 2)(*parts)
+            values = (ctypes.c_uint64 * 2)(slot.job, slot.told)
+            first = ctypes.addressof(values)
+            pointers = (ctypes.c_void_p * 3)(first, first + 8, ctypes.addressof(range_))
+            arguments = ctypes.addressof(pointers)
         self._driver.launchKernel(
-            function.kernel.ptr, blocks, 1, 1, threads or THREADS[program], 1, 1, shared, stream,
-            ctypes.addressof(pointers), 0,
-        )  # fmt: skip
+            known[1], blocks, 1, 1, threads or THREADS[program], 1, 1, shared, stream, arguments, 0
+        )
 
     def close(self) -> None:
         """Waits for all jobs and frees their memory."""
