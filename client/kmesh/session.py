@@ -404,11 +404,13 @@ class Session:
         return self._run(memory.export_span(lease, lease.index(key, shard), kind), timeout)
 
     def staging(self, size: int, timeout: float | None = None) -> Staging:
-        """Memory of ``size`` bytes, in whole pages, to write spans in; a session gets it once.
+        """Memory of ``size`` bytes, in whole pages, to write spans in.
+
+        A session has one. Who asks for as much again maps the same memory once more.
 
         Raises:
             Exhausted: the daemon's limit for staging is reached.
-            InvalidArgument: the session already has its staging.
+            InvalidArgument: the session has staging of another size.
         """
         return self._run(memory.attach_staging(size), timeout)
 

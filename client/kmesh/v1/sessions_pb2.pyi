@@ -380,7 +380,9 @@ Global___SpanHandle: _TypeAlias = SpanHandle  # noqa: Y015
 
 @_typing.final
 class AttachStaging(_message.Message):
-    """Gives the session a staging memfd of its own, once. Never recycled."""
+    """Gives the session a staging memfd of its own; the same one when it asks for as much again. Never
+    recycled.
+    """
 
     DESCRIPTOR: _descriptor.Descriptor
 
