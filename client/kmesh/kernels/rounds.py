@@ -51,6 +51,8 @@ BASE = np.dtype(
         ("dtype", "<u4"),
     ]
 )
+#: How many of one length make a copy of rows.
+_ROWS = 8
 #: Of what each memory has, the order.
 _ORDER = {Memory.HOST: 0, Memory.GPU: 1}
 
@@ -195,7 +197,8 @@ class HostBytes:
     Attributes:
         records: a copy of each, in the order of their addresses, as an array of ``RECORD`` of which
             only address and length mean something. Where one begins on the tile behind another,
-            as in a slab, what is between them is part of the first: they are one copy then.
+            as in a slab, what is between them is part of the first: they are one copy then. Not
+            so where many of one length follow each other: these are one copy of rows.
     """
 
     def __init__(self, round: Round) -> None:
@@ -221,7 +224,7 @@ class HostBytes:
         # As spans of one slab lie: between slabs there are sums, so none reaches into the next.
         tile, apart = np.uint64(TILE_BYTES), np.diff(self.records["address"])
         near = apart == (lengths[:-1] + tile - np.uint64(1)) // tile * tile
-        lengths[:-1] = np.where(near, apart, lengths[:-1])
+        lengths[:-1] = np.where(near & ~_regular(near, lengths), apart, lengths[:-1])
         self.records["length"] = lengths
 
     def moved(self, addresses: npt.NDArray[np.uint64]) -> Round:
@@ -236,6 +239,18 @@ class HostBytes:
         members["part"]["address"][self._members] = at[split:]
         members["order"][self._members] = self._number[split:] + 1
         return Round(bases, members, round.requests, round.kept)
+
+
+def _regular(near: npt.NDArray[np.bool_], lengths: npt.NDArray[np.uint64]) -> npt.NDArray[np.bool_]:
+    """Which are followed by their like, with many such one behind the other."""
+    like = np.zeros(len(lengths) + 1, dtype=np.bool_)
+    like[1:-1] = near & (lengths[1:] == lengths[:-1])
+    edges = np.flatnonzero(like[1:] != like[:-1])
+    many = np.diff(edges)[::2] >= _ROWS
+    found = np.zeros(len(near), dtype=np.bool_)
+    for begin, end in edges.reshape(-1, 2)[many].tolist():
+        found[begin:end] = True
+    return found
 
 
 @dataclass(frozen=True, slots=True)
@@ -283,6 +298,8 @@ class RoundJob:
     def statuses(self, results: npt.NDArray[np.uint32]) -> RoundStatuses:
         """What the results of the kernel, one for each part, say of members and bases."""
         members = len(self._checked)
+        if not results.any():
+            return RoundStatuses(self._checked.tobytes(), bytes(self._bases))
         codes = np.zeros(members + self._bases, dtype=np.uint32)
         np.maximum.at(codes, self._uses["owner"], results[self._uses["part"]])
         found = codes.astype(np.uint8)
