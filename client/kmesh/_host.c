@@ -356,6 +356,7 @@ static PyMethodDef host_methods[] = {
     {"check", host_check, METH_VARARGS, NULL},
     {"job", host_job, METH_VARARGS, NULL},
     {"round", host_round, METH_VARARGS, NULL},
+    {"round_reads", host_round_reads, METH_VARARGS, NULL},
     {"index_probe", host_index_probe, METH_VARARGS, NULL},
     {"index_insert", host_index_insert, METH_VARARGS, NULL},
     {"index_remove", host_index_remove, METH_VARARGS, NULL},

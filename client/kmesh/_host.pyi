@@ -76,6 +76,20 @@ def round(
         MemoryError: there is none for planning.
     """
 
+def round_reads(members: Buffer, bases: Buffer, /) -> tuple[bytes, bytes]:
+    """What has order 0 in a round, each once, in the order of addresses.
+
+    Where one begins on the tile behind another, the other reaches to it; not so where eight or more
+    of one length follow each other.
+
+    Returns:
+        (address, bytes and anything, as u64; for each base and, behind them, each member the number
+        of its bytes as u32, 2**32 - 1 if they are elsewhere).
+
+    Raises:
+        ValueError: a buffer has the wrong length or alignment.
+    """
+
 def job(
     layout: Buffer,
     spans: Buffer,

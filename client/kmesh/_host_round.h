@@ -3,6 +3,7 @@
 #define KMESH_HOST_ROUND_H
 
 #include "_host_args.h"
+#include "_host_reads.h"
 #include "_host_round_job.h"
 
 enum { ROUND_BUFFERS = 7 };
@@ -80,6 +81,35 @@ static PyObject *host_round(PyObject *module, PyObject *args) {
             (Py_ssize_t)(round.parts.count * sizeof(uint64_t)));
     km_round_close(&round, round_kept);
     for (int i = 0; i < ROUND_BUFFERS; i++) PyBuffer_Release(&b[i]);
+    return result;
+}
+
+static PyObject *host_round_reads(PyObject *module, PyObject *args) {
+    (void)module;
+    Py_buffer members, bases;
+    if (!PyArg_ParseTuple(args, "y*y*:round_reads", &members, &bases)) return NULL;
+    size_t member_count = (size_t)members.len / sizeof(km_member);
+    size_t base_count = (size_t)bases.len / sizeof(km_base), count = member_count + base_count;
+    km_read *reads = NULL;
+    uint32_t *numbers = NULL;
+    PyObject *result = NULL;
+    if ((size_t)members.len % sizeof(km_member) || (size_t)bases.len % sizeof(km_base))
+        refuse("records: not whole ones");
+    else if ((members.len && (uintptr_t)members.buf % 8) || (bases.len && (uintptr_t)bases.buf % 8))
+        refuse("records: not aligned to 8 bytes");
+    else if (!(reads = malloc((count + 1) * sizeof *reads)) ||
+             !(numbers = malloc((count + 1) * sizeof *numbers)))
+        PyErr_NoMemory();
+    else {
+        size_t found =
+            km_reads_find(bases.buf, base_count, members.buf, member_count, reads, numbers);
+        result = Py_BuildValue("(y#y#)", (char *)reads, (Py_ssize_t)(found * sizeof *reads),
+                               (char *)numbers, (Py_ssize_t)(count * sizeof *numbers));
+    }
+    free(reads);
+    free(numbers);
+    PyBuffer_Release(&members);
+    PyBuffer_Release(&bases);
     return result;
 }
 

@@ -22,6 +22,7 @@ from kmesh.kernels.rounds import Round, RoundStatuses
 
 __all__ = ["PendingRound", "RoundRestorer", "RoundSettings"]
 
+_UPLOAD_BLOCKS = 32
 #: Of what the bus brings, how much of it is there when all that was in the GPU's memory is moved.
 _HERE_DONE = 0.8
 
@@ -45,7 +46,7 @@ class RoundSettings:
     slow_ctas: int = 64
     stages: int = 4
     chunk_bytes: int = 16 << 20
-    chunks: int = 8
+    chunks: int = 12
 
     def __post_init__(self) -> None:
         if self.chunks < 2:
@@ -162,7 +163,11 @@ class RoundRestorer:
         try:
             with self._device.job(stream) as slot:
                 job = self._write(slot, host.moved(trip.loads[0].records["address"]), 0)
-                slot.upload(job.upload_bytes, stream)
+                # The copy engine would bring the job behind all that it has been asked for.
+                self._device.launch(
+                    "round", "kmesh_round_upload", _UPLOAD_BLOCKS, 0, slot,
+                    (0, -(-job.upload_bytes // 16)), stream, told=slot.host,
+                )  # fmt: skip
                 slot.expect(job.parts)
                 # What is there already is moved while the bus is at work, and done before it ends.
                 here = int(np.searchsorted(job.orders, 1))

@@ -220,12 +220,14 @@ class Device:
         parts: tuple[int, int] | None,
         stream: int,
         threads: int = 0,
+        told: int = 0,
     ) -> None:
         """Starts a kernel on a slot's job.
 
         Args:
             parts: of the job, half-open, for a kernel that takes them.
             threads: of a block; 0: as ``THREADS`` says.
+            told: address for the kernel, of a kernel that takes parts; 0: of the slot's results.
         """
         known = self._kernels.get((program, name))
         if known is None:
@@ -235,7 +237,7 @@ class Device:
             arguments = slot.arguments()
         else:
             range_ = (ctypes.c_uint32 * 2)(*parts)
-            values = (ctypes.c_uint64 * 2)(slot.job, slot.told)
+            values = (ctypes.c_uint64 * 2)(slot.job, told or slot.told)
             first = ctypes.addressof(values)
             pointers = (ctypes.c_void_p * 3)(first, first + 8, ctypes.addressof(range_))
             arguments = ctypes.addressof(pointers)
