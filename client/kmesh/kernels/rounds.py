@@ -19,7 +19,6 @@ from kmesh.errors import UnsupportedError
 from kmesh.kernels.host import PagedLayout, SpanPart
 from kmesh.kernels.plan import RECORD, Bytes, Memory, Request, wanted_record
 from kmesh.kernels.rotary import ELEMENTS
-from kmesh.layout import TILE_BYTES
 
 if TYPE_CHECKING:
     from kmesh.codec.description import SpanDescription
