@@ -40,6 +40,7 @@ from kmesh_spand.control.workers import Workers
 from kmesh_spand.core import events
 from kmesh_spand.core.config import CoreConfig
 from kmesh_spand.core.core import Core
+from kmesh_spand.core.policies import make_policy
 from kmesh_spand.core.record import RECORD_BYTES, Record, decode
 from kmesh_spand.core.tenants import OWNER_BYTES, SlabOwner, decode_owner
 from kmesh_spand.memory import reopen_read_only
@@ -128,6 +129,7 @@ class Control:
         staging = StagingPool(
             loop, self._workers, total=settings.staging_memory, each=settings.session_staging
         )
+        batch = NativeBatch()
         core = Core(
             CoreConfig(
                 max_spans=settings.max_spans,
@@ -135,8 +137,9 @@ class Control:
                 max_batch=MAX_BATCH,
                 remembered_keys=settings.remembered_keys,
             ),
+            make_policy(settings.memory_policy, settings.max_spans, batch),
             tenancy=settings.tenancy(),
-            batch=NativeBatch(),
+            batch=batch,
             disk=disk,
         )
         self._handler = Handler(

@@ -258,3 +258,29 @@ def test_a_daemon_dies_as_it_replaces_a_slab(house: House) -> None:
     assert_filled(daemon)
     settle(daemon, {0})
     wait_for(lambda: slab_names(house) == ["slab-0", "slab-1", "slab-6", "slab-7"])
+
+
+@pytest.mark.parametrize("house", ["kill"], indirect=True)
+def test_a_store_that_does_not_answer_is_told_later(house: House, socket_dir: Path) -> None:
+    """As while systemd starts itself anew. What is given up would take memory for good there."""
+    fill(house.daemon())
+    daemon = house.daemon()
+    settle(daemon, {0})
+    before = ["slab-0", "slab-5", "slab-6", "slab-7"]
+    wait_for(lambda: slab_names(house) == before)
+    address = socket_dir.parent / "notify"
+    address.rename(socket_dir.parent / "away")
+    evict_all(daemon)
+    settle(daemon, set())
+    os.kill(daemon.child("control"), signal.SIGKILL)
+    daemon.wait_ready(2)
+    with RawClient(daemon.socket_dir) as client:
+        store(client, b"n" * 32, b"new")
+    assert slab_names(house) == before
+    (socket_dir.parent / "away").rename(address)
+    wait_for(lambda: slab_names(house) == ["slab-4", "slab-5", "slab-6", "slab-7"])
+    # All of it: nothing is missing, and nothing is there twice.
+    daemon = house.daemon()
+    with RawClient(daemon.socket_dir) as client:
+        wait_for(lambda: client.read(b"n" * 32) == b"new")
+    assert daemon.status().counters["spans_recovered"] == 1
