@@ -17,6 +17,7 @@ import uvloop
 from kmesh.errors import ConfigError
 from kmesh.index import IndexWriter
 from kmesh.mapping import Mapping
+from kmesh.v1 import sessions_pb2
 from kmesh_spand import ipc
 from kmesh_spand.control.applier import Applier
 from kmesh_spand.control.broker import Exported
@@ -265,7 +266,8 @@ class Control:
 
     def _replaced(self, message: ipc.Replaced) -> None:
         """Memory that can be written is there instead of a sealed slab, of its group of uids."""
-        self._handler.broker.forget(message.slab)
+        given = self._handler.broker.forget(message.slab)
+        self._listener.notify(given, sessions_pb2.SlabsGone(slab=[message.slab]))
         self._growth.slabs.pop(message.slab)
         slab = SlabState.of(self._spares.pop(message.heir))
         self._growth.slabs[message.heir] = slab
