@@ -84,6 +84,9 @@ class Config(BaseSettings):
         "spans that can be kept [one for each 256KiB of host_memory]", ge=1, le=1 << 26
     )
     allow_uids: Uids = _set("uids that may connect, such as 1000,1001 [the daemon's own]", [])
+    memory_policy: Literal["lru", "s3-fifo"] = _set(
+        "which spans go first when memory is full", "lru"
+    )
     share: Literal["uid", "all"] = _set(
         "who may be served what a uid stored: that uid, or all that may connect", "uid"
     )
@@ -196,6 +199,7 @@ class Config(BaseSettings):
             remembered_keys=self.remembered_keys,
             watch_events=self.watch_events,
             metrics_listen=self.metrics_listen,
+            memory_policy=self.memory_policy,
             share=self.share,
             tenants=self.tenants,
             hardened=self.hardened,

@@ -60,6 +60,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     remembered_keys: int
     watch_events: int
     metrics_listen: str
+    memory_policy: str
     share: str
     tenants: dict[str, int]
     hardened: bool

@@ -82,6 +82,7 @@ def test_every_setting_has_all_three_forms(tmp_path: Path) -> None:
         "remembered_keys": "15",
         "watch_events": "16",
         "metrics_listen": "[::1]:9464",
+        "memory_policy": "s3-fifo",
         "share": "all",
         "tenants": "all=1GiB,default=2GiB",
         "hardened": "true",

@@ -82,7 +82,7 @@ class DeviceSlabs:
         self._device = device
         self._slabs: dict[int, DeviceSlab] = {}
         self._imported: list[DeviceMemory] = []
-        self._shared: list[tuple[Device, int, int]] = []
+        self._shared: dict[int, tuple[Device, int, int]] = {}
         self._attaching = threading.Lock()
 
     def slab(self, number: int, timeout: float | None = None) -> DeviceSlab:
@@ -113,7 +113,7 @@ class DeviceSlabs:
             peer = self._peer(handle.device, number)
             prove(self._device, handle.kind, peer)
             if handle.kind == HandleKind.MEMFD:
-                return DeviceSlab(number, handle, self._share(handle))
+                return DeviceSlab(number, handle, self._share(number, handle))
             memory = DeviceMemory.open(self._device, handle.fd, handle.size)
             self._imported.append(memory)
             return DeviceSlab(number, handle, memory.address)
@@ -131,7 +131,7 @@ class DeviceSlabs:
             )
         return peer
 
-    def _share(self, handle: Handle) -> int:
+    def _share(self, number: int, handle: Handle) -> int:
         file = os.fstat(handle.fd)
         key = self._device, file.st_dev, file.st_ino
         with _lock:
@@ -139,24 +139,27 @@ class DeviceSlabs:
             if found is None:
                 found = _registered[key] = _Registered(self._device, handle)
             found.users += 1
-        self._shared.append(key)
+        self._shared[number] = key
         return found.seen.address
+
+    def drop(self, number: int) -> None:
+        """Lets go of a slab of host memory, which the GPU must not read any more."""
+        with self._attaching:
+            self._slabs.pop(number, None)
+            key = self._shared.pop(number, None)
+        if key is not None:
+            _let_go(key)
 
     def close(self) -> None:
         """The GPU must not read any of it any more. May be called again."""
         with self._attaching:
             imported, self._imported = self._imported, []
-            shared, self._shared = self._shared, []
+            shared, self._shared = self._shared, {}
             self._slabs.clear()
         for memory in imported:
             memory.close()
-        for key in shared:
-            with _lock:
-                found = _registered[key]
-                found.users -= 1
-                if not found.users:
-                    del _registered[key]
-                    found.close()
+        for key in shared.values():
+            _let_go(key)
 
     def __enter__(self) -> DeviceSlabs:
         return self
@@ -168,3 +171,13 @@ class DeviceSlabs:
         trace: TracebackType | None,
     ) -> None:
         self.close()
+
+
+def _let_go(key: tuple[Device, int, int]) -> None:
+    """One user less of a registered slab."""
+    with _lock:
+        found = _registered[key]
+        found.users -= 1
+        if not found.users:
+            del _registered[key]
+            found.close()

@@ -85,6 +85,7 @@ class Hello(_message.Message):
     NAMESPACE_FIELD_NUMBER: _builtins.int
     PID_FIELD_NUMBER: _builtins.int
     HANDLES_FIELD_NUMBER: _builtins.int
+    NOTICES_FIELD_NUMBER: _builtins.int
     protocol_version: _builtins.int
     layout_version: _builtins.int
     role: Global___Role.ValueType
@@ -95,6 +96,10 @@ class Hello(_message.Message):
     client_version: _builtins.str
     pid: _builtins.int
     """for people only; nothing is keyed by it"""
+    notices: _builtins.bool
+    """The client takes notices: Responses with id 0 and a body of that kind,
+    which answer nothing.
+    """
     @_builtins.property
     def namespace(self) -> _containers.ScalarMap[_builtins.str, _builtins.str]:
         """The engine's base namespace, a field each. Sessions of one engine must
@@ -119,10 +124,11 @@ class Hello(_message.Message):
         namespace: _abc.Mapping[_builtins.str, _builtins.str] | None = ...,
         pid: _builtins.int = ...,
         handles: _abc.Iterable[Global___HandlePreference] | None = ...,
+        notices: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["client_name", b"client_name", "client_version", b"client_version", "engine_id", b"engine_id", "handles", b"handles", "layout_version", b"layout_version", "namespace", b"namespace", "pid", b"pid", "protocol_version", b"protocol_version", "role", b"role"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["client_name", b"client_name", "client_version", b"client_version", "engine_id", b"engine_id", "handles", b"handles", "layout_version", b"layout_version", "namespace", b"namespace", "notices", b"notices", "pid", b"pid", "protocol_version", b"protocol_version", "role", b"role"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -314,6 +320,30 @@ class SlabHandle(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___SlabHandle: _TypeAlias = SlabHandle  # noqa: Y015
+
+@_typing.final
+class SlabsGone(_message.Message):
+    """A notice: slabs that the session was given are no slabs any more. Nothing is
+    leased there. Their memory is free when nobody has it mapped.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SLAB_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def slab(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
+    def __init__(
+        self,
+        *,
+        slab: _abc.Iterable[_builtins.int] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["slab", b"slab"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___SlabsGone: _TypeAlias = SlabsGone  # noqa: Y015
 
 @_typing.final
 class ExportSpan(_message.Message):
