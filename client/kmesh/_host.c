@@ -88,6 +88,11 @@ static const char *paged_open(km_paged *paged, const Py_buffer *layout, const Py
         (size_t)layout->len - head != bases)
         return "layout: length does not match its number of layers";
     if (!km_layout_ok(&paged->layout)) return "layout: a size is zero or too large";
+    for (int i = 0; i < 2; i++) {
+        const km_layout *l = &paged->layout;
+        const char *wrong = km_order_wrong(&l->order[i], l->row_bytes, l->block_tokens);
+        if (wrong) return wrong;
+    }
     if (blocks->len % 8) return "blocks: not int64";
     *memory = malloc(bases + (size_t)blocks->len);
     if (!*memory) return "no memory";

@@ -138,6 +138,8 @@ class KMeshConnector(KVConnectorBase_V1):  # type: ignore[misc]
     # Worker half
 
     def register_kv_caches(self, kv_caches: Mapping[str, torch.Tensor]) -> None:
+        if self._identity.order is not None:
+            self._identity.order.check(compat.attention_isas(self._vllm_config, kv_caches))
         self._of_worker().register(kv_caches)
 
     def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:

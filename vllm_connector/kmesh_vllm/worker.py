@@ -91,6 +91,7 @@ class WorkerHalf:
             element_bytes=geometry.element_bytes,
             block_tokens=self._identity.block_tokens,
             num_blocks=self._identity.num_blocks,
+            order=self._identity.order,
         )
         mover = self._mover = self._make_mover(cache)
         common = (mover, cache, self._identity, self._mine, lambda: self._client.session)
