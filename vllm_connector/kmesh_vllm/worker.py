@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 #: Seconds that a step in which nothing is computed waits for a load to end.
-_REST = 0.001
+_REST = 0.002
 #: Bytes of a GPU's memory through which is stored, at most, where nothing is set.
 _BUFFER = 1 << 30
 
