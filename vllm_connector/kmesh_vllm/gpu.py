@@ -5,6 +5,7 @@ Streams and events are handles. CuPy, torch and the driver are loaded when a ``C
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Protocol
 
 from kmesh.cuda.device import Device
@@ -79,19 +80,18 @@ class CudaGpu:
 
     Args:
         ordinal: as torch and the driver count in this process.
+        compute: says on which stream the engine's thread computes now; by default torch does.
 
     Raises:
         UnsupportedError: CuPy is not installed, or the GPU can't export memory.
         CudaError: the driver refuses.
     """
 
-    def __init__(self, ordinal: int) -> None:
-        from torch.cuda import current_stream
-
+    def __init__(self, ordinal: int, compute: Callable[[], int] | None = None) -> None:
         from kmesh.cuda import driver
         from kmesh.kernels.device import cupy
 
-        self._current_stream = current_stream
+        self._compute = compute or _stream_of_torch(ordinal)
         self._ordinal = ordinal
         self._runtime = cupy().cuda.runtime
         self._streams: list[int] = []
@@ -104,7 +104,7 @@ class CudaGpu:
         self._runtime.setDevice(self._ordinal)
 
     def compute(self) -> int:
-        return int(self._current_stream(self._ordinal).cuda_stream)
+        return self._compute()
 
     def stream(self) -> int:
         self._streams.append(self._runtime.streamCreateWithFlags(_NON_BLOCKING))
@@ -153,3 +153,9 @@ class CudaGpu:
         self._events.clear()
         self._streams.clear()
         self.device.close()
+
+
+def _stream_of_torch(ordinal: int) -> Callable[[], int]:
+    from torch.cuda import current_stream
+
+    return lambda: int(current_stream(ordinal).cuda_stream)
