@@ -75,6 +75,7 @@ class GpuWorker(JobWorker):
         try:
             see_all()
             self._device = device = Device(cuda.load(), self._name)
+            device.check_whole()
             self._tell(ready=False)
             self._check_room(device)
             for piece in self._pieces:

@@ -312,6 +312,14 @@ def test_doctor_says_that_host_memory_cannot_be_read_in_place(
     assert (level, seen) == ("warn", "Fake GPU can't register memory that is mapped read-only")
 
 
+def test_doctor_of_a_part_of_a_gpu(examine: Examine, fake: FakeDriver) -> None:
+    fake.gpus[0].name = "NVIDIA H200 MIG 1g.18gb"
+    found = examine()
+    level, seen = found.pop("gpu")
+    assert (level, seen.partition(":")[2][:34]) == ("fail", " NVIDIA H200 MIG 1g.18gb is a part")
+    assert set(found.values()) == {("skip", "a part of a GPU")}
+
+
 def test_doctor_of_a_gpu_that_is_not_there(examine: Examine) -> None:
     found = examine(name="5")
     level, seen = found.pop("gpu")

@@ -329,6 +329,7 @@ def test_slabs_of_gpus_come_after_those_of_host_memory() -> None:
         ({"gpu": "0"}, "gpu_memory: how much of each GPU"),
         ({"gpu_memory": "1GiB"}, "gpu: which GPU"),
         ({"gpu": "x", "gpu_memory": "1GiB"}, "gpu: 'x' is no GPU: write its number, or its UUID"),
+        ({"gpu": "MIG-1", "gpu_memory": "1GiB"}, "gpu: 'MIG-1' is a part of a GPU (MIG): "),
         ({"gpu": "0,00", "gpu_memory": "1GiB"}, "gpu: a GPU is named twice"),
         ({"gpu": "0", "gpu_memory": "1MiB"}, "gpu_memory: how much of each GPU"),
         ({"gpu": "0", "gpu_memory": "1GiB", "gpu_slab_size": "3MiB"}, "gpu_slab_size: not a mult"),

@@ -41,10 +41,23 @@ def test_names_of_gpus(name: str, means: str) -> None:
     assert check_name(name) == means
 
 
-@pytest.mark.parametrize("name", ["", "-1", "0.5", "GPU-", UUIDS[0][:-1], UUIDS[0] + "0", "MIG-1"])
+@pytest.mark.parametrize("name", ["", "-1", "0.5", "GPU-", UUIDS[0][:-1], UUIDS[0] + "0", "MI-1"])
 def test_what_names_no_gpu(name: str) -> None:
     with pytest.raises(ValueError, match="no GPU"):
         check_name(name)
+
+
+def test_parts_of_a_gpu_are_refused_by_name_and_where_they_are_shared(fake: FakeDriver) -> None:
+    mig = UUIDS[0].replace("GPU", "MIG")
+    with pytest.raises(ConfigError, match=rf"gpu: '{mig}' is a part of a GPU \(MIG\): only whole"):
+        find(fake, mig)
+    fake.gpus[1].name = "NVIDIA H200 MIG 1g.18gb"
+    with Device(fake, "1") as part, Device(fake, "0") as whole:
+        assert (part.part, whole.part) == (True, False)
+        whole.check_whole()
+        with pytest.raises(UnsupportedError, match=r"^gpu: NVIDIA H200 MIG 1g.18gb is a part of"):
+            part.check_whole()
+    assert fake.ledger() == NOTHING
 
 
 def test_gpus_are_found_by_number_and_uuid(fake: FakeDriver) -> None:

@@ -28,6 +28,11 @@ from kmesh.session import Session
 PEER = (sys.executable, "-m", "kmesh.cli.gpu_peer")
 RUNGS = ("export", "import", "read-only", "dma-buf", "exporter killed", "host", "slabs")
 
+#: What helps engines on a GPU that reads no memory that is mapped read-only.
+_OTHER_TIER = (
+    "its engines restore nothing from host memory: give the daemon memory on the GPU"
+    ' (gpu, gpu_memory) and its engines "tier": "gpu"'
+)
 _PATTERN_BYTES = 1 << 20
 #: A process that starts CUDA may take so long.
 _START_SECONDS = 60.0
@@ -50,6 +55,10 @@ def examine(
         fix = "" if isinstance(failed, errors.ConfigError) else "install NVIDIA's driver"
         return [Check("gpu", "fail", str(failed), fix), *_skipped(RUNGS, "no GPU")]
     with device:
+        try:
+            device.check_whole()
+        except errors.UnsupportedError as failed:
+            return [Check("gpu", "fail", str(failed)), *_skipped(RUNGS, "a part of a GPU")]
         free, total = device.memory_info()
         version = driver.version()
         seen = (
@@ -217,7 +226,7 @@ def _host(device: Device) -> Check:
     try:
         back = through_registration(device, pattern)
     except errors.UnsupportedError as cannot:
-        return Check("gpu host", "warn", str(cannot), "host slabs are copied, not read in place")
+        return Check("gpu host", "warn", str(cannot), _OTHER_TIER)
     if back != pattern:
         return Check("gpu host", "fail", "the GPU read other bytes than host memory holds")
     seen = "the GPU read a memfd that is mapped read-only and registered"
