@@ -82,7 +82,9 @@ class Hits:
         self._half = SchedulerHalf(
             identity, settings, Holder(asking), sharing=False, patience=_WAIT
         )
-        self._mover = GpuMover(gpu, layout, lambda: moving, Counts(), max_ctas=0, buffer_bytes=0)
+        self._mover = GpuMover(
+            gpu, layout, lambda: moving, Counts(), max_ctas=0, buffer_bytes=0, calibrate=True
+        )
         pages: Any = _Pages(layout)
         mine = Shard(0, namespace.layers, 0, namespace.kv_heads)
         self._loader = Loader(

@@ -12,6 +12,7 @@ from kmesh.cuda.device import Device
 from kmesh.kernels.host import PagedLayout
 
 if TYPE_CHECKING:
+    from kmesh.kernels.chooser import Rates
     from kmesh.kernels.cuda import Restorer, Settings, Storer
 
 _NON_BLOCKING = 1
@@ -70,6 +71,10 @@ class Gpu(Protocol):
     def restorer(self, layout: PagedLayout, settings: Settings) -> Restorer: ...
 
     def storer(self, layout: PagedLayout, settings: Settings) -> Storer: ...
+
+    def rates(self) -> Rates | None:
+        """By which restores choose their route here; may take a tenth of a second. None: they
+        can't be measured. Not for the engine's own thread."""
 
     def close(self) -> None:
         """Frees streams and events. What they stand for has ended."""
@@ -144,6 +149,11 @@ class CudaGpu:
         from kmesh.kernels.cuda import Storer
 
         return Storer(layout, device=self._ordinal, settings=settings)
+
+    def rates(self) -> Rates | None:
+        from kmesh.kernels import calibration
+
+        return calibration.rates(self._ordinal, self.device.uuid, self.device.driver.version())
 
     def close(self) -> None:
         for event in self._events:

@@ -89,6 +89,7 @@ class GpuMover:
         max_ctas: thread blocks that a restore may have, 0: as many as are of use.
         buffer_bytes: through which is stored; 0: nothing is stored.
         peers: what lies in other GPUs' memory may be restored too.
+        calibrate: restores choose their route by what this GPU is seen to do.
     """
 
     starts_only = True
@@ -103,8 +104,10 @@ class GpuMover:
         max_ctas: int,
         buffer_bytes: int,
         peers: bool = False,
+        calibrate: bool = False,
     ) -> None:
         self._gpu = gpu
+        self._calibrate = calibrate
         self._layout = layout
         self._counts = counts
         self._settings = Settings(max_ctas=max_ctas or None)
@@ -218,13 +221,14 @@ class GpuMover:
             for pause in (*_COMPILE_PAUSES, None):
                 try:
                     self._run_kernels()
-                    return
+                    break
                 except Exception as wrong:
                     if pause is None or isinstance(wrong, UnsupportedError):
                         raise
                     logger.warning("the kernels can't be compiled yet: %s", str(wrong))
                     if self._closing.wait(pause):
                         raise
+            self._choose_by_rates()
         except Exception as wrong:
             self._failed = str(wrong)
             logger.error(
@@ -232,6 +236,14 @@ class GpuMover:
             )
         finally:
             self._compiled.set()
+
+    def _choose_by_rates(self) -> None:
+        if not self._calibrate or not self._memory.reads_host:
+            return
+        found = self._gpu.rates()
+        self._counts.add("calibrated" if found else "calibration_failed")
+        if found:
+            self._restorer.rates = found
 
     def _run_kernels(self) -> None:
         """With objects of this thread's own."""

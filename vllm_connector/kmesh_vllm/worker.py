@@ -117,6 +117,7 @@ class WorkerHalf:
             max_ctas=self._settings.max_ctas,
             buffer_bytes=self._buffer_bytes() if self._stores else 0,
             peers=self._settings.tier == "gpu",
+            calibrate=self._settings.calibrate,
         )
         self._client.on_change(mover.warm)
         return mover
