@@ -71,6 +71,9 @@ class Manifest(msgspec.Struct, frozen=True):
         """What a daemon with these settings has, or would make."""
         gpu = [plan.size for plan in settings.gpu_slabs()]
         agreed = {name: getattr(settings, name) for name in _SETTINGS}
+        if settings.gpu and settings.gpu_place != "gpu":
+            # Not said otherwise, as daemons didn't before there was another place.
+            agreed["gpu_place"] = settings.gpu_place
         return msgspec.msgpack.decode(
             msgspec.msgpack.encode(
                 cls(

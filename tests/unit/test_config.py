@@ -101,7 +101,7 @@ def test_every_setting_has_all_three_forms(tmp_path: Path) -> None:
         "log_format": "json",
     }
     # These don't go with ``hardened``, so they are tried by themselves.
-    gpus = {"gpu": "0,1", "gpu_memory": "32MiB", "gpu_slab_size": "4MiB"}
+    gpus = {"gpu": "0,1", "gpu_memory": "32MiB", "gpu_slab_size": "4MiB", "gpu_place": "host"}
     assert {*values, *gpus} == set(Config.model_fields)
     _same_in_all_forms(tmp_path, gpus)
     by_flag = _same_in_all_forms(tmp_path, values)

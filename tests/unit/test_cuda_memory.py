@@ -115,6 +115,33 @@ def test_exported_memory_is_the_same_and_outlives_its_maker(device: Device) -> N
             os.close(fd)
 
 
+def test_memory_in_the_hosts_is_made_exported_and_imported(device: Device) -> None:
+    free = device.memory_info()
+    assert device.host_node == 1
+    # More than the GPU has.
+    with DeviceMemory.create(device, 512 * MIB, node=device.host_node) as made:
+        made.write(b"pattern", 12345)
+        fd = made.export()
+        assert device.memory_info() == free
+    with DeviceMemory.open(device, fd, 512 * MIB) as opened:
+        os.close(fd)
+        assert opened.read(12345, 7) == b"pattern"
+        with pytest.raises(CudaError, match="cuMemcpyHtoD_v2: CUDA_ERROR_INVALID_VALUE"):
+            opened.write(b"x")
+
+
+def test_a_driver_that_knows_no_nodes_of_the_host_is_said(fake: FakeDriver) -> None:
+    with Device(fake, "0") as device:
+
+        def old(name: str) -> None:
+            if name == "attribute":
+                raise CudaError("cuDeviceGetAttribute", 1, "CUDA_ERROR_INVALID_VALUE")
+
+        fake.refuse = old
+        with pytest.raises(UnsupportedError, match=r"Fake GPU's driver makes no .*CUDA 12\.2 does"):
+            _ = device.host_node
+
+
 def test_ranges_are_checked_before_the_driver_sees_them(device: Device) -> None:
     with DeviceMemory.create(device, GRANULARITY) as made:
         for offset, length in ((-1, 4), (0, 0), (GRANULARITY, 1), (1, GRANULARITY)):

@@ -12,7 +12,6 @@ import numpy as np
 
 from kmesh.cuda.slabs import DeviceSlab
 from kmesh.errors import DeadlineExceeded, UnsupportedError
-from kmesh.handles import HandleKind
 from kmesh.kernels.cuda import Load, Memory, Pending, Request, Settings
 from kmesh.kernels.host import PagedLayout
 from kmesh.kernels.plan import merged
@@ -149,7 +148,7 @@ class GpuMover:
         return slab
 
     def reads_gpu(self, slab: Slab) -> bool:
-        return isinstance(slab, DeviceSlab) and slab.kind == HandleKind.CUDA_VMM_FD
+        return isinstance(slab, DeviceSlab) and not slab.in_host
 
     def restore(self, pieces: list[Piece]) -> _Launched:
         gpu = self._gpu
@@ -238,7 +237,7 @@ class GpuMover:
             self._compiled.set()
 
     def _choose_by_rates(self) -> None:
-        if not self._calibrate or not self._memory.reads_host:
+        if not self._calibrate:
             return
         found = self._gpu.rates()
         self._counts.add("calibrated" if found else "calibration_failed")

@@ -156,10 +156,28 @@ class Device:
         with self.current() as driver:
             return driver.memory_info()
 
+    def granularity_on(self, node: int | None) -> int:
+        """Sizes of memory that is made there are multiples of it; None: on the GPU."""
+        return self.driver.granularity(self.ordinal, rdma=self.rdma, node=node)
+
     @property
     def granularity(self) -> int:
         """Sizes of memory that is made here are multiples of it."""
-        return self.driver.granularity(self.ordinal, rdma=self.rdma)
+        return self.granularity_on(None)
+
+    @property
+    def host_node(self) -> int:
+        """The host's NUMA node that is next to the GPU, in which ``DeviceMemory`` can be made.
+
+        Raises:
+            UnsupportedError: the driver knows of none (before CUDA 12.2).
+        """
+        try:
+            return max(self.driver.attribute(self.ordinal, Attribute.HOST_NUMA_ID), 0)
+        except CudaError as refused:
+            raise UnsupportedError(
+                f"{self.name}'s driver makes no memory in the host's (CUDA 12.2 does): {refused}"
+            ) from None
 
     def close(self) -> None:
         """Gives the context back; memory made with it must be closed before."""

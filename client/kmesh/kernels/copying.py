@@ -17,7 +17,8 @@ from kmesh.kernels.plan import Load
 
 logger = logging.getLogger(__name__)
 
-_TO_DEVICE = 1
+#: By what the addresses are: memory of the host may be CUDA's own or registered.
+_BY_ADDRESS = 4
 _OUT_OF_MEMORY = 2
 _NO_TIMING = 2
 _NON_BLOCKING = 1
@@ -216,7 +217,7 @@ class Trip:
         runtime.streamWaitEvent(copier.stream, copier.scattered[buffer])
         for offset, address, size in self._chunks[number].copies:
             runtime.memcpyAsync(
-                copier.buffers[buffer] + offset, address, size, _TO_DEVICE, copier.stream
+                copier.buffers[buffer] + offset, address, size, _BY_ADDRESS, copier.stream
             )
         runtime.eventRecord(copier.copied[buffer], copier.stream)
         self._started += 1

@@ -5,13 +5,10 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-import pytest
-from fake_cuda import UUIDS
 from fake_gpu_streams import FakeGpu
 from gpu_cases import Make, promised, prompt, stored_by
 from mini_engine import WAIT, MiniEngine, until
 
-from kmesh.cuda.driver import Attribute
 from kmesh.kernels.cuda import H200
 from kmesh.testing import FakeDaemon
 
@@ -50,11 +47,9 @@ def test_what_cannot_be_seen_is_counted_and_restores_go_on(
     assert not other.load("r", [1, 2, 3, 4, 5], 160, WAIT).bad_blocks
 
 
-@pytest.mark.parametrize("why", ["setting", "host memory"])
-def test_a_gpu_is_left_alone(why: str, engine: Make, daemon: FakeDaemon) -> None:
-    readable = {Attribute.READ_ONLY_REGISTER: int(why == "setting")}
-    gpu = FakeGpu(uuid=UUIDS[0], attributes=readable)
+def test_a_gpu_is_left_alone_where_the_setting_says_so(engine: Make, daemon: FakeDaemon) -> None:
+    gpu = FakeGpu()
     gpu.seen = SEEN
-    other = engine("b", gpu=gpu, calibrate=why != "setting")
+    other = engine("b", gpu=gpu, calibrate=False)
     assert compiled(other)._restorer.rates is H200
     assert not {"calibrated", "calibration_failed"} & other.workers[0].counts.take().keys()
