@@ -262,7 +262,7 @@ def memory(bench: Bench) -> Iterator[Row]:
     from kmesh.cuda.device import Device
     from kmesh.cuda.driver import load
 
-    few = 2 if bench.rounds < 20 else 5
+    few = 2 if bench.rounds < 20 else 3
     with Device(load(), "0") as device:
         yield from slabs.registration(device, few)
         yield from slabs.imports(device)

@@ -86,7 +86,7 @@ def imports(device: Device) -> Iterator[Row]:
     """Slabs on the GPU, of a daemon: from asking for one until the GPU reads it here."""
     slabs = {"gpu": device.uuid, "gpu_memory": "1GiB", "gpu_slab_size": "64MiB"}
     with serve(host_memory="64MiB", **slabs) as spand, spand.connect() as session:
-        numbers = [n for n, slab in enumerate(spand.status().slabs) if slab.device]
+        numbers = [slab.slab for slab in spand.status().slabs if slab.device]
         with DeviceSlabs(session, device) as found:
             taken = []
             for number in numbers:
