@@ -121,6 +121,16 @@ def test_without_memory_for_copies_the_rest_is_timed(gpu: Gpu) -> None:
     assert gpu.held == 0
 
 
+def test_memory_that_an_engine_may_want_is_left_alone(
+    gpu: Gpu, caplog: pytest.LogCaptureFixture
+) -> None:
+    gpu.free = (1 << 30) - 1
+    assert rates(0, "GPU-a", 13000) is None
+    assert caplog.text.count("only 1023 MiB of its memory are free") == 1
+    assert gpu.launched == []
+    assert gpu.held == 0
+
+
 def test_a_gpu_is_measured_once_for_each_driver(
     gpu: Gpu, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -34,6 +34,8 @@ _PER_SPAN = _SPAN // _BLOCK
 #: Requests of the restores that say how fast pages are written, and how often in one launch.
 _REQUESTS, _TIMES = 8, 8
 _FEW_BLOCKS = 4
+#: Free bytes of the GPU without which nothing is measured: an engine that starts needs them.
+_SPARE_BYTES = 1 << 30
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,6 +113,9 @@ class _Bench:
         runtime = module.cuda.runtime
         self._ordinal, self._repeats, self._undo = ordinal, repeats, undo
         undo.enter_context(Device(ordinal))
+        free = runtime.memGetInfo()[0]
+        if free < _SPARE_BYTES:
+            raise MemoryError(f"only {free >> 20} MiB of its memory are free")
         self._stream = runtime.streamCreateWithFlags(1)
         undo.callback(runtime.streamDestroy, self._stream)
         blocks = max(_REQUESTS * self.part(spans), spans) * _PER_SPAN
