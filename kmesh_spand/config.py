@@ -104,6 +104,9 @@ class Config(BaseSettings):
         "GPU memory that is exported as one piece [an eighth of gpu_memory, 64MiB to 1GiB]",
         ge=GPU_GRANULARITY,
     )
+    gpu_place: Literal["gpu", "host"] = _set(
+        "where gpu_memory lies: on the GPU, or in host memory that CUDA makes for it", "gpu"
+    )
     disk: str = _set("directory to which spans go that memory forgets [none]", "")
     disk_bytes: Size = _set("what its files may take, headers included, such as 200GiB", 0, ge=0)
     disk_spans: int | None = _set(
@@ -208,6 +211,7 @@ class Config(BaseSettings):
             gpu=tuple(self.gpu),
             gpu_memory=self.gpu_memory // GPU_GRANULARITY * GPU_GRANULARITY,
             gpu_slab_size=self.gpu_slab_size or _gpu_slab_size(self.gpu_memory),
+            gpu_place=self.gpu_place,
             disk=os.path.abspath(self.disk) if self.disk else "",
             disk_bytes=self.disk_bytes // BLOCK_BYTES * BLOCK_BYTES,
             disk_spans=self.disk_spans or _disk_spans(self.disk_bytes),

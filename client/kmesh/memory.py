@@ -262,7 +262,8 @@ def _handle(answer: Answer) -> Handle:
             raise errors.UnsupportedError(f"a handle of unknown kind {body.kind}") from None
         with_device = sessions_pb2.SlabHandle | sessions_pb2.SpanHandle
         device = body.device if isinstance(body, with_device) else ""
-        return Handle(kind, answer.fd, body.size, device)
+        in_host = isinstance(body, sessions_pb2.SlabHandle) and body.in_host
+        return Handle(kind, answer.fd, body.size, device, in_host)
     except BaseException:
         os.close(answer.fd)
         raise

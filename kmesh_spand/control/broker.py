@@ -107,6 +107,8 @@ class Broker:
             return Offer(kind, refusal=HandleRefusal.NOT_ALLOWED, text=_OFF)
         if not self.gpus.dma_buf:
             text = "neither a GPU nor its driver has DMA-BUFs, or no device worker runs"
+            if self.gpus.in_host:
+                text = 'gpu_place = "host": memory of the host that CUDA made has no DMA-BUF'
             return Offer(kind, refusal=HandleRefusal.NO_DEVICE, text=text)
         if self._permitted == "spans":
             return Offer(kind, spans=True, refusal=HandleRefusal.NOT_ALLOWED, text=_SPANS)
@@ -241,6 +243,7 @@ class Broker:
             size=size,
             sums_offset=layout.sums_offset(size),
             device=self.gpus.device(slab),
+            in_host=self.gpus.in_host,
         )
         if kind == HandleKind.DMA_BUF:
             self._whole(slab, size, handle, done)

@@ -53,7 +53,7 @@ class Gpu:
         self.launched: list[tuple[str, int, tuple[int, int]]] = []
         self.copied: list[int] = []
         self.rows: list[int] = []
-        self.room = 1 << 40
+        self.room = self.free = 1 << 40
         attributes = {
             "MultiProcessorCount": multiprocessors,
             "MaxSharedMemoryPerMultiprocessor": 200_000,
@@ -66,6 +66,7 @@ class Gpu:
             eventCreateWithFlags=lambda _: 1, eventDestroy=lambda _: None,
             eventRecord=lambda *_: None, eventSynchronize=lambda _: None, eventQuery=lambda _: 0,
             streamWaitEvent=lambda *_: None, streamSynchronize=lambda _: None,
+            memGetInfo=lambda: (self.free, 1 << 40),
         )  # fmt: skip
         self.cuda = SimpleNamespace(
             runtime=runtime,

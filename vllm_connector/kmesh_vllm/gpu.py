@@ -5,12 +5,14 @@ Streams and events are handles. CuPy, torch and the driver are loaded when a ``C
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Protocol
 
 from kmesh.cuda.device import Device
 from kmesh.kernels.host import PagedLayout
 
 if TYPE_CHECKING:
+    from kmesh.kernels.chooser import Rates
     from kmesh.kernels.cuda import Restorer, Settings, Storer
 
 _NON_BLOCKING = 1
@@ -70,6 +72,10 @@ class Gpu(Protocol):
 
     def storer(self, layout: PagedLayout, settings: Settings) -> Storer: ...
 
+    def rates(self) -> Rates | None:
+        """By which restores choose their route here; may take a tenth of a second. None: they
+        can't be measured. Not for the engine's own thread."""
+
     def close(self) -> None:
         """Frees streams and events. What they stand for has ended."""
 
@@ -79,19 +85,18 @@ class CudaGpu:
 
     Args:
         ordinal: as torch and the driver count in this process.
+        compute: says on which stream the engine's thread computes now; by default torch does.
 
     Raises:
         UnsupportedError: CuPy is not installed, or the GPU can't export memory.
         CudaError: the driver refuses.
     """
 
-    def __init__(self, ordinal: int) -> None:
-        from torch.cuda import current_stream
-
+    def __init__(self, ordinal: int, compute: Callable[[], int] | None = None) -> None:
         from kmesh.cuda import driver
         from kmesh.kernels.device import cupy
 
-        self._current_stream = current_stream
+        self._compute = compute or _stream_of_torch(ordinal)
         self._ordinal = ordinal
         self._runtime = cupy().cuda.runtime
         self._streams: list[int] = []
@@ -104,7 +109,7 @@ class CudaGpu:
         self._runtime.setDevice(self._ordinal)
 
     def compute(self) -> int:
-        return int(self._current_stream(self._ordinal).cuda_stream)
+        return self._compute()
 
     def stream(self) -> int:
         self._streams.append(self._runtime.streamCreateWithFlags(_NON_BLOCKING))
@@ -145,6 +150,11 @@ class CudaGpu:
 
         return Storer(layout, device=self._ordinal, settings=settings)
 
+    def rates(self) -> Rates | None:
+        from kmesh.kernels import calibration
+
+        return calibration.rates(self._ordinal, self.device.uuid, self.device.driver.version())
+
     def close(self) -> None:
         for event in self._events:
             self._runtime.eventDestroy(event)
@@ -153,3 +163,9 @@ class CudaGpu:
         self._events.clear()
         self._streams.clear()
         self.device.close()
+
+
+def _stream_of_torch(ordinal: int) -> Callable[[], int]:
+    from torch.cuda import current_stream
+
+    return lambda: int(current_stream(ordinal).cuda_stream)

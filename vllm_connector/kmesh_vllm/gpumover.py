@@ -12,7 +12,6 @@ import numpy as np
 
 from kmesh.cuda.slabs import DeviceSlab
 from kmesh.errors import DeadlineExceeded, UnsupportedError
-from kmesh.handles import HandleKind
 from kmesh.kernels.cuda import Load, Memory, Pending, Request, Settings
 from kmesh.kernels.host import PagedLayout
 from kmesh.kernels.plan import merged
@@ -89,6 +88,7 @@ class GpuMover:
         max_ctas: thread blocks that a restore may have, 0: as many as are of use.
         buffer_bytes: through which is stored; 0: nothing is stored.
         peers: what lies in other GPUs' memory may be restored too.
+        calibrate: restores choose their route by what this GPU is seen to do.
     """
 
     starts_only = True
@@ -103,8 +103,10 @@ class GpuMover:
         max_ctas: int,
         buffer_bytes: int,
         peers: bool = False,
+        calibrate: bool = False,
     ) -> None:
         self._gpu = gpu
+        self._calibrate = calibrate
         self._layout = layout
         self._counts = counts
         self._settings = Settings(max_ctas=max_ctas or None)
@@ -146,7 +148,7 @@ class GpuMover:
         return slab
 
     def reads_gpu(self, slab: Slab) -> bool:
-        return isinstance(slab, DeviceSlab) and slab.kind == HandleKind.CUDA_VMM_FD
+        return isinstance(slab, DeviceSlab) and not slab.in_host
 
     def restore(self, pieces: list[Piece]) -> _Launched:
         gpu = self._gpu
@@ -218,13 +220,14 @@ class GpuMover:
             for pause in (*_COMPILE_PAUSES, None):
                 try:
                     self._run_kernels()
-                    return
+                    break
                 except Exception as wrong:
                     if pause is None or isinstance(wrong, UnsupportedError):
                         raise
                     logger.warning("the kernels can't be compiled yet: %s", str(wrong))
                     if self._closing.wait(pause):
                         raise
+            self._choose_by_rates()
         except Exception as wrong:
             self._failed = str(wrong)
             logger.error(
@@ -232,6 +235,14 @@ class GpuMover:
             )
         finally:
             self._compiled.set()
+
+    def _choose_by_rates(self) -> None:
+        if not self._calibrate:
+            return
+        found = self._gpu.rates()
+        self._counts.add("calibrated" if found else "calibration_failed")
+        if found:
+            self._restorer.rates = found
 
     def _run_kernels(self) -> None:
         """With objects of this thread's own."""

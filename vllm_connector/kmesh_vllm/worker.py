@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 #: Seconds that a step in which nothing is computed waits for a load to end.
-_REST = 0.001
+_REST = 0.002
 #: Bytes of a GPU's memory through which is stored, at most, where nothing is set.
 _BUFFER = 1 << 30
 
@@ -118,6 +118,7 @@ class WorkerHalf:
             max_ctas=self._settings.max_ctas,
             buffer_bytes=self._buffer_bytes() if self._stores else 0,
             peers=self._settings.tier == "gpu",
+            calibrate=self._settings.calibrate,
         )
         self._client.on_change(mover.warm)
         return mover

@@ -44,16 +44,18 @@ class DeviceSlab:
 
     Attributes:
         slab: its id. kind: what it was made of.
+        in_host: the GPU reaches its memory over the bus.
         address: of byte 0, as the GPU sees it.
         size: bytes, payloads and sums.
     """
 
-    __slots__ = ("address", "kind", "size", "slab")
+    __slots__ = ("address", "in_host", "kind", "size", "slab")
 
     def __init__(self, slab: int, handle: Handle, address: int) -> None:
         self.slab = slab
         self.kind = handle.kind
         self.size = handle.size
+        self.in_host = handle.in_host or not handle.device
         self.address = address
 
     def sums_address(self, offset: int) -> int:
@@ -111,7 +113,7 @@ class DeviceSlabs:
             handle = self._session.export_slab(number, timeout, same)
         try:
             peer = self._peer(handle.device, number)
-            prove(self._device, handle.kind, peer)
+            prove(self._device, handle.kind, peer, in_host=handle.in_host)
             if handle.kind == HandleKind.MEMFD:
                 return DeviceSlab(number, handle, self._share(number, handle))
             memory = DeviceMemory.open(self._device, handle.fd, handle.size)

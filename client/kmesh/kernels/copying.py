@@ -21,7 +21,8 @@ from kmesh.kernels.plan import Load
 
 logger = logging.getLogger(__name__)
 
-_TO_DEVICE = 1
+#: By what the addresses are: memory of the host may be CUDA's own or registered.
+_BY_ADDRESS = 4
 _OUT_OF_MEMORY = 2
 _NO_TIMING = 2
 _NON_BLOCKING = 1
@@ -274,10 +275,10 @@ class Trip:
         for copy in self._chunks[number].copies:
             to = copier.buffers[buffer] + copy.offset
             if copy.rows == 1:
-                runtime.memcpyAsync(to, copy.address, copy.size, _TO_DEVICE, copier.stream)
+                runtime.memcpyAsync(to, copy.address, copy.size, _BY_ADDRESS, copier.stream)
             else:
                 runtime.memcpy2DAsync(
-                    to, copy.there, copy.address, copy.here, copy.size, copy.rows, _TO_DEVICE,
+                    to, copy.there, copy.address, copy.here, copy.size, copy.rows, _BY_ADDRESS,
                     copier.stream,
                 )  # fmt: skip
         runtime.eventRecord(copier.copied[buffer], copier.stream)

@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from kmesh.v1 import common_pb2 as kmesh_dot_v1_dot_common__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17kmesh/v1/sessions.proto\x12\x08kmesh.v1\x1a\x15kmesh/v1/common.proto\"\xc7\x02\n\x05Hello\x12\x18\n\x10protocol_version\x18\x01 \x01(\r\x12\x16\n\x0elayout_version\x18\x02 \x01(\r\x12\x1c\n\x04role\x18\x03 \x01(\x0e\x32\x0e.kmesh.v1.Role\x12\x11\n\tengine_id\x18\x04 \x01(\t\x12\x13\n\x0b\x63lient_name\x18\x05 \x01(\t\x12\x16\n\x0e\x63lient_version\x18\x06 \x01(\t\x12\x31\n\tnamespace\x18\x07 \x03(\x0b\x32\x1e.kmesh.v1.Hello.NamespaceEntry\x12\x0b\n\x03pid\x18\x08 \x01(\r\x12+\n\x07handles\x18\t \x03(\x0b\x32\x1a.kmesh.v1.HandlePreference\x12\x0f\n\x07notices\x18\n \x01(\x08\x1a\x30\n\x0eNamespaceEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\"U\n\x10HandlePreference\x12\x1c\n\x04tier\x18\x01 \x01(\x0e\x32\x0e.kmesh.v1.Tier\x12#\n\x05kinds\x18\x02 \x03(\x0e\x32\x14.kmesh.v1.HandleKind\"\xb0\x02\n\x07Welcome\x12\x12\n\nsession_id\x18\x01 \x01(\x04\x12\r\n\x05token\x18\x02 \x01(\t\x12\x16\n\x0e\x64\x61\x65mon_version\x18\x03 \x01(\t\x12\x19\n\x11max_message_bytes\x18\x04 \x01(\r\x12\x11\n\tmax_batch\x18\x05 \x01(\r\x12\x13\n\x0bspan_tokens\x18\x06 \x01(\r\x12\x12\n\nsub_tokens\x18\x07 \x01(\r\x12\x12\n\ntile_bytes\x18\x08 \x01(\r\x12\x19\n\x11max_staging_bytes\x18\t \x01(\x04\x12*\n\x0chandle_kinds\x18\n \x03(\x0e\x32\x14.kmesh.v1.HandleKind\x12\x12\n\nslab_count\x18\x0b \x01(\r\x12$\n\x05tiers\x18\x0c \x03(\x0b\x32\x15.kmesh.v1.TierHandles\"\r\n\x0b\x41ttachIndex\"?\n\x0bIndexHandle\x12\"\n\x04kind\x18\x01 \x01(\x0e\x32\x14.kmesh.v1.HandleKind\x12\x0c\n\x04size\x18\x02 \x01(\x04\">\n\nAttachSlab\x12\x0c\n\x04slab\x18\x01 \x01(\r\x12\"\n\x04kind\x18\x02 \x01(\x0e\x32\x14.kmesh.v1.HandleKind\"q\n\nSlabHandle\x12\x0c\n\x04slab\x18\x01 \x01(\r\x12\"\n\x04kind\x18\x02 \x01(\x0e\x32\x14.kmesh.v1.HandleKind\x12\x0c\n\x04size\x18\x03 \x01(\x04\x12\x13\n\x0bsums_offset\x18\x04 \x01(\x04\x12\x0e\n\x06\x64\x65vice\x18\n \x01(\t\"\x19\n\tSlabsGone\x12\x0c\n\x04slab\x18\x01 \x03(\r\"N\n\nExportSpan\x12\r\n\x05lease\x18\x01 \x01(\x04\x12\r\n\x05\x65ntry\x18\x02 \x01(\r\x12\"\n\x04kind\x18\x03 \x01(\x0e\x32\x14.kmesh.v1.HandleKind\"^\n\nSpanHandle\x12\"\n\x04kind\x18\x01 \x01(\x0e\x32\x14.kmesh.v1.HandleKind\x12\x0c\n\x04size\x18\x02 \x01(\x04\x12\x0e\n\x06length\x18\x03 \x01(\x04\x12\x0e\n\x06\x64\x65vice\x18\n \x01(\t\"\x1d\n\rAttachStaging\x12\x0c\n\x04size\x18\x01 \x01(\x04\"A\n\rStagingHandle\x12\"\n\x04kind\x18\x01 \x01(\x0e\x32\x14.kmesh.v1.HandleKind\x12\x0c\n\x04size\x18\x02 \x01(\x04\"\x06\n\x04Ping\"\x06\n\x04Pong\"\x18\n\x16\x44\x65scribeSessionRequest\"\x15\n\x13ListSessionsRequest\"?\n\x14ListSessionsResponse\x12\'\n\x08sessions\x18\x01 \x03(\x0b\x32\x15.kmesh.v1.SessionInfo\"\x92\x04\n\x0bSessionInfo\x12\x12\n\nsession_id\x18\x01 \x01(\x04\x12\x1c\n\x04role\x18\x02 \x01(\x0e\x32\x0e.kmesh.v1.Role\x12\x11\n\tengine_id\x18\x03 \x01(\t\x12\x13\n\x0b\x63lient_name\x18\x04 \x01(\t\x12\x16\n\x0e\x63lient_version\x18\x05 \x01(\t\x12\x0b\n\x03uid\x18\x06 \x01(\r\x12\x0b\n\x03pid\x18\x07 \x01(\r\x12\x0e\n\x06\x61ge_ms\x18\x08 \x01(\x04\x12\x0e\n\x06leases\x18\t \x01(\x04\x12\x14\n\x0cleased_spans\x18\n \x01(\x04\x12\x14\n\x0cleased_bytes\x18\x0b \x01(\x04\x12\x14\n\x0creservations\x18\x0c \x01(\x04\x12\x16\n\x0ereserved_bytes\x18\r \x01(\x04\x12\x15\n\rstaging_bytes\x18\x0e \x01(\x04\x12\x0c\n\x04hits\x18\x0f \x01(\x04\x12\x0e\n\x06misses\x18\x10 \x01(\x04\x12\x0f\n\x07pending\x18\x11 \x01(\x04\x12\x33\n\x07reasons\x18\x12 \x03(\x0b\x32\".kmesh.v1.SessionInfo.ReasonsEntry\x12\x11\n\tcommitted\x18\x13 \x01(\x04\x12\x17\n\x0f\x63ommitted_bytes\x18\x14 \x01(\x04\x12&\n\x07handles\x18\x15 \x03(\x0b\x32\x15.kmesh.v1.TierHandles\x1a.\n\x0cReasonsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x04:\x02\x38\x01*P\n\x04Role\x12\x14\n\x10ROLE_UNSPECIFIED\x10\x00\x12\x12\n\x0eROLE_SCHEDULER\x10\x01\x12\x0f\n\x0bROLE_WORKER\x10\x02\x12\r\n\tROLE_TOOL\x10\x03\x32\x96\x01\n\x08Sessions\x12\x43\n\x08\x44\x65scribe\x12 .kmesh.v1.DescribeSessionRequest\x1a\x15.kmesh.v1.SessionInfo\x12\x45\n\x04List\x12\x1d.kmesh.v1.ListSessionsRequest\x1a\x1e.kmesh.v1.ListSessionsResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17kmesh/v1/sessions.proto\x12\x08kmesh.v1\x1a\x15kmesh/v1/common.proto\"\xc7\x02\n\x05Hello\x12\x18\n\x10protocol_version\x18\x01 \x01(\r\x12\x16\n\x0elayout_version\x18\x02 \x01(\r\x12\x1c\n\x04role\x18\x03 \x01(\x0e\x32\x0e.kmesh.v1.Role\x12\x11\n\tengine_id\x18\x04 \x01(\t\x12\x13\n\x0b\x63lient_name\x18\x05 \x01(\t\x12\x16\n\x0e\x63lient_version\x18\x06 \x01(\t\x12\x31\n\tnamespace\x18\x07 \x03(\x0b\x32\x1e.kmesh.v1.Hello.NamespaceEntry\x12\x0b\n\x03pid\x18\x08 \x01(\r\x12+\n\x07handles\x18\t \x03(\x0b\x32\x1a.kmesh.v1.HandlePreference\x12\x0f\n\x07notices\x18\n \x01(\x08\x1a\x30\n\x0eNamespaceEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\"U\n\x10HandlePreference\x12\x1c\n\x04tier\x18\x01 \x01(\x0e\x32\x0e.kmesh.v1.Tier\x12#\n\x05kinds\x18\x02 \x03(\x0e\x32\x14.kmesh.v1.HandleKind\"\xb0\x02\n\x07Welcome\x12\x12\n\nsession_id\x18\x01 \x01(\x04\x12\r\n\x05token\x18\x02 \x01(\t\x12\x16\n\x0e\x64\x61\x65mon_version\x18\x03 \x01(\t\x12\x19\n\x11max_message_bytes\x18\x04 \x01(\r\x12\x11\n\tmax_batch\x18\x05 \x01(\r\x12\x13\n\x0bspan_tokens\x18\x06 \x01(\r\x12\x12\n\nsub_tokens\x18\x07 \x01(\r\x12\x12\n\ntile_bytes\x18\x08 \x01(\r\x12\x19\n\x11max_staging_bytes\x18\t \x01(\x04\x12*\n\x0chandle_kinds\x18\n \x03(\x0e\x32\x14.kmesh.v1.HandleKind\x12\x12\n\nslab_count\x18\x0b \x01(\r\x12$\n\x05tiers\x18\x0c \x03(\x0b\x32\x15.kmesh.v1.TierHandles\"\r\n\x0b\x41ttachIndex\"?\n\x0bIndexHandle\x12\"\n\x04kind\x18\x01 \x01(\x0e\x32\x14.kmesh.v1.HandleKind\x12\x0c\n\x04size\x18\x02 \x01(\x04\">\n\nAttachSlab\x12\x0c\n\x04slab\x18\x01 \x01(\r\x12\"\n\x04kind\x18\x02 \x01(\x0e\x32\x14.kmesh.v1.HandleKind\"\x82\x01\n\nSlabHandle\x12\x0c\n\x04slab\x18\x01 \x01(\r\x12\"\n\x04kind\x18\x02 \x01(\x0e\x32\x14.kmesh.v1.HandleKind\x12\x0c\n\x04size\x18\x03 \x01(\x04\x12\x13\n\x0bsums_offset\x18\x04 \x01(\x04\x12\x0e\n\x06\x64\x65vice\x18\n \x01(\t\x12\x0f\n\x07in_host\x18\x0b \x01(\x08\"\x19\n\tSlabsGone\x12\x0c\n\x04slab\x18\x01 \x03(\r\"N\n\nExportSpan\x12\r\n\x05lease\x18\x01 \x01(\x04\x12\r\n\x05\x65ntry\x18\x02 \x01(\r\x12\"\n\x04kind\x18\x03 \x01(\x0e\x32\x14.kmesh.v1.HandleKind\"^\n\nSpanHandle\x12\"\n\x04kind\x18\x01 \x01(\x0e\x32\x14.kmesh.v1.HandleKind\x12\x0c\n\x04size\x18\x02 \x01(\x04\x12\x0e\n\x06length\x18\x03 \x01(\x04\x12\x0e\n\x06\x64\x65vice\x18\n \x01(\t\"\x1d\n\rAttachStaging\x12\x0c\n\x04size\x18\x01 \x01(\x04\"A\n\rStagingHandle\x12\"\n\x04kind\x18\x01 \x01(\x0e\x32\x14.kmesh.v1.HandleKind\x12\x0c\n\x04size\x18\x02 \x01(\x04\"\x06\n\x04Ping\"\x06\n\x04Pong\"\x18\n\x16\x44\x65scribeSessionRequest\"\x15\n\x13ListSessionsRequest\"?\n\x14ListSessionsResponse\x12\'\n\x08sessions\x18\x01 \x03(\x0b\x32\x15.kmesh.v1.SessionInfo\"\x92\x04\n\x0bSessionInfo\x12\x12\n\nsession_id\x18\x01 \x01(\x04\x12\x1c\n\x04role\x18\x02 \x01(\x0e\x32\x0e.kmesh.v1.Role\x12\x11\n\tengine_id\x18\x03 \x01(\t\x12\x13\n\x0b\x63lient_name\x18\x04 \x01(\t\x12\x16\n\x0e\x63lient_version\x18\x05 \x01(\t\x12\x0b\n\x03uid\x18\x06 \x01(\r\x12\x0b\n\x03pid\x18\x07 \x01(\r\x12\x0e\n\x06\x61ge_ms\x18\x08 \x01(\x04\x12\x0e\n\x06leases\x18\t \x01(\x04\x12\x14\n\x0cleased_spans\x18\n \x01(\x04\x12\x14\n\x0cleased_bytes\x18\x0b \x01(\x04\x12\x14\n\x0creservations\x18\x0c \x01(\x04\x12\x16\n\x0ereserved_bytes\x18\r \x01(\x04\x12\x15\n\rstaging_bytes\x18\x0e \x01(\x04\x12\x0c\n\x04hits\x18\x0f \x01(\x04\x12\x0e\n\x06misses\x18\x10 \x01(\x04\x12\x0f\n\x07pending\x18\x11 \x01(\x04\x12\x33\n\x07reasons\x18\x12 \x03(\x0b\x32\".kmesh.v1.SessionInfo.ReasonsEntry\x12\x11\n\tcommitted\x18\x13 \x01(\x04\x12\x17\n\x0f\x63ommitted_bytes\x18\x14 \x01(\x04\x12&\n\x07handles\x18\x15 \x03(\x0b\x32\x15.kmesh.v1.TierHandles\x1a.\n\x0cReasonsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x04:\x02\x38\x01*P\n\x04Role\x12\x14\n\x10ROLE_UNSPECIFIED\x10\x00\x12\x12\n\x0eROLE_SCHEDULER\x10\x01\x12\x0f\n\x0bROLE_WORKER\x10\x02\x12\r\n\tROLE_TOOL\x10\x03\x32\x96\x01\n\x08Sessions\x12\x43\n\x08\x44\x65scribe\x12 .kmesh.v1.DescribeSessionRequest\x1a\x15.kmesh.v1.SessionInfo\x12\x45\n\x04List\x12\x1d.kmesh.v1.ListSessionsRequest\x1a\x1e.kmesh.v1.ListSessionsResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -36,8 +36,8 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_HELLO_NAMESPACEENTRY']._serialized_options = b'8\001'
   _globals['_SESSIONINFO_REASONSENTRY']._loaded_options = None
   _globals['_SESSIONINFO_REASONSENTRY']._serialized_options = b'8\001'
-  _globals['_ROLE']._serialized_start=2007
-  _globals['_ROLE']._serialized_end=2087
+  _globals['_ROLE']._serialized_start=2025
+  _globals['_ROLE']._serialized_end=2105
   _globals['_HELLO']._serialized_start=61
   _globals['_HELLO']._serialized_end=388
   _globals['_HELLO_NAMESPACEENTRY']._serialized_start=340
@@ -52,32 +52,32 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_INDEXHANDLE']._serialized_end=862
   _globals['_ATTACHSLAB']._serialized_start=864
   _globals['_ATTACHSLAB']._serialized_end=926
-  _globals['_SLABHANDLE']._serialized_start=928
-  _globals['_SLABHANDLE']._serialized_end=1041
-  _globals['_SLABSGONE']._serialized_start=1043
-  _globals['_SLABSGONE']._serialized_end=1068
-  _globals['_EXPORTSPAN']._serialized_start=1070
-  _globals['_EXPORTSPAN']._serialized_end=1148
-  _globals['_SPANHANDLE']._serialized_start=1150
-  _globals['_SPANHANDLE']._serialized_end=1244
-  _globals['_ATTACHSTAGING']._serialized_start=1246
-  _globals['_ATTACHSTAGING']._serialized_end=1275
-  _globals['_STAGINGHANDLE']._serialized_start=1277
-  _globals['_STAGINGHANDLE']._serialized_end=1342
-  _globals['_PING']._serialized_start=1344
-  _globals['_PING']._serialized_end=1350
-  _globals['_PONG']._serialized_start=1352
-  _globals['_PONG']._serialized_end=1358
-  _globals['_DESCRIBESESSIONREQUEST']._serialized_start=1360
-  _globals['_DESCRIBESESSIONREQUEST']._serialized_end=1384
-  _globals['_LISTSESSIONSREQUEST']._serialized_start=1386
-  _globals['_LISTSESSIONSREQUEST']._serialized_end=1407
-  _globals['_LISTSESSIONSRESPONSE']._serialized_start=1409
-  _globals['_LISTSESSIONSRESPONSE']._serialized_end=1472
-  _globals['_SESSIONINFO']._serialized_start=1475
-  _globals['_SESSIONINFO']._serialized_end=2005
-  _globals['_SESSIONINFO_REASONSENTRY']._serialized_start=1959
-  _globals['_SESSIONINFO_REASONSENTRY']._serialized_end=2005
-  _globals['_SESSIONS']._serialized_start=2090
-  _globals['_SESSIONS']._serialized_end=2240
+  _globals['_SLABHANDLE']._serialized_start=929
+  _globals['_SLABHANDLE']._serialized_end=1059
+  _globals['_SLABSGONE']._serialized_start=1061
+  _globals['_SLABSGONE']._serialized_end=1086
+  _globals['_EXPORTSPAN']._serialized_start=1088
+  _globals['_EXPORTSPAN']._serialized_end=1166
+  _globals['_SPANHANDLE']._serialized_start=1168
+  _globals['_SPANHANDLE']._serialized_end=1262
+  _globals['_ATTACHSTAGING']._serialized_start=1264
+  _globals['_ATTACHSTAGING']._serialized_end=1293
+  _globals['_STAGINGHANDLE']._serialized_start=1295
+  _globals['_STAGINGHANDLE']._serialized_end=1360
+  _globals['_PING']._serialized_start=1362
+  _globals['_PING']._serialized_end=1368
+  _globals['_PONG']._serialized_start=1370
+  _globals['_PONG']._serialized_end=1376
+  _globals['_DESCRIBESESSIONREQUEST']._serialized_start=1378
+  _globals['_DESCRIBESESSIONREQUEST']._serialized_end=1402
+  _globals['_LISTSESSIONSREQUEST']._serialized_start=1404
+  _globals['_LISTSESSIONSREQUEST']._serialized_end=1425
+  _globals['_LISTSESSIONSRESPONSE']._serialized_start=1427
+  _globals['_LISTSESSIONSRESPONSE']._serialized_end=1490
+  _globals['_SESSIONINFO']._serialized_start=1493
+  _globals['_SESSIONINFO']._serialized_end=2023
+  _globals['_SESSIONINFO_REASONSENTRY']._serialized_start=1977
+  _globals['_SESSIONINFO_REASONSENTRY']._serialized_end=2023
+  _globals['_SESSIONS']._serialized_start=2108
+  _globals['_SESSIONS']._serialized_end=2258
 # @@protoc_insertion_point(module_scope)

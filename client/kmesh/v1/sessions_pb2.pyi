@@ -295,6 +295,7 @@ class SlabHandle(_message.Message):
     SIZE_FIELD_NUMBER: _builtins.int
     SUMS_OFFSET_FIELD_NUMBER: _builtins.int
     DEVICE_FIELD_NUMBER: _builtins.int
+    IN_HOST_FIELD_NUMBER: _builtins.int
     slab: _builtins.int
     kind: _common_pb2.HandleKind.ValueType
     size: _builtins.int
@@ -304,6 +305,10 @@ class SlabHandle(_message.Message):
     """
     device: _builtins.str
     """UUID of the GPU that the memory is on, "GPU-…"; empty: host memory."""
+    in_host: _builtins.bool
+    """It lies in the host's memory, made by CUDA for that GPU, which reaches it
+    over the bus.
+    """
     def __init__(
         self,
         *,
@@ -312,10 +317,11 @@ class SlabHandle(_message.Message):
         size: _builtins.int = ...,
         sums_offset: _builtins.int = ...,
         device: _builtins.str = ...,
+        in_host: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["device", b"device", "kind", b"kind", "size", b"size", "slab", b"slab", "sums_offset", b"sums_offset"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["device", b"device", "in_host", b"in_host", "kind", b"kind", "size", b"size", "slab", b"slab", "sums_offset", b"sums_offset"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -19,8 +19,8 @@ from fake_cuda import FakeDriver, Gpu
 from kmesh.cuda.device import Device
 from kmesh.errors import CudaError
 from kmesh.kernels import reference
-from kmesh.kernels.chooser import Route
-from kmesh.kernels.cuda import Load, Memory, Request
+from kmesh.kernels.chooser import Rates, Route
+from kmesh.kernels.cuda import H200, Load, Memory, Request
 from kmesh.kernels.host import PagedLayout, Status
 
 #: The stream on which the engine computes.
@@ -43,6 +43,7 @@ class FakeGpu:
         refuse: called with a call's name before it does anything; raises what it likes.
         dead: every wait for what was started fails.
         asked: how often each event was asked for.
+        seen: what ``rates`` gives.
     """
 
     def __init__(self, driver: FakeDriver | None = None, **attributes: Any) -> None:
@@ -58,6 +59,7 @@ class FakeGpu:
         self._events: dict[int, _Mark] = {}
         self._last = COMPUTE
         self.open = 0
+        self.seen: Rates | None = None
 
     def called(self, name: str) -> None:
         """A call, of whichever thread, that this GPU may refuse."""
@@ -169,6 +171,10 @@ class FakeGpu:
         self.called("storer")
         return _Storer(self, layout)
 
+    def rates(self) -> Rates | None:
+        self.called("rates")
+        return self.seen
+
     def close(self) -> None:
         self.device.close()
 
@@ -207,6 +213,7 @@ class _Kernels:
     def __init__(self, gpu: FakeGpu, layout: PagedLayout) -> None:
         self._gpu = gpu
         self._layout = layout
+        self.rates = H200
         gpu.open += 1
 
     def close(self) -> None:

@@ -89,6 +89,7 @@ class MiniEngine:
                     "socket_dir": "-",
                     "min_restore_tokens": 1,
                     "min_flight_tokens": 0,
+                    "calibrate": False,
                     "staging_bytes": 4 << 20,
                     "acquire_timeout_ms": 60_000,
                     "load_timeout_ms": 60_000,
