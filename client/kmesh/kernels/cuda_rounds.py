@@ -111,6 +111,12 @@ class RoundRestorer:
         self._rates = rates
         self._buffers = Buffers(self._device, self._settings.chunk_bytes, self._settings.chunks)
 
+    def prepare(self) -> None:
+        """Compiles the kernel, so that no round waits for it. May be called in any thread, of an
+        object of that thread's own."""
+        with self._device:
+            self._device.prepare("round", "kmesh_round_16")
+
     def restore(self, round: Round, stream: int, *, route: Route | None = None) -> PendingRound:
         """Starts a round on a stream: one launch, or by the copy engine one for each chunk.
 
