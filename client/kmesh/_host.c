@@ -17,6 +17,7 @@
 #include "_host_region.h"
 #include "_host_round.h"
 #include "_host_sums.h"
+#include "_host_tables.h"
 #include "_host_tokens.h"
 
 static PyObject *host_address(PyObject *module, PyObject *args) {
@@ -375,6 +376,7 @@ static PyMethodDef host_methods[] = {
     {"unpack_field", host_unpack_field, METH_VARARGS, NULL},
     {"recipe_check", host_recipe_check, METH_VARARGS, NULL},
     {"recipe_decode", host_recipe_decode, METH_VARARGS, NULL},
+    {"recipe_tables", host_recipe_tables, METH_VARARGS, NULL},
     {"turn_rows", host_turn_rows, METH_VARARGS, NULL},
     {"rows_equal", host_rows_equal, METH_VARARGS, NULL},
     {"token_hashes", host_token_hashes, METH_VARARGS, NULL},

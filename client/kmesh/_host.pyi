@@ -216,6 +216,21 @@ def recipe_decode(
         ValueError: a buffer has the wrong length or alignment.
     """
 
+def recipe_tables(
+    places: Buffer, memory: Buffer, offsets: Buffer, /
+) -> tuple[int, list[tuple[int, str]]]:
+    """Copies head and tables of recipes, one behind the other, and checks the copies.
+
+    places: address and length, as u64, of each recipe, any readable memory. memory: for the copies.
+    offsets: gets a u64 for each, where its copy begins. Returns the bytes of all copies, and number
+    and field of each recipe that is wrong, as ``recipe_check`` says it without looking at literals,
+    or "cold" or "xor" of one that is right, but in the cold form or with differences. Where there
+    are more bytes than ``memory`` has, nothing is said.
+
+    Raises:
+        ValueError: a buffer has the wrong length or alignment.
+    """
+
 def turn_rows(
     dst: Buffer, src: Buffer, row_bytes: int, turns: Buffer, interleaved: bool, element: int, /
 ) -> None:

@@ -6,6 +6,7 @@ Streams and events are handles. CuPy, torch and the driver are loaded when a ``C
 from __future__ import annotations
 
 from collections.abc import Callable
+from importlib.util import find_spec
 from typing import TYPE_CHECKING, Protocol
 
 from kmesh.cuda.device import Device
@@ -14,6 +15,10 @@ from kmesh.kernels.host import PagedLayout
 if TYPE_CHECKING:
     from kmesh.kernels.chooser import Rates
     from kmesh.kernels.cuda import Restorer, Settings, Storer
+    from kmesh.kernels.cuda_rounds import RoundRestorer, RoundSettings
+
+#: Whether kernels for a GPU can be had here: they need CuPy.
+AVAILABLE = find_spec("cupy") is not None
 
 _NON_BLOCKING = 1
 _NO_TIMING = 2
@@ -69,6 +74,8 @@ class Gpu(Protocol):
         """Starts to copy memory of the GPU to registered host memory at ``target``."""
 
     def restorer(self, layout: PagedLayout, settings: Settings) -> Restorer: ...
+
+    def round_restorer(self, layout: PagedLayout, settings: RoundSettings) -> RoundRestorer: ...
 
     def storer(self, layout: PagedLayout, settings: Settings) -> Storer: ...
 
@@ -144,6 +151,11 @@ class CudaGpu:
         from kmesh.kernels.cuda import Restorer
 
         return Restorer(layout, device=self._ordinal, settings=settings)
+
+    def round_restorer(self, layout: PagedLayout, settings: RoundSettings) -> RoundRestorer:
+        from kmesh.kernels.cuda_rounds import RoundRestorer
+
+        return RoundRestorer(layout, device=self._ordinal, settings=settings)
 
     def storer(self, layout: PagedLayout, settings: Settings) -> Storer:
         from kmesh.kernels.cuda import Storer

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from kmesh.errors import UnsupportedError
 from kmesh.session import Session
+from kmesh_vllm import decoding
 from kmesh_vllm.config import Settings
 from kmesh_vllm.counts import Counts
 from kmesh_vllm.gpu import CudaGpu, Gpu
@@ -119,6 +120,7 @@ class WorkerHalf:
             buffer_bytes=self._buffer_bytes() if self._stores else 0,
             peers=self._settings.tier == "gpu",
             calibrate=self._settings.calibrate,
+            recipes=self._settings.load and decoding.AVAILABLE,
         )
         self._client.on_change(mover.warm)
         return mover

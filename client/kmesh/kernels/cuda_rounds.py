@@ -46,7 +46,7 @@ class RoundSettings:
     slow_ctas: int = 64
     stages: int = 4
     chunk_bytes: int = 16 << 20
-    chunks: int = 12
+    chunks: int = 8
 
     def __post_init__(self) -> None:
         if self.chunks < 2:
@@ -112,8 +112,14 @@ class RoundRestorer:
         self._layout = layout
         self._device = Device(device, options)
         self._settings = settings or RoundSettings()
-        self._rates = rates
+        self.rates = rates
         self._buffers = Buffers(self._device, self._settings.chunk_bytes, self._settings.chunks)
+
+    def prepare(self) -> None:
+        """Compiles the kernel, so that no round waits for it. May be called in any thread, of an
+        object of that thread's own."""
+        with self._device:
+            self._device.prepare("round", "kmesh_round_16")
 
     def restore(self, round: Round, stream: int, *, route: Route | None = None) -> PendingRound:
         """Starts a round on a stream: one launch, or by the copy engine one for each chunk.
@@ -154,7 +160,7 @@ class RoundRestorer:
         if not len(lengths) or int(lengths.max()) > self._settings.chunk_bytes:
             return False
         if route is None:
-            route = choose(int(lengths.sum()), 1, self._blocks, self._rates)
+            route = choose(int(lengths.sum()), 1, self._blocks, self.rates)
         return route is Route.COPY
 
     def _copied(self, host: rounds.HostBytes, stream: int, copier: Copier) -> PendingRound:

@@ -210,6 +210,10 @@ class Device:
         self._busy.discard(slot)
         self._free.append(slot)
 
+    def prepare(self, program: str, name: str) -> None:
+        """Compiles a kernel, if that was not done before."""
+        _function(self.ordinal, program, name, self.options)
+
     def launch(
         self,
         program: str,

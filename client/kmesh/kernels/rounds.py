@@ -156,13 +156,13 @@ class Round:
         bases: an array of ``BASE``.
         members: an array of ``MEMBER``.
         requests: whose pages they are for; none of them turns keys.
-        kept: tables that ``members`` has addresses of.
+        kept: what ``members`` has addresses of tables of.
     """
 
     bases: npt.NDArray[np.void]
     members: npt.NDArray[np.void]
     requests: Sequence[Request]
-    kept: tuple[RecipeTables, ...] = ()
+    kept: tuple[object, ...] = ()
 
     @classmethod
     def of(
