@@ -22,7 +22,14 @@ from dataclasses import dataclass, field
 
 from hypothesis import Phase, settings
 from test_disk_machine import DISK_MUST_REACH, DiskMachine
-from test_machine import MUST_REACH, CoreMachine, FamilyMachine, FlightMachine, walks
+from test_machine import (
+    MUST_REACH,
+    CoreMachine,
+    FamilyMachine,
+    FlightMachine,
+    TierMachine,
+    walks,
+)
 
 #: Of a round: what walks, how many do, and the steps of each. Many short ones, then long ones that
 #: fill everything; many rounds, since walks of one seed are like each other.
@@ -30,6 +37,7 @@ ROUNDS = (
     (CoreMachine, 40, 60),
     (FlightMachine, 20, 60),
     (FamilyMachine, 20, 60),
+    (TierMachine, 20, 60),
     (DiskMachine, 40, 60),
     (CoreMachine, 10, 240),
 )
