@@ -11,6 +11,8 @@ says how many there are, ``with_dma_buf`` that they have DMA-BUFs.
 
 from __future__ import annotations
 
+import ctypes
+import functools
 import os
 import sys
 import time
@@ -28,6 +30,8 @@ from kmesh_spand.__main__ import main
 
 DIRECTORY = "KMESH_TEST_GPU"
 REAL = "KMESH_TEST_GPU_REAL"
+#: Path of the kernels that encode, compiled for the CPU: the fake GPU runs them.
+KERNELS = "KMESH_TEST_GPU_KERNELS"
 COMMAND = (sys.executable, __file__)
 #: Of all spans that tests store on a GPU.
 SHARD = Shard(0, 1, 0, 1)
@@ -83,8 +87,10 @@ def load() -> driver.Driver:
     if not count:
         raise UnsupportedError("there is no CUDA driver: libcuda.so.1")
     able = {Attribute.DMA_BUF: int(Path(os.environ[DIRECTORY], "with_dma_buf").exists())}
+    kernels = os.environ.get(KERNELS)
+    run = functools.partial(ctypes.CDLL, kernels) if kernels else None
     gpus = [Gpu(uuid, f"Fake GPU {n}", 64 * MIB, able) for n, uuid in enumerate(UUIDS[:count])]
-    return FakeDriver(*gpus, refuse=_refuse)
+    return FakeDriver(*gpus, refuse=_refuse, kernels=run)
 
 
 _machines = driver.load
