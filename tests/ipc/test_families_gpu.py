@@ -14,15 +14,14 @@ import pytest
 from cpu_kernels import build
 from daemon_process import Daemon, wait_for
 from fake_cuda import UUIDS
+from gpu_reader import Reader, reader
 from gpus import command, import_slab
-from household import Household, Spans
+from household import Household
 
 from kmesh import errors
 from kmesh.cuda.device import Device
 from kmesh.cuda.reading import read_span
-from kmesh.cuda.slabs import DeviceSlabs
 from kmesh.families import MirrorFate
-from kmesh.session import Role, Session
 from kmesh.store import read_span as read_host_span
 from kmesh.v1 import admin_pb2, admin_pb2_grpc
 
@@ -57,52 +56,10 @@ def household() -> Household:
     return Household()
 
 
-class Reader:
-    """A session, and the daemon's slabs on the GPU."""
-
-    def __init__(self, session: Session, slabs: DeviceSlabs, gpu: Device) -> None:
-        self.session, self.slabs, self._gpu = session, slabs, gpu
-
-    def settled(self, mirrors: int) -> None:
-        """Nothing more is going to be encoded, and so many spans were."""
-
-        def done() -> bool:
-            found = self.session.families.describe("round", device=GPU)
-            return all(m.base + m.mirrors + m.refused == m.spans for m in found.members)
-
-        wait_for(done, 60, "encoding never ended")
-        assert self.session.families.describe("round", device=GPU).family.mirrors == mirrors
-
-    def read(self, household: Household, spans: Spans, *, recipes: bool) -> int:
-        """Reads a member, once it is served so; how many of its spans are recipes."""
-        count = len(spans.payloads)
-
-        def once() -> list[bool] | None:
-            with self.session.acquire(
-                spans.keys, [household.shard], recipes=recipes, device=GPU, timeout=30
-            ) as lease:
-                if lease.hits < count:
-                    return None
-                for number, payload in enumerate(spans.payloads):
-                    assert read_span(self.slabs, self._gpu, lease, number) == payload
-                return [lease.is_recipe(number) for number in range(count)]
-
-        found = wait_for(once, 30, what="it was never served")
-        assert isinstance(found, list)
-        return sum(found)
-
-
 @pytest.fixture
 def dial(gpu_device: Device) -> Iterator[Callable[[Daemon], Reader]]:
     with ExitStack() as stack:
-
-        def connect(daemon: Daemon) -> Reader:
-            session = Session.connect(daemon.socket_dir, role=Role.TOOL, timeout=30)
-            stack.enter_context(session)
-            slabs = stack.enter_context(DeviceSlabs(session, gpu_device))
-            return Reader(session, slabs, gpu_device)
-
-        yield connect
+        yield lambda daemon: stack.enter_context(reader(daemon, gpu_device))
 
 
 def test_members_are_recipes_on_the_gpu_and_read_back_bit_for_bit(
