@@ -43,7 +43,16 @@ class GpuStore:
             raise ValueError(f"the source ends at {begin + length}, outside of {staging.size}")
         # The view keeps the staging mapped should it be dropped meanwhile.
         view = staging.view(begin, length)
-        source = _host.address(view)
+        return self._put(memory, sums_at, offset, _host.address(view), length)
+
+    def put(self, slab: int, offset: int, data: memoryview) -> int:
+        """Bytes of this process into a range, with their sums, whose root it returns."""
+        memory, sums_at = self._place(slab, offset, data.nbytes)
+        return self._put(memory, sums_at, offset, _host.address(data), data.nbytes)
+
+    def _put(
+        self, memory: DeviceMemory, sums_at: int, offset: int, source: int, length: int
+    ) -> int:
         sums = bytearray(memory.read(sums_at, layout.tiles(length) * _SUM_BYTES))
         # A reader whose lease has ended must not take the new bytes for the old ones.
         memory.write(bytes(byte ^ 0xFF for byte in sums), sums_at)
@@ -67,6 +76,23 @@ class GpuStore:
             if found != sums[first : first + len(found)]:
                 return False
         return True
+
+    def view(self, slab: int, offset: int, length: int) -> memoryview:
+        """A copy of a payload. May be called by any thread."""
+        memory, _ = self._place(slab, offset, length)
+        data = bytearray(length)
+        memory.fetch(_host.address(data), offset, length)
+        return memoryview(data)
+
+    def sums(self, slab: int, offset: int, length: int) -> bytes:
+        """A payload's tile sums. May be called by any thread."""
+        memory, sums_at = self._place(slab, offset, length)
+        return memory.read(sums_at, layout.tiles(length) * _SUM_BYTES)
+
+    def address(self, slab: int, offset: int, length: int) -> int:
+        """Of a payload, as the GPU sees it."""
+        memory, _ = self._place(slab, offset, length)
+        return memory.address + offset
 
     def wipe(self, slab: int) -> None:
         self._slab(slab).fill(0)

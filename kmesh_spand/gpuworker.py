@@ -22,8 +22,10 @@ from kmesh.cuda.memory import DeviceMemory
 from kmesh.errors import ConfigError, CudaError, KMeshError
 from kmesh_spand import ipc
 from kmesh_spand.budget import shortage
+from kmesh_spand.gpurecipes import GpuRecipes
 from kmesh_spand.gpustore import GpuStore
 from kmesh_spand.jobs import Crews, JobWorker, Store
+from kmesh_spand.recipes import Recipes
 from kmesh_spand.settings import Settings
 from kmesh_spand.units import format_size
 
@@ -73,6 +75,7 @@ class GpuWorker(JobWorker):
         self._device: Device
         self._copies: GpuStore
         self._checks: GpuStore
+        self._recipes: GpuRecipes
 
     def run(self) -> int:
         """The process's life; returns its exit status."""
@@ -88,7 +91,9 @@ class GpuWorker(JobWorker):
                 self._slabs[piece.slab] = self._take(device, piece)
             logger.info("GPU memory is there: %s, %s", device.name, device.uuid)
             # One for each thread that uses it.
-            self._copies, self._checks = (GpuStore(device, self._slabs) for _ in range(2))
+            stores = (GpuStore(device, self._slabs) for _ in range(3))
+            self._copies, self._checks, encoding = stores
+            self._recipes = GpuRecipes(device, encoding, self._send)
             try:
                 crews = Crews.hired(copy_threads=1)
             except RuntimeError as lacking:
@@ -152,6 +157,9 @@ class GpuWorker(JobWorker):
 
     def stores(self) -> tuple[Store, Store]:
         return self._copies, self._checks
+
+    def recipes(self) -> Recipes:
+        return self._recipes
 
     def ends_by(self, job: ipc.AnyMessage, failed: Exception) -> None:
         """After most errors of the driver its context is gone, and the next one has to be new.

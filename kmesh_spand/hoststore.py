@@ -119,6 +119,15 @@ class HostStore:
         found.place(offset, length)
         return found.mapping.view(offset, length)
 
+    def sums(self, slab: int, offset: int, length: int) -> bytes:
+        """A payload's tile sums; ValueError as for ``place``."""
+        return ctypes.string_at(self.place(slab, offset, length)[1], 8 * layout.tiles(length))
+
+    def put(self, slab: int, offset: int, data: memoryview) -> int:
+        """Bytes into a range, with their sums, whose root it returns; ValueError as above."""
+        payload, sums = self.writable(slab, offset, data.nbytes)
+        return _host.copy_with_sums(payload, _host.address(data), data.nbytes, sums)
+
     def _slab(self, number: int) -> Slab:
         found = self.slabs.get(number)
         if found is None:

@@ -21,6 +21,7 @@ MAX_BYTES = 128 * 1024
 FALLBACKS = {
     "hugepages": "a slab has small pages, although huge ones were asked for",
     "populate": "the kernel can't fill mapped memory: a slab was filled through its file",
+    "encode": "the processor, and not the GPU, encodes spans that are on the GPU",
 }
 
 
@@ -244,7 +245,10 @@ class PopulatePaused(Message, frozen=True):
 
 
 class Fallback(Message, frozen=True):
-    """From the worker: a slab was filled in a lesser way; ``kind`` is one of ``FALLBACKS``."""
+    """From a worker: a slab was filled, or a span in it encoded, in a lesser way.
+
+    ``kind`` is one of ``FALLBACKS``.
+    """
 
     kind: str
     slab: int

@@ -15,10 +15,13 @@ from typing import NamedTuple, NoReturn, Protocol, TypeAlias
 from kmesh.dmabuf import NotExported
 from kmesh.mapping import Mapping
 from kmesh_spand import ipc, logs
+from kmesh_spand.recipes import Recipes
 from kmesh_spand.throttle import Throttle
 
 logger = logging.getLogger(__name__)
 
+#: Of the thread that makes recipes, as of ``nice``.
+_NICE = 10
 #: Runs a job with its message.
 Submit: TypeAlias = Callable[..., object]
 
@@ -139,6 +142,10 @@ class JobWorker:
         """What copies are made with, and what the other jobs are done with."""
         raise NotImplementedError
 
+    def recipes(self) -> Recipes:
+        """What encodes and decodes."""
+        raise NotImplementedError
+
     def ends_by(self, job: Job | ipc.Export, failed: Exception) -> None:
         """What a job met may end the process; otherwise control is told of it."""
 
@@ -151,6 +158,9 @@ class JobWorker:
                 crews.check(self._job, message)
             case ipc.Encode() | ipc.KeepRecipe() | ipc.Densify():
                 crews.recode(self._job, message)
+            case ipc.ForgetRecipe():
+                # Behind what made it.
+                crews.recode(self.recipes().forget, message.job)
             case ipc.Export():
                 crews.export(self._export, message)
             case ipc.Beat():
@@ -205,12 +215,21 @@ class JobWorker:
             case ipc.Verify():
                 self._throttle.wait(job.length)
                 good = checks.verify(job.slab, job.offset, job.length, job.root)
-                return ipc.Verified(job.job, good)
+                return (
+                    self.recipes().facts(job)
+                    if good and job.recipe
+                    else ipc.Verified(job.job, good)
+                )
             case ipc.Wipe():
                 checks.wipe(job.slab)
                 return ipc.Wiped(job.job)
-            case _:
-                raise TypeError(f"{type(job).__name__} is not for this memory")
+            case ipc.Encode():
+                _be_nice()
+                return self.recipes().encode(job)
+            case ipc.KeepRecipe():
+                return self.recipes().keep(job)
+            case ipc.Densify():
+                return self.recipes().densify(job)
 
     def _export(self, job: ipc.Export) -> None:
         fd = -1
@@ -236,3 +255,10 @@ class JobWorker:
             except OSError:
                 # Control is gone, and whatever this was about with it.
                 os._exit(0)
+
+
+def _be_nice() -> None:
+    """The calling thread has the processor when nobody else wants it."""
+    thread = threading.get_native_id()
+    if os.getpriority(os.PRIO_PROCESS, thread) < _NICE:
+        os.setpriority(os.PRIO_PROCESS, thread, _NICE)

@@ -1,4 +1,4 @@
-"""Recipes in slabs of host memory: made, kept, read and decoded by the store worker.
+"""Recipes in slabs: made, kept, read and decoded by the worker that has the memory.
 
 The codec is loaded with the first job: a daemon without families goes without it.
 """
@@ -7,20 +7,44 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 from kmesh import _host
 from kmesh.errors import RecipeError
 from kmesh.layout import Shard
 from kmesh_spand import ipc
-from kmesh_spand.hoststore import HostStore
 
 if TYPE_CHECKING:
-    from kmesh.codec import Base, Encoder, Recipe, SpanDescription
+    from kmesh.codec import Base, Encoder, Provenance, Recipe, SpanDescription
+    from kmesh.kernels.rotary import Rotary
 
 #: Spans that one recipe may refer to: those of a family's base.
 MAX_BASES = 512
 _ALONE = "it shares nothing with the base that is worth a recipe"
+
+
+class Memory(Protocol):
+    """Slabs, whosesoever memory they are. A range that no span can have is a ValueError."""
+
+    def view(self, slab: int, offset: int, length: int) -> memoryview:
+        """A payload's bytes; a copy where this process can't see them."""
+
+    def sums(self, slab: int, offset: int, length: int) -> bytes:
+        """A payload's tile sums."""
+
+    def put(self, slab: int, offset: int, data: memoryview) -> int:
+        """Bytes into a range, with their sums, whose root it returns."""
+
+
+class Made(Protocol):
+    """A recipe that gave its payload back, as encoders return it."""
+
+    @property
+    def data(self) -> bytes: ...
+    @property
+    def recipe(self) -> Recipe: ...
+    @property
+    def depends(self) -> bool: ...
 
 
 class Recipes:
@@ -30,7 +54,7 @@ class Recipes:
         store: the slabs. Ranges are checked by it.
     """
 
-    def __init__(self, store: HostStore) -> None:
+    def __init__(self, store: Memory) -> None:
         self._store = store
         self._made: dict[int, bytes] = {}
         self._encoding = threading.Lock()
@@ -43,7 +67,6 @@ class Recipes:
 
         try:
             with self._encoding:
-                encoder = self._encoder_of(job)
                 provenance = [
                     Provenance(
                         token,
@@ -54,8 +77,7 @@ class Recipes:
                     )
                     for token, tokens, number, source in job.pieces
                 ]
-                span = _describe(job.span, job)
-                made = encoder.encode(span, self._view(job.span), provenance)
+                made = self._make(job, describe(job.span, job), provenance)
         except RecipeError as wrong:
             return ipc.NotEncoded(job.job, str(wrong))
         if not made.depends:
@@ -76,10 +98,7 @@ class Recipes:
         data = self._made.pop(job.job)
         if len(data) != job.length:
             raise ValueError(f"the recipe has {len(data)} bytes, not {job.length}")
-        payload, sums = self._store.writable(job.slab, job.offset, job.length)
-        return ipc.RecipeKept(
-            job.job, _host.copy_with_sums(payload, _host.address(data), len(data), sums)
-        )
+        return ipc.RecipeKept(job.job, self._store.put(job.slab, job.offset, memoryview(data)))
 
     def forget(self, job: int) -> None:
         """A recipe is not wanted."""
@@ -101,8 +120,7 @@ class Recipes:
             found = decode(recipe, self._base(job.bases, recipe.description), max_bytes=job.length)
         except RecipeError:
             return ipc.Densified(job.job, False)
-        payload, sums = self._store.writable(job.slab, job.offset, job.length)
-        root = _host.copy_with_sums(payload, found.ctypes.data, job.length, sums)
+        root = self._store.put(job.slab, job.offset, found.data)
         return ipc.Densified(job.job, root == job.root)
 
     def facts(self, job: ipc.Verify) -> ipc.Verified:
@@ -121,17 +139,19 @@ class Recipes:
         length = recipe.description.payload_bytes
         return ipc.Verified(job.job, True, length, recipe.head["payload_root"], bases)
 
+    def _make(
+        self, job: ipc.Encode, span: SpanDescription, provenance: Sequence[Provenance]
+    ) -> Made:
+        """A recipe, or what is as well kept dense; RecipeError if there can be none."""
+        return self._encoder_of(job).encode(span, self._view(job.span), provenance)
+
     def _encoder_of(self, job: ipc.Encode) -> Encoder:
         from kmesh.codec import Encoder
-        from kmesh.kernels.rotary import Rotary
 
-        same = (job.namespace, job.dtype, job.head_dim, job.shard, job.bases, job.frequencies)
+        same = family_of(job)
         if self._encoder is None or self._encoder[0] != same:
-            base = self._base(job.bases, _describe(job.span, job))
-            rotary = None
-            if job.frequencies:
-                rotary = Rotary(tuple(job.frequencies), job.interleaved, job.dtype)
-            self._encoder = same, Encoder(base, rotary)
+            base = self._base(job.bases, describe(job.span, job))
+            self._encoder = same, Encoder(base, rotary_of(job))
         return self._encoder[1]
 
     def _base(self, places: Sequence[ipc.Payload], like: SpanDescription) -> Base:
@@ -151,8 +171,8 @@ class Recipes:
         from kmesh.codec import Recipe
 
         data = bytes(self._view(place))
-        _, sums = self._store.place(place.slab, place.offset, place.length)
-        if not _host.verify(_host.address(data), len(data), sums, place.root):
+        sums = self._store.sums(place.slab, place.offset, place.length)
+        if not _host.verify(_host.address(data), len(data), _host.address(sums), place.root):
             return None
         return Recipe(data)
 
@@ -160,7 +180,23 @@ class Recipes:
         return self._store.view(place.slab, place.offset, place.length)
 
 
-def _describe(place: ipc.Payload, job: ipc.Encode) -> SpanDescription:
+def family_of(job: ipc.Encode) -> tuple[object, ...]:
+    """What jobs have in common that one encoder can do."""
+    shape = job.namespace, job.dtype, job.head_dim, job.shard
+    return *shape, job.bases, job.frequencies, job.interleaved
+
+
+def rotary_of(job: ipc.Encode) -> Rotary | None:
+    """How keys are turned, if that is known."""
+    from kmesh.kernels.rotary import Rotary
+
+    if not job.frequencies:
+        return None
+    return Rotary(tuple(job.frequencies), job.interleaved, job.dtype)
+
+
+def describe(place: ipc.Payload, job: ipc.Encode) -> SpanDescription:
+    """A span of a job, in the codec's words."""
     from kmesh.codec import SpanDescription
 
     return SpanDescription(

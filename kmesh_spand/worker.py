@@ -22,7 +22,7 @@ from kmesh_spand.diskcrew import DiskCrew, NoDisk
 from kmesh_spand.diskdir import Directory
 from kmesh_spand.diskstore import DiskStore
 from kmesh_spand.hoststore import HostStore, Slab
-from kmesh_spand.jobs import Crews, Job, JobWorker, Store
+from kmesh_spand.jobs import Crews, JobWorker, Store
 from kmesh_spand.recipes import Recipes
 from kmesh_spand.settings import Settings
 from kmesh_spand.storage import Storage
@@ -31,8 +31,6 @@ logger = logging.getLogger(__name__)
 
 #: Until memory that could not be had is asked for again.
 _RETRY_SECONDS = 2.0
-#: Of the thread that makes recipes, as of ``nice``.
-_NICE = 10
 
 
 class Ground(NamedTuple):
@@ -116,13 +114,13 @@ class Worker(JobWorker):
     def stores(self) -> tuple[Store, Store]:
         return self._store, self._store
 
+    def recipes(self) -> Recipes:
+        return self._recipes
+
     def take(self, message: ipc.AnyMessage, fd: int | None, crews: Crews) -> None:
         if isinstance(message, ipc.Replaced):
             self._replace(message)
             crews.recode(self._recipes.let_go, message.slab)
-        elif isinstance(message, ipc.ForgetRecipe):
-            # Behind what made it.
-            crews.recode(self._recipes.forget, message.job)
         elif self._disk is None or not self._disk.take(message):
             super().take(message, fd, crews)
 
@@ -143,20 +141,6 @@ class Worker(JobWorker):
                     target=self._populate, args=({message.heir: heir},), name=name, daemon=True
                 )
             )
-
-    def done(self, job: Job) -> ipc.AnyMessage:
-        match job:
-            case ipc.Encode():
-                _be_nice()
-                return self._recipes.encode(job)
-            case ipc.KeepRecipe():
-                return self._recipes.keep(job)
-            case ipc.Densify():
-                return self._recipes.densify(job)
-        answer = super().done(job)
-        if isinstance(job, ipc.Verify) and answer == ipc.Verified(job.job, True) and job.recipe:
-            return self._recipes.facts(job)
-        return answer
 
     def heard(self) -> None:
         if self._filler.ident is None:
@@ -226,13 +210,6 @@ class Worker(JobWorker):
         else:
             logger.warning("memory does not grow for now: %s", reason)
         self._send(ipc.PopulatePaused(reason or ""))
-
-
-def _be_nice() -> None:
-    """The calling thread has the processor when nobody else wants it."""
-    thread = threading.get_native_id()
-    if os.getpriority(os.PRIO_PROCESS, thread) < _NICE:
-        os.setpriority(os.PRIO_PROCESS, thread, _NICE)
 
 
 def run(

@@ -12,7 +12,7 @@ import mmap
 import os
 import re
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -44,9 +44,18 @@ _SAFE = (
     *("push_context", "pop_context", "relax_capture"),
 )
 
+#: Of attributes that are more than yes or no.
+_NUMBERS = {
+    Attribute.MULTIPROCESSORS: 3,
+    Attribute.COMPUTE_MAJOR: 9,
+    Attribute.COMPUTE_MINOR: 0,
+}
+
 NAMES = {
     1: "CUDA_ERROR_INVALID_VALUE",
     2: "CUDA_ERROR_OUT_OF_MEMORY",
+    200: "CUDA_ERROR_INVALID_IMAGE",
+    500: "CUDA_ERROR_NOT_FOUND",
     101: "CUDA_ERROR_INVALID_DEVICE",
     201: "CUDA_ERROR_INVALID_CONTEXT",
     208: "CUDA_ERROR_ALREADY_MAPPED",
@@ -96,10 +105,22 @@ class FakeDriver:
         refuse: called with a method's name before it does anything; raises what it likes.
         relaxed: names of threads that have called ``relax_capture``.
         unsafe: (thread, method) of calls that would break a graph captured by another thread.
+        launched: names of kernels that were started.
+
+    Args:
+        kernels: gives the kernels that encode, compiled for the CPU; None: there are none, and
+            a launch fails.
     """
 
-    def __init__(self, *gpus: Gpu, refuse: Callable[[str], None] | None = None) -> None:
+    def __init__(
+        self,
+        *gpus: Gpu,
+        refuse: Callable[[str], None] | None = None,
+        kernels: Callable[[], ctypes.CDLL] | None = None,
+    ) -> None:
         self.gpus = gpus or (Gpu(),)
+        self.launched: list[str] = []
+        self._kernels = kernels
         self.refuse = refuse
         self.calls: list[str] = []
         self.relaxed: set[str] = set()
@@ -110,6 +131,9 @@ class FakeDriver:
         self._ranges: dict[int, _Range] = {}
         self._registered: dict[int, int] = {}
         self._allocated: dict[int, tuple[int, int]] = {}
+        self._streams: set[int] = set()
+        self._modules: dict[int, bytes] = {}
+        self._functions: dict[int, str] = {}
         self._last = 0
 
     def __getattribute__(self, name: str) -> Any:
@@ -143,6 +167,8 @@ class FakeDriver:
             "mapped": sum(bool(r.handle_size) for r in self._ranges.values()),
             "registered": sum(self._registered.values()),
             "allocated": len(self._allocated),
+            "streams": len(self._streams),
+            "modules": len(self._modules),
         }
 
     def end(self) -> None:
@@ -155,6 +181,8 @@ class FakeDriver:
             os.close(fd)
         for held in (self._ranges, self._allocated, self._handles, self._registered):
             held.clear()
+        self._streams.clear()
+        self._modules.clear()
         self._contexts.clear()
         self._stack().clear()
 
@@ -178,7 +206,8 @@ class FakeDriver:
         return self._gpu(device, "cuDeviceGetName").name
 
     def attribute(self, device: int, attribute: Attribute) -> int:
-        return self._gpu(device, "cuDeviceGetAttribute").attributes.get(attribute, 1)
+        found = self._gpu(device, "cuDeviceGetAttribute").attributes
+        return found.get(attribute, _NUMBERS.get(attribute, 1))
 
     def can_access_peer(self, device: int, peer: int) -> bool:
         found = self._gpu(device, "cuDeviceCanAccessPeer")
@@ -406,6 +435,79 @@ class FakeDriver:
         self._check(target, size, "cuMemcpyDtoD_v2", write=True)
         self._check(source, size, "cuMemcpyDtoD_v2", write=False)
         ctypes.memmove(target, source, size)
+
+    # Kernels. What is started is done at once.
+
+    def _number(self) -> int:
+        self._last += 1
+        return self._last
+
+    def create_stream(self) -> int:
+        self._need("cuStreamCreate")
+        self._streams.add(self._number())
+        return self._last
+
+    def _stream(self, stream: int, call: str) -> None:
+        self._need(call)
+        if stream not in self._streams:
+            raise _error(call, 400)
+
+    def destroy_stream(self, stream: int) -> None:
+        self._stream(stream, "cuStreamDestroy_v2")
+        self._streams.remove(stream)
+
+    def synchronize(self, stream: int) -> None:
+        self._stream(stream, "cuStreamSynchronize")
+
+    def copy_async(self, target: int, source: int, size: int, stream: int) -> None:
+        self._stream(stream, "cuMemcpyAsync")
+        ctypes.memmove(target, source, size)
+
+    def fill_async(self, address: int, value: int, size: int, stream: int) -> None:
+        self._stream(stream, "cuMemsetD8Async")
+        ctypes.memset(address, value, size)
+
+    def load_module(self, image: bytes) -> int:
+        self._need("cuModuleLoadData")
+        if image[:4] != b"\x7fELF":
+            raise _error("cuModuleLoadData", 200)
+        self._modules[self._number()] = image
+        return self._last
+
+    def unload_module(self, module: int) -> None:
+        self._need("cuModuleUnload")
+        if self._modules.pop(module, None) is None:
+            raise _error("cuModuleUnload", 400)
+
+    def function(self, module: int, name: str) -> int:
+        self._need("cuModuleGetFunction")
+        if f".text.{name}\0".encode() not in self._modules[module]:
+            raise _error("cuModuleGetFunction", 500)
+        self._functions[self._number()] = name
+        return self._last
+
+    def launch(
+        self,
+        function: int,
+        blocks: int,
+        threads: int,
+        shared: int,
+        stream: int,
+        arguments: Sequence[int],
+    ) -> None:
+        self._stream(stream, "cuLaunchKernel")
+        if self._kernels is None or not (blocks and threads):
+            raise _error("cuLaunchKernel", 801)
+        job, told = arguments
+        there = self._registered | {at: size for at, (_, size) in self._allocated.items()}
+        if not (self._inside(job, 8, there) and self._inside(told, 8, self._registered)):
+            raise _error("cuLaunchKernel", 1)
+        name = self._functions[function]
+        self.launched.append(name)
+        self._kernels()[name](
+            ctypes.c_void_p(job), ctypes.c_void_p(told), ctypes.c_uint32(blocks),
+            ctypes.c_uint32(1),
+        )  # fmt: skip
 
 
 def _is_mapped(address: int, size: int, *, writable: bool) -> bool:

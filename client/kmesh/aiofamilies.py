@@ -82,9 +82,11 @@ class AsyncFamilies:
         return await self._run(families.dissolve(family, mirrors, salt), timeout)
 
     async def describe(
-        self, family: str, *, salt: bytes = b"", timeout: float | None = None
+        self, family: str, *, salt: bytes = b"", device: str = "", timeout: float | None = None
     ) -> Description:
-        return await self._run(families.describe(family, salt), timeout)
+        return await self._run(families.describe(family, salt, device), timeout)
 
-    async def list(self, timeout: float | None = None) -> tuple[families_pb2.FamilyInfo, ...]:
-        return await self._run(families.list_all(), timeout)
+    async def list(
+        self, timeout: float | None = None, *, device: str = ""
+    ) -> tuple[families_pb2.FamilyInfo, ...]:
+        return await self._run(families.list_all(device), timeout)

@@ -21,7 +21,7 @@ from kmesh.handles import HandleKind, HandleRefusal, Offer, Tier, agree
 from kmesh.index import IndexWriter, capacity_for, index_size, tag
 from kmesh.layout import STAGING_ALIGN
 from kmesh.mapping import Mapping
-from kmesh.v1 import common_pb2, flights_pb2, sessions_pb2, spans_pb2
+from kmesh.v1 import common_pb2, families_pb2, flights_pb2, sessions_pb2, spans_pb2
 
 _OFFERED: dict[int, tuple[Offer, ...]] = {
     Tier.HOST: (
@@ -176,6 +176,10 @@ class Model:
             return self.flights.leave(peer.id, body), -1
         if isinstance(body, flights_pb2.LandRequest):
             return self.flights.land(peer.id, body), -1
+        if isinstance(body, families_pb2.DescribeFamilyRequest):
+            _host_only(body.device, "describe_family.device")
+        if isinstance(body, families_pb2.ListFamiliesRequest):
+            _host_only(body.device, "list_families.device")
         answer = self.families.handle(body)
         if answer is not None:
             return answer, -1

@@ -227,11 +227,13 @@ def dissolve(family: str, mirrors: MirrorFate, salt: bytes) -> Procedure[Dissolv
     return Dissolved(answer.members, answer.mirrors)
 
 
-def describe(family: str, salt: bytes) -> Procedure[Description]:
+def describe(family: str, salt: bytes, device: str) -> Procedure[Description]:
     """Raises NotFound for a family that is not declared."""
     token, members = "", list[families_pb2.MemberInfo]()
     while True:
-        request = families_pb2.DescribeFamilyRequest(family=family, salt=salt, page_token=token)
+        request = families_pb2.DescribeFamilyRequest(
+            family=family, salt=salt, page_token=token, device=device
+        )
         answer = body_of(families_pb2.DescribeFamilyResponse, (yield request))
         members.extend(answer.members)
         token = answer.next_page_token
@@ -239,11 +241,11 @@ def describe(family: str, salt: bytes) -> Procedure[Description]:
             return Description(answer.family, tuple(members))
 
 
-def list_all() -> Procedure[tuple[families_pb2.FamilyInfo, ...]]:
+def list_all(device: str) -> Procedure[tuple[families_pb2.FamilyInfo, ...]]:
     """All families that the session may see."""
     token, found = "", list[families_pb2.FamilyInfo]()
     while True:
-        request = families_pb2.ListFamiliesRequest(page_token=token)
+        request = families_pb2.ListFamiliesRequest(page_token=token, device=device)
         answer = body_of(families_pb2.ListFamiliesResponse, (yield request))
         found.extend(answer.families)
         token = answer.next_page_token
@@ -359,14 +361,20 @@ class Families:
         return self._run(dissolve(family, mirrors, salt), timeout)
 
     def describe(
-        self, family: str, *, salt: bytes = b"", timeout: float | None = None
+        self, family: str, *, salt: bytes = b"", device: str = "", timeout: float | None = None
     ) -> Description:
-        """A family and all of its members."""
-        return self._run(describe(family, salt), timeout)
+        """A family and all of its members.
 
-    def list(self, timeout: float | None = None) -> tuple[families_pb2.FamilyInfo, ...]:
-        """All families that the session may see."""
-        return self._run(list_all(), timeout)
+        Args:
+            device: UUID of the GPU in whose memory spans are counted; empty: host memory.
+        """
+        return self._run(describe(family, salt, device), timeout)
+
+    def list(
+        self, timeout: float | None = None, *, device: str = ""
+    ) -> tuple[families_pb2.FamilyInfo, ...]:
+        """All families that the session may see; ``device`` as for ``describe``."""
+        return self._run(list_all(device), timeout)
 
 
 def _check_name(name: str, value: str) -> None:

@@ -105,7 +105,7 @@ class Applier:
             case effects.Encode() | effects.KeepRecipe() | effects.Densify():
                 self._worker.recode(effect)
             case effects.ForgetRecipe():
-                self._worker.forget_recipe(effect.job)
+                self._worker.forget_recipe(effect)
             case effects.DropStaging():
                 self._staging.drop(effect.session)
             case effects.Spill() | effects.Fetch() | effects.Unlink() | effects.DiskOutage():

@@ -12,6 +12,7 @@ from kmesh import errors
 from kmesh.keys import KEY_BYTES
 from kmesh.layout import Shard
 from kmesh.v1 import common_pb2, families_pb2
+from kmesh_spand.control.gpus import Gpus
 from kmesh_spand.core import effects, events
 from kmesh_spand.core.core import Core
 from kmesh_spand.core.family import Run
@@ -123,13 +124,14 @@ def to_message(result: effects.Result, name: str) -> Message | None:
 
 
 def describe(
-    core: Core, body: families_pb2.DescribeFamilyRequest, uid: int, now_ms: int
+    core: Core, body: families_pb2.DescribeFamilyRequest, uid: int, now_ms: int, gpus: Gpus
 ) -> families_pb2.DescribeFamilyResponse:
     """Answer of Families.Describe: what a uid may see.
 
     Raises:
-        NotFound, InvalidArgument: of which field.
+        NotFound, InvalidArgument, Unavailable: of which field.
     """
+    tier = gpus.tier(body.device, "describe_family.device")
     first, limit = _page(body, _MEMBERS)
     family = core.family_views.find(
         number=body.id,
@@ -142,10 +144,10 @@ def describe(
         field = "describe_family.id" if body.id else "describe_family.family"
         raise errors.NotFound("no such family", field=field)
     answer = families_pb2.DescribeFamilyResponse(
-        family=_info(core.family_views.row(family, now_ms)),
+        family=_info(core.family_views.row(family, now_ms, tier), gpus),
         members=[
             families_pb2.MemberInfo(**asdict(row))
-            for row in core.family_views.members(family, first, limit)
+            for row in core.family_views.members(family, first, limit, tier)
         ],
     )
     if len(family.members) > first + limit:
@@ -154,24 +156,27 @@ def describe(
 
 
 def list_all(
-    core: Core, body: families_pb2.ListFamiliesRequest, uid: int, now_ms: int
+    core: Core, body: families_pb2.ListFamiliesRequest, uid: int, now_ms: int, gpus: Gpus
 ) -> families_pb2.ListFamiliesResponse:
     """Answer of Families.List: what a uid may see.
 
     Raises:
-        InvalidArgument: of which field.
+        InvalidArgument, Unavailable: of which field.
     """
+    tier = gpus.tier(body.device, "list_families.device")
     after, limit = _page(body, _FAMILIES)
     group = seen_by(core.tenancy, uid)
-    rows = core.family_views.rows(after, limit + 1, now_ms=now_ms, group=group)
-    answer = families_pb2.ListFamiliesResponse(families=map(_info, rows[:limit]))
+    rows = core.family_views.rows(after, limit + 1, now_ms=now_ms, group=group, tier=tier)
+    shown = [_info(row, gpus) for row in rows[:limit]]
+    answer = families_pb2.ListFamiliesResponse(families=shown)
     if len(rows) > limit:
         answer.next_page_token = str(rows[limit - 1].id)
     return answer
 
 
-def _info(row: FamilyRow) -> families_pb2.FamilyInfo:
+def _info(row: FamilyRow, gpus: Gpus) -> families_pb2.FamilyInfo:
     fields = asdict(row)
+    fields["devices"] = [gpus.tier_device(tier) for tier in fields.pop("gpus")]
     shards = [Shard.from_code(code) for code in fields.pop("shards")]
     return families_pb2.FamilyInfo(
         shards=[

@@ -82,12 +82,13 @@ class Growth:
                     )
                 slab.failed = message.error
             case ipc.Fallback():
-                self._fell_back(message)
+                self.fell_back(message)
             case _:
                 return False
         return True
 
-    def _fell_back(self, message: ipc.Fallback) -> None:
+    def fell_back(self, message: ipc.Fallback) -> None:
+        """Something was done in a lesser way, for a slab of any memory."""
         if message.kind == "hugepages":
             self.slabs[message.slab].small_pages = True
         name = f"fallback_{message.kind}"

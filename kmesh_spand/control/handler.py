@@ -251,10 +251,10 @@ class Handler:
                 self._attach_staging(session, number, body.size)
             case families_pb2.DescribeFamilyRequest():
                 uid, now = self._uid(session), self.now_ms()
-                self._answer(number, families.describe(self.core, body, uid, now))
+                self._answer(number, families.describe(self.core, body, uid, now, self.broker.gpus))
             case families_pb2.ListFamiliesRequest():
                 uid, now = self._uid(session), self.now_ms()
-                self._answer(number, families.list_all(self.core, body, uid, now))
+                self._answer(number, families.list_all(self.core, body, uid, now, self.broker.gpus))
             case _:
                 size = self.staging.size(session)
                 self.event(translate.to_event(session, number, body, size, self._tier(body)))

@@ -120,6 +120,7 @@ class Control:
                 f"device worker {gpu}",
                 start_seconds=None,
                 growth=None,
+                fell_back=self._growth.fell_back,
                 restart=partial(self._restart_worker, gpu=gpu),
             )
             for gpu in range(len(settings.gpu))

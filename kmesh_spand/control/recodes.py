@@ -12,6 +12,8 @@ from kmesh_spand.core.mirrors import BaseFact, RecipeFacts
 Recode = effects.Encode | effects.KeepRecipe | effects.Densify
 #: Bytes a second that an encoding manages on the slowest machine that is served.
 _SLOWEST = 20e6
+#: For the first one, with which the codec is loaded, or the GPU's kernels are compiled.
+_FIRST_SECONDS = 30.0
 
 
 class Recodes:
@@ -29,6 +31,8 @@ class Recodes:
         self._untold: dict[int, tuple[ipc.AnyMessage, int]] = {}
         self._told: dict[int, int] = {}
         self._made: set[int] = set()
+        # Of the present worker.
+        self._answers = 0
 
     def __len__(self) -> int:
         """Answers that are owed."""
@@ -42,7 +46,8 @@ class Recodes:
     @property
     def seconds(self) -> float:
         """What its jobs may take, beside others."""
-        return sum(self._told.values()) / _SLOWEST
+        first = _FIRST_SECONDS if self._told and not self._answers else 0.0
+        return first + sum(self._told.values()) / _SLOWEST
 
     def begin(self, job: Recode, send: Callable[[ipc.AnyMessage], None] | None) -> None:
         """A job of the core's; ``send`` is None while there is no worker that takes it."""
@@ -69,6 +74,7 @@ class Recodes:
 
     def gone(self) -> None:
         """The worker is gone, with what it was doing and what it had made."""
+        self._answers = 0
         lost = [*self._told, *self._made]
         self._told.clear()
         self._made.clear()
@@ -106,6 +112,7 @@ class Recodes:
         return True
 
     def _answered(self, job: int) -> bool:
+        self._answers += 1
         return self._told.pop(job, None) is not None
 
 

@@ -45,6 +45,7 @@ class StoreWorker:
             else watches that.
         growth: takes what it tells of its memory; None: that does not grow.
         disk: takes what it tells of files; None: it has none.
+        fell_back: told of spans that were encoded in a lesser way; None: it has but one.
         event: where events for the core go.
         restart: asks the supervisor for a new worker, with a reason.
     """
@@ -62,12 +63,14 @@ class StoreWorker:
         restart: Callable[[str], None],
         observer: Observer,
         disk: DiskJobs | None = None,
+        fell_back: Callable[[ipc.Fallback], None] | None = None,
     ) -> None:
         self.restarts = 0
         self.pid = 0
         self._name = name
         self._growth = growth
         self._disk = disk
+        self._fell_back = fell_back
         self._observer = observer
         self._loop = loop
         self._timeout = timeout
@@ -403,6 +406,8 @@ class StoreWorker:
                 self._exported(message.job, -1, _export_error(message))
             case ipc.Failed():
                 self._fail(message)
+            case ipc.Fallback() if self._fell_back is not None:
+                self._fell_back(message)
             case _:
                 logger.error("unexpected message %s", type(message).__name__)
 

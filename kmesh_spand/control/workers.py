@@ -47,10 +47,12 @@ class Workers:
         self.host.replaced(message)
 
     def recode(self, job: Recode) -> None:
-        self.host.recode(job)
+        # Base, span and recipe lie in one tier.
+        slab = job.span.slab if isinstance(job, effects.Encode) else job.slab
+        self._of(slab).recode(job)
 
-    def forget_recipe(self, job: int) -> None:
-        self.host.forget_recipe(job)
+    def forget_recipe(self, forgotten: effects.ForgetRecipe) -> None:
+        self._of(forgotten.slab).forget_recipe(forgotten.job)
 
     def export(self, slab: int, offset: int, length: int, made: Made) -> None:
         self._of(slab).export(slab, offset, length, made)

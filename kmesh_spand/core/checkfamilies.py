@@ -28,6 +28,7 @@ def _check_mirrors(store: SpanStore) -> None:
         for base in mirror.bases:
             assert base not in mirrors.by_row, "a recipe refers to a recipe"
             assert table.scope[base] == table.scope[row]
+            assert store.tier_of(base) == store.tier_of(row)
             assert table.state[base] in {*STORED, State.DOOMED}, "a base went before its mirror"
             assert table.state[base] in STORED or mirror.lost
             of_base.setdefault(base, set()).add(row)
@@ -54,6 +55,8 @@ def _check_jobs(store: SpanStore, recoder: Recoder) -> None:
         assert densifying.row in store.mirrors.by_row
         holds[densifying.row] += 1
         drafts[densifying.draft] += 1
+    encoded = [job.candidate.row for job in recoder.encodes.values()]
+    recoder.lanes.check(encoded, [job.row for job in recoder.densifies.values()])
     assert store.holds == holds
     states = {row for row in range(1, table.rows + 1) if table.state[row] == State.DRAFT}
     assert drafts == dict.fromkeys(states, 1)

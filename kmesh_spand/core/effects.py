@@ -258,9 +258,10 @@ class KeepRecipe:
 
 @dataclass(frozen=True, slots=True)
 class ForgetRecipe:
-    """The recipe of ``job`` is not wanted. No event follows."""
+    """The recipe of ``job`` is not wanted; it was made of a span in ``slab``. No event follows."""
 
     job: int
+    slab: int
 
 
 @dataclass(frozen=True, slots=True)

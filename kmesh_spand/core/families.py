@@ -15,11 +15,13 @@ from kmesh_spand.core.effects import DeclareResult, DissolveResult, JoinResult, 
 from kmesh_spand.core.events import Declare, Dissolve, Fork, Join
 from kmesh_spand.core.family import Family, Member, Owner, Run, payload_bytes
 from kmesh_spand.core.familychecks import check_declare, check_member
-from kmesh_spand.core.recoder import Candidate, Recoder
+from kmesh_spand.core.lanes import Candidate
+from kmesh_spand.core.recoder import Recoder
 from kmesh_spand.core.sessions import Session
 from kmesh_spand.core.states import STORED, State
 from kmesh_spand.core.store import SpanStore
 from kmesh_spand.core.tags import scope
+from kmesh_spand.core.tenants import Tenant
 
 #: What a second declaration must repeat; how keys are turned only if both say it.
 _FIXED = ("namespace", "dtype", "head_dim", "shards")
@@ -58,9 +60,9 @@ class FamilyBook:
         self._places: dict[Owner, dict[bytes, list[_Place]]] = {}
         self.group_spans: Counter[int] = Counter()
         self.group_names: Counter[int] = Counter()
-        self._ready: OrderedDict[tuple[int, int], Candidate] = OrderedDict()
         self._scans: OrderedDict[tuple[int, str], None] = OrderedDict()
-        self._starved: set[int] = set()
+        # Family and tier.
+        self._starved: set[tuple[int, int]] = set()
         recoder.source = self
 
     def __len__(self) -> int:
@@ -183,9 +185,7 @@ class FamilyBook:
     def _unfit(self, owner: Owner, event: Declare, key: bytes) -> str:
         """Why a key that is stored can't be in a base, or nothing."""
         store, table = self._store, self._store.table
-        tenant = store.tenants.find(*owner)
-        for shard in event.shards if tenant is not None else ():
-            assert tenant is not None
+        for tenant, shard in itertools.product(self._tenants(owner), event.shards):
             row = table.find(key, scope(tenant.number, shard))
             if table.state[row] == State.ALIAS:
                 return "is the beginning of a longer span"
@@ -214,7 +214,7 @@ class FamilyBook:
             most = config.max_family_spans
             return Refused(Code.EXHAUSTED, f"a family has at most {most} spans", "keys")
         for number, key in enumerate(keys):
-            for shard, row in zip(family.shards, self._found(family, key), strict=True):
+            for shard, row in self._found(family, key):
                 if why := self._strange(family, row, shard):
                     return invalid(f"keys[{number}]", why)
         return None
@@ -242,15 +242,17 @@ class FamilyBook:
         wanted = family.payload_bytes(table.tokens[row], shard)
         return f"has {length} bytes, not {wanted} for its tokens" if length != wanted else ""
 
-    def _found(self, family: Family, key: bytes) -> list[int]:
-        """The spans of a key, one for each shard, or 0."""
-        store, tenant = self._store, self._store.tenants.find(*family.owner)
-        if tenant is None:
-            return [0] * len(family.shards)
-        return [
-            store.resolve(store.table.find(key, scope(tenant.number, shard)))
-            for shard in family.shards
-        ]
+    def _tenants(self, owner: Owner) -> list[Tenant]:
+        """Whose a family's spans are: one tenant in each tier."""
+        store = self._store
+        each = (store.tenants.find(*owner, tier) for tier in sorted(store.tiers))
+        return [tenant for tenant in each if tenant is not None]
+
+    def _found(self, family: Family, key: bytes) -> Iterator[tuple[int, int]]:
+        """(shard, row) of all spans of a key; row 0 is none."""
+        store = self._store
+        for tenant, shard in itertools.product(self._tenants(family.owner), family.shards):
+            yield shard, store.resolve(store.table.find(key, scope(tenant.number, shard)))
 
     def _add(self, family: Family, member: Member) -> JoinResult:
         before = family.members.get(member.name)
@@ -272,8 +274,8 @@ class FamilyBook:
         self._scans[family.id, member.name] = None
         self._make_room(family)
         spans = len(member.keys) * len(family.shards)
-        stored = sum(1 for _ in self._stored(family, member.keys))
-        return JoinResult(spans, stored)
+        stored = {(key, shard) for key, shard, _ in self._stored(family, member.keys)}
+        return JoinResult(spans, len(stored))
 
     # What is known of keys
 
@@ -327,7 +329,11 @@ class FamilyBook:
                 del places[key]
         if not places:
             del self._places[family.owner]
-        self._starved.discard(family.id)
+        self._starved = {one for one in self._starved if one[0] != family.id}
+
+    def knows(self, family: Family) -> bool:
+        """Whether it was not forgotten."""
+        return family.id in self.by_id
 
     def is_base(self, row: int) -> bool:
         """Whether a span is of some family's base: it is never made a recipe."""
@@ -336,35 +342,58 @@ class FamilyBook:
         key = self._store.table.key_of(row)
         return any(place.member is None for place in places.get(key, ()))
 
-    def rows(self, family: Family, keys: Sequence[bytes] | None = None) -> list[int]:
-        """Stored spans of a family, or of some of its keys, each once; the base's left out."""
+    def tiers(self, family: Family) -> list[int]:
+        """Where its tenant has, or had, something."""
+        return [tenant.tier for tenant in self._tenants(family.owner)]
+
+    def there(self, family: Family, tier: int) -> bool:
+        """Whether anything of a family is stored in a tier."""
+        keys = dict.fromkeys(family.base)
+        keys |= {key: 0 for member in family.members.values() for key in member.keys}
+        return next(self._stored(family, list(keys), tier), None) is not None
+
+    def rows(
+        self, family: Family, keys: Sequence[bytes] | None = None, tier: int | None = None
+    ) -> list[int]:
+        """Stored spans of a family, or of some of its keys, each once; the base's left out.
+
+        Args:
+            tier: only there.
+        """
         if keys is None:
             keys = list({key: None for m in family.members.values() for key in m.keys})
         own = [key for key in keys if key not in family.base]
-        return list(dict.fromkeys(row for _, row in self._stored(family, own)))
+        return list(dict.fromkeys(row for _, _, row in self._stored(family, own, tier)))
 
-    def base_rows(self, family: Family, keys: Sequence[bytes] | None = None) -> list[int]:
-        """Stored spans of a family's base, or of some of its keys, each once."""
+    def base_rows(
+        self, family: Family, keys: Sequence[bytes] | None = None, tier: int | None = None
+    ) -> list[int]:
+        """Stored spans of a family's base, or of some of its keys, each once; as ``rows``."""
         keys = list(family.base) if keys is None else keys
-        return list(dict.fromkeys(row for _, row in self._stored(family, keys)))
+        return list(dict.fromkeys(row for _, _, row in self._stored(family, keys, tier)))
 
-    def _stored(self, family: Family, keys: Sequence[bytes]) -> Iterator[tuple[int, int]]:
-        """(shard, row) of every stored span of these keys."""
+    def _stored(
+        self, family: Family, keys: Sequence[bytes], tier: int | None = None
+    ) -> Iterator[tuple[bytes, int, int]]:
+        """(key, shard, row) of every stored span of these keys, by their own or a further name."""
         store, table = self._store, self._store.table
-        tenant = store.tenants.find(*family.owner)
-        if tenant is None or not keys:
+        if not keys:
             return
         packed = b"".join(keys)
-        for shard in family.shards:
-            for found in table.find_all(packed, scope(tenant.number, shard))[0]:
+        for tenant, shard in itertools.product(self._tenants(family.owner), family.shards):
+            if tier not in (None, tenant.tier):
+                continue
+            rows = table.find_all(packed, scope(tenant.number, shard))[0]
+            for key, found in zip(keys, rows, strict=True):
                 row = store.resolve(found)
                 if table.state[row] in STORED:
-                    yield shard, row
+                    yield key, shard, row
 
-    def base(self, family: Family, shard: int) -> Rows | None:
-        """Rows of a family's base in a shard, by number; None unless all of it is served, dense."""
+    def base(self, family: Family, shard: int, tier: int) -> Rows | None:
+        """Rows of a family's base in a shard and a tier, by number; None unless all of it is
+        served, dense."""
         store, table = self._store, self._store.table
-        tenant = store.tenants.find(*family.owner)
+        tenant = store.tenants.find(*family.owner, tier)
         if tenant is None:
             return None
         rows, _ = table.find_all(family.base_keys, scope(tenant.number, shard))
@@ -379,71 +408,66 @@ class FamilyBook:
         """A span is committed."""
         tenant, table = self._store.tenant_of(row), self._store.table
         places = self._places.get((tenant.group, tenant.salt))
-        if places is None or tenant.tier:
+        if places is None:
             return
         for name in (row, *self._store.aliases(row)):
             for place in places.get(table.key_of(name), ()):
                 family, member = place.family, place.member
                 if member is not None:
                     self._offer(row, family, member)
-                elif family.id in self._starved and self._whole(family, row):
-                    self._starved.remove(family.id)
+                elif (family.id, tenant.tier) in self._starved and self._whole(family, row):
+                    self._starved.remove((family.id, tenant.tier))
                     for waiting in family.members:
                         self._scans[family.id, waiting] = None
 
     def _whole(self, family: Family, row: int) -> bool:
-        """Whether the base is all there in a row's shard."""
-        shard = self._store.shard(row)
-        return shard in family.shards and self.base(family, shard) is not None
+        """Whether the base is all there in a row's shard and tier."""
+        shard, tier = self._store.shard(row), self._store.tier_of(row)
+        return shard in family.shards and self.base(family, shard, tier) is not None
 
     def _offer(self, row: int, family: Family, member: Member) -> None:
         generation = self._store.table.generation[row]
-        known = self._ready.get((row, family.id))
-        if known is None or known.generation != generation:
-            self._ready[row, family.id] = Candidate(row, generation, family, member)
+        self._recoder.lanes.offer(Candidate(row, generation, family, member))
 
     def gone(self, row: int, cause: Cause) -> None:
         """A name is about to go: what was found out about its span goes with it."""
         self._recoder.verdicts.gone(row)
 
-    def starved(self, family: Family) -> None:
-        """A family's spans can't be looked at before more of its base is stored."""
-        self._starved.add(family.id)
+    def starved(self, family: Family, tier: int) -> None:
+        """A family's spans in a tier can't be looked at before more of its base is stored there."""
+        self._starved.add((family.id, tier))
 
     def doubted(self, candidate: Candidate) -> None:
         """A base of a span is not served now: the span is looked at again when that is over."""
         row, family = candidate.row, candidate.family
-        if family.id not in self.by_id:
+        if not self.knows(family):
             return
         if self._whole(family, row):
             self._offer(row, family, candidate.member)
         else:
-            self.starved(family)
+            self.starved(family, self._store.tier_of(row))
 
     @property
     def waiting(self) -> bool:
-        """Whether there may be a span to look at."""
-        return bool(self._ready or self._scans)
+        """Whether there may be spans to look at that nobody has offered yet."""
+        return bool(self._scans)
 
-    def next(self) -> Candidate | None:
-        """A span that may be worth a recipe; None: it has looked through a member, or none is."""
-        if self._ready:
-            _, candidate = self._ready.popitem(last=False)
-            return candidate if candidate.family.id in self.by_id else None
-        if self._scans:
-            (number, name), _ = self._scans.popitem(last=False)
-            family = self.by_id.get(number)
-            if family is not None:
-                self._scan(family, family.members[name])
-        return None
+    def look(self) -> None:
+        """Looks through one member."""
+        (number, name), _ = self._scans.popitem(last=False)
+        family = self.by_id.get(number)
+        if family is not None:
+            for tier in self.tiers(family):
+                self._scan(family, family.members[name], tier)
 
-    def _scan(self, family: Family, member: Member) -> None:
+    def _scan(self, family: Family, member: Member, tier: int) -> None:
         table, mirrors = self._store.table, self._store.mirrors
         own = [key for key in member.keys if key not in family.base]
-        ready = {shard for shard in family.shards if self.base(family, shard) is not None}
-        if len(ready) < len(family.shards):
-            self.starved(family)
-        for shard, row in self._stored(family, own):
+        shards = family.shards
+        ready = {shard for shard in shards if self.base(family, shard, tier) is not None}
+        if len(ready) < len(shards):
+            self.starved(family, tier)
+        for _, shard, row in self._stored(family, own, tier):
             if (
                 shard in ready
                 and table.state[row] == State.COMMITTED

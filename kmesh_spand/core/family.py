@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from kmesh.layout import DTYPE_BYTES, Shard
 
-#: Group of uids and salt: whose names a family's are. Families are in host memory.
+#: Group of uids and salt: whose names a family's are, in all tiers.
 Owner = tuple[int, bytes]
 
 

@@ -49,24 +49,25 @@ class FamilyViews:
         return found if found and (every or found.owner[0] == group) else None
 
     def rows(
-        self, after: int, limit: int, *, now_ms: int, group: int | None = None
+        self, after: int, limit: int, *, now_ms: int, group: int | None = None, tier: int = 0
     ) -> list[FamilyRow]:
         """Up to ``limit`` families with a number above ``after``, in order.
 
         Args:
             group: whose; None for all.
+            tier: where spans are counted.
         """
         shown = (
             family
             for number, family in self._book.by_id.items()
             if number > after and group in (None, family.owner[0])
         )
-        return [self.row(family, now_ms) for family in itertools.islice(shown, limit)]
+        return [self.row(family, now_ms, tier) for family in itertools.islice(shown, limit)]
 
-    def row(self, family: Family, now_ms: int) -> FamilyRow:
-        """A family as a whole: each of its spans counts once."""
+    def row(self, family: Family, now_ms: int, tier: int = 0) -> FamilyRow:
+        """A family as a whole, as it is in a tier: each of its spans there counts once."""
         book, mirrors = self._book, self._store.mirrors.by_row
-        base, own = book.base_rows(family), book.rows(family)
+        base, own = book.base_rows(family, tier=tier), book.rows(family, tier=tier)
         sizes = self._sizes([*base, *own])
         keys = {key for member in family.members.values() for key in member.keys}
         return FamilyRow(
@@ -88,17 +89,18 @@ class FamilyViews:
             recipe_bytes=sizes.recipes,
             used_bytes=sizes.tiles * TILE_BYTES,
             age_ms=max(0, now_ms - family.began_ms),
+            gpus=[gpu for gpu in book.tiers(family) if gpu and book.there(family, gpu)],
         )
 
-    def members(self, family: Family, first: int, limit: int) -> list[MemberRow]:
+    def members(self, family: Family, first: int, limit: int, tier: int = 0) -> list[MemberRow]:
         """Members from number ``first`` on, in the order in which they joined."""
         found = itertools.islice(family.members.values(), first, first + limit)
-        return [self._member(family, member) for member in found]
+        return [self._member(family, member, tier) for member in found]
 
-    def _member(self, family: Family, member: Member) -> MemberRow:
+    def _member(self, family: Family, member: Member, tier: int) -> MemberRow:
         book, mirrors = self._book, self._store.mirrors.by_row
-        base = book.base_rows(family, [key for key in member.keys if key in family.base])
-        own = book.rows(family, member.keys)
+        base = book.base_rows(family, [key for key in member.keys if key in family.base], tier)
+        own = book.rows(family, member.keys, tier)
         refusals = [
             why for row in own if row not in mirrors and (why := self._recoder.verdicts.of(row))
         ]

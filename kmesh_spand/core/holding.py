@@ -67,6 +67,10 @@ class Holding(Grounds):
         assert tenant is not None
         return tenant
 
+    def tier_of(self, row: int) -> int:
+        """Where a row is that has a range: 0 is host memory, the others are GPUs."""
+        return self.slabs[self.table.slab[row]].tier
+
     def held(self, row: int) -> bool:
         """Whether a lease or a hold keeps a row from going."""
         return self.table.pins[row] > 0 or row in self.holds

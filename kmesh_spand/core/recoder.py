@@ -1,12 +1,13 @@
 """Recipes out of spans, and spans out of recipes: a few jobs at a time, off every hot path.
 
+A recipe lies in the tier of its span and of its base, and that tier's worker makes it.
+
 A job reads what it holds and writes a range of its own, a *draft*. When it is done, the draft takes
 the names of the span over that it was made of; that one ends with its last lease.
 """
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -17,7 +18,8 @@ from kmesh_spand.core.codes import Cause, Reason
 from kmesh_spand.core.config import CoreConfig
 from kmesh_spand.core.effects import Densify, Encode, ForgetRecipe, KeepRecipe, Payload
 from kmesh_spand.core.eviction import Evictor
-from kmesh_spand.core.family import Family, Member
+from kmesh_spand.core.family import Family
+from kmesh_spand.core.lanes import Candidate, Lanes
 from kmesh_spand.core.provenance import pieces
 from kmesh_spand.core.rests import Rests
 from kmesh_spand.core.states import State, Trigger
@@ -38,31 +40,22 @@ _FAILED = "the job failed"
 _ASKED = "it was asked for dense"
 
 
-@dataclass(frozen=True, slots=True)
-class Candidate:
-    """A dense span, of that generation, that may be worth a recipe."""
-
-    row: int
-    generation: int
-    family: Family
-    member: Member
-
-
 class Source(Protocol):
     """Knows which spans are worth looking at."""
 
     @property
     def waiting(self) -> bool:
-        """Whether there may be another one."""
+        """Whether it has something to look through."""
         ...
 
-    def next(self) -> Candidate | None:
-        """One of them; or None, when it has looked for some."""
+    def look(self) -> None:
+        """Looks through a part of that, and offers what it finds."""
         ...
 
+    def knows(self, family: Family) -> bool: ...
     def is_base(self, row: int) -> bool: ...
-    def base(self, family: Family, shard: int) -> Rows | None: ...
-    def starved(self, family: Family) -> None: ...
+    def base(self, family: Family, shard: int, tier: int) -> Rows | None: ...
+    def starved(self, family: Family, tier: int) -> None: ...
     def stored(self, row: int) -> None: ...
 
     def doubted(self, candidate: Candidate) -> None:
@@ -92,7 +85,7 @@ class Recoder:
 
     Attributes:
         encodes, densifies: jobs in flight.
-        wishes: mirrors that wait to be made dense: generation, and whether they may be dropped.
+        lanes: what waits, by tier.
         verdicts: on spans that stay dense.
         rests: spans that stay so for a while, since somebody asked for them.
         draining: nothing new begins.
@@ -109,25 +102,18 @@ class Recoder:
         self._tries: dict[tuple[int, int], int] = {}
         self.encodes: dict[int, EncodeJob] = {}
         self.densifies: dict[int, DensifyJob] = {}
-        self.wishes: OrderedDict[int, tuple[int, bool]] = OrderedDict()
+        self.lanes = Lanes(config, store)
         self.verdicts = Verdicts(store.table)
         self.rests = Rests(store, config.dense_rest_ms)
-        self._again: list[Candidate] = []
         self.draining = False
 
     @property
     def behind(self) -> bool:
         """Whether ``pump`` has left something undone that needs nothing but time."""
-        return not self.draining and (self._may_densify or self._may_encode)
-
-    @property
-    def _may_densify(self) -> bool:
-        return bool(self.wishes) and len(self.densifies) < self._config.max_densify
-
-    @property
-    def _may_encode(self) -> bool:
-        free = len(self.encodes) < self._config.max_encodes
-        return free and bool(self._again or self.source.waiting)
+        if self.draining:
+            return False
+        lanes = self.lanes
+        return bool(lanes.to_densify() or lanes.to_encode() or (self.source.waiting and lanes.idle))
 
     def pump(self) -> None:
         """Begins as many jobs as may be in flight; looks at a few spans for that."""
@@ -138,16 +124,18 @@ class Recoder:
                 if table.state[row] == State.COMMITTED:
                     self.source.stored(row)
         for _ in range(_TURN):
-            if not self.behind:
+            if self.draining:
                 return
-            if self._may_densify:
-                row, (generation, drop) = self.wishes.popitem(last=False)
+            if lane := self.lanes.to_densify():
+                row, (generation, drop) = lane.wishes.popitem(last=False)
                 if row in mirrors and table.generation[row] == generation:
                     self._densify(row, drop)
-                continue
-            candidate = self._again.pop() if self._again else self.source.next()
-            if candidate is not None:
-                self._encode(candidate)
+            elif lane := self.lanes.to_encode():
+                self._encode(lane.next())
+            elif self.source.waiting and self.lanes.idle:
+                self.source.look()
+            else:
+                return
 
     # Recipes
 
@@ -169,14 +157,16 @@ class Recoder:
     def _encode(self, candidate: Candidate) -> None:
         store, table, family = self._store, self._store.table, candidate.family
         row = candidate.row
-        if not self._is(row, candidate.generation) or self.verdicts.of(row, family):
+        if not self.source.knows(family) or not self._is(row, candidate.generation):
+            return
+        if self.verdicts.of(row, family):
             return
         if any(job.candidate.row == row for job in self.encodes.values()):
             return
-        shard = store.shard(row)
-        base = self.source.base(family, shard)
+        shard, tier = store.shard(row), store.tier_of(row)
+        base = self.source.base(family, shard, tier)
         if base is None:
-            self.source.starved(family)
+            self.source.starved(family, tier)
             return
         space = table.spaces.value(table.space[row])
         token = family.payload_bytes(1, shard)
@@ -201,6 +191,7 @@ class Recoder:
             found = [piece.of(numbers) for piece in found]
         job = next(self._job_ids)
         self.encodes[job] = EncodeJob(candidate, rows)
+        self.lanes.of(row).encodes += 1
         store.hold((row, *rows))
         store.out.append(
             Encode(
@@ -303,11 +294,12 @@ class Recoder:
             return ()
         rows = [job.candidate.row] if span else []
         rows += [job.bases[base] for base in bases if 0 <= base < len(job.bases)]
+        lane = self.lanes.of(job.candidate.row)
         self._end_encode(number)
         self._store.counters["encode_spoiled"] += 1
         candidate = job.candidate
         if not span and self._once_more(candidate.row, candidate.generation):
-            self._again.append(candidate)
+            lane.again.append(candidate)
         return rows
 
     def kept(self, number: int, root: int) -> None:
@@ -334,10 +326,11 @@ class Recoder:
 
     def _end_encode(self, number: int, *, forget: bool = False) -> None:
         store, job = self._store, self.encodes.pop(number)
+        self.lanes.of(job.candidate.row).encodes -= 1
         if job.draft:
             store.move(job.draft, Trigger.FAILED)
         if forget:
-            store.out.append(ForgetRecipe(number))
+            store.out.append(ForgetRecipe(number, store.table.slab[job.candidate.row]))
         store.let_go((job.candidate.row, *job.bases))
 
     # Spans
@@ -348,7 +341,8 @@ class Recoder:
             return True
         if self.draining:
             return False
-        if row in self.wishes or len(self.densifies) >= self._config.max_densify:
+        lane = self.lanes.of(row)
+        if row in lane.wishes or not self.lanes.may_densify(lane):
             self.want(row)
             return True
         return self._densify(row, drop=False)
@@ -362,10 +356,11 @@ class Recoder:
         if any(job.row == row for job in self.densifies.values()):
             return
         generation = self._store.table.generation[row]
-        earlier = self.wishes.get(row)
+        wishes = self.lanes.of(row).wishes
+        earlier = wishes.get(row)
         if earlier is not None and earlier[0] == generation:
             drop |= earlier[1]
-        self.wishes[row] = generation, drop
+        wishes[row] = generation, drop
 
     def _densify(self, row: int, drop: bool) -> bool:
         store, table = self._store, self._store.table
@@ -385,6 +380,7 @@ class Recoder:
             return False
         job = next(self._job_ids)
         self.densifies[job] = DensifyJob(row, draft, drop)
+        self.lanes.of(row).densifies += 1
         bases = [self.payload(base) for base in mirror.bases]
         at = table.tile[draft] * TILE_BYTES
         store.out.append(
@@ -409,6 +405,7 @@ class Recoder:
         if job is None:
             return ()
         store, table = self._store, self._store.table
+        self.lanes.of(job.row).densifies -= 1
         mirror = store.mirrors.by_row[job.row]
         served = table.state[job.row] == State.COMMITTED
         if good and served and store.mirrors.usable(job.row):
@@ -432,18 +429,21 @@ class Recoder:
         store, table = self._store, self._store.table
         if number in self.encodes:
             candidate = self.encodes[number].candidate
+            lane = self.lanes.of(candidate.row)
             self._end_encode(number)
             store.counters["encode_failed"] += 1
             if self._once_more(candidate.row, candidate.generation):
-                self._again.append(candidate)
+                lane.again.append(candidate)
             elif self._is(candidate.row, candidate.generation):
                 self.verdicts.add(candidate.row, _FAILED, candidate.family)
         elif number in self.densifies:
             job = self.densifies.pop(number)
+            lane = self.lanes.of(job.row)
+            lane.densifies -= 1
             store.move(job.draft, Trigger.FAILED)
             store.counters["densify_failed"] += 1
             if self._once_more(job.row, table.generation[job.row]):
-                self.wishes[job.row] = table.generation[job.row], job.drop
+                lane.wishes[job.row] = table.generation[job.row], job.drop
             else:
                 self._stays(job.row)
             store.let_go([job.row])

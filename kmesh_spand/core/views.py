@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 
@@ -87,7 +88,10 @@ class SpanRow:
 
 @dataclass(frozen=True, slots=True)
 class FamilyRow:
-    """One family; fields as in ``kmesh.v1.FamilyInfo``, shards are codes."""
+    """One family in one tier; fields as in ``kmesh.v1.FamilyInfo``, shards are codes.
+
+    ``gpus`` are the tiers of GPUs where something of it is stored.
+    """
 
     id: int
     name: str
@@ -107,11 +111,12 @@ class FamilyRow:
     recipe_bytes: int
     used_bytes: int
     age_ms: int
+    gpus: Sequence[int] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class MemberRow:
-    """One member of a family; fields as in ``kmesh.v1.MemberInfo``."""
+    """One member of a family in one tier; fields as in ``kmesh.v1.MemberInfo``."""
 
     name: str
     parent: str

@@ -12,6 +12,8 @@ GPUs.
 
 from __future__ import annotations
 
+import ctypes
+import functools
 import os
 import sys
 import time
@@ -29,6 +31,8 @@ from kmesh_spand.__main__ import main
 
 DIRECTORY = "KMESH_TEST_GPU"
 REAL = "KMESH_TEST_GPU_REAL"
+#: Path of the kernels that encode, compiled for the CPU: the fake GPU runs them.
+KERNELS = "KMESH_TEST_GPU_KERNELS"
 COMMAND = (sys.executable, __file__)
 #: Of all spans that tests store on a GPU.
 SHARD = Shard(0, 1, 0, 1)
@@ -88,7 +92,9 @@ def load() -> driver.Driver:
     gpus = [
         Gpu(uuid, f"Fake GPU {n}{part}", 64 * MIB, able) for n, uuid in enumerate(UUIDS[:count])
     ]
-    return FakeDriver(*gpus, refuse=_refuse)
+    kernels = os.environ.get(KERNELS)
+    run = functools.partial(ctypes.CDLL, kernels) if kernels else None
+    return FakeDriver(*gpus, refuse=_refuse, kernels=run)
 
 
 _machines = driver.load

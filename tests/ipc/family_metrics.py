@@ -68,6 +68,20 @@ def lives(daemon: Daemon, look: Callable[[Daemon], object]) -> None:
         look(daemon)
 
 
+def by_processor(daemon: Daemon, look: Callable[[Daemon], object], device: str) -> None:
+    """A member on a GPU of which nobody has said where it comes from."""
+    household = Household()
+    member = household.siblings[0]
+    with connect(daemon) as session:
+        staging = session.staging(4 << 20)
+        for spans in (household.primer, member):
+            household.store(session, staging, spans, device)
+        session.families.declare(household.family)
+        session.families.join("round", member.name, member.keys, household.namespace)
+        wait_for(lambda: daemon.status().counters["fallback_encode"] > 0)
+        look(daemon)
+
+
 def spoiled(daemon: Daemon, look: Callable[[Daemon], object]) -> None:
     """What a recipe was to be made of has changed in memory: it is read again, and goes."""
     household = Household()

@@ -84,7 +84,7 @@ class Household:
             self.shape.rotary,
         )
 
-    def batch(self, spans: Spans) -> ReserveBatch:
+    def batch(self, spans: Spans, device: str = "") -> ReserveBatch:
         count = len(spans.payloads)
         return ReserveBatch(
             self.namespace,
@@ -93,21 +93,22 @@ class Household:
             [SPAN] * count,
             range(0, SPAN * count, SPAN),
             [len(payload) for payload in spans.payloads],
+            device=device,
         )
 
-    def store(self, session: Session, staging: Staging, spans: Spans) -> None:
-        assert set(put_spans(session, staging, self.batch(spans), spans.payloads)) <= {0, 4}
+    def store(self, session: Session, staging: Staging, spans: Spans, device: str = "") -> None:
+        assert set(put_spans(session, staging, self.batch(spans, device), spans.payloads)) <= {0, 4}
 
     def join(self, session: Session, spans: Spans) -> None:
         session.families.join(
             "round", spans.name, spans.keys, self.namespace, recovered=spans.recovered
         )
 
-    def settle(self, session: Session) -> None:
+    def settle(self, session: Session, device: str = "") -> None:
         """All of it: stored, declared, joined."""
         staging = session.staging(4 << 20)
-        self.store(session, staging, self.primer)
+        self.store(session, staging, self.primer, device)
         session.families.declare(self.family)
         for sibling in self.siblings:
-            self.store(session, staging, sibling)
+            self.store(session, staging, sibling, device)
             self.join(session, sibling)

@@ -426,7 +426,8 @@ def recipes(seen: Seen) -> None:
 
 
 def gpus(seen: Seen) -> None:
-    """A device worker dies and can't come back at once."""
+    """What is equal on a GPU is looked for by the processor; a device worker dies and can't come
+    back at once."""
     with tempfile.TemporaryDirectory(prefix="kmesh-") as base:
         driver = GpuFaults(Path(base) / "gpu")
         settings = {"gpu": 0, "gpu_memory": "4MiB", "host_memory": "4MiB"}
@@ -437,6 +438,7 @@ def gpus(seen: Seen) -> None:
                 lambda: seen.look(daemon) and seen.values["kmesh_process_cpu_seconds_total{gpu}"],
                 60,
             )
+            family_metrics.by_processor(daemon, seen.look, UUIDS[0])
             driver.begin("retain_context")
             os.kill(daemon.child("gpu0"), signal.SIGKILL)
             wait_for(lambda: seen.look(daemon)['kmesh_warning{reason="gpu"}'])

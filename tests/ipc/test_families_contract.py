@@ -64,6 +64,20 @@ def store(session: Session, keys: bytes, payloads: list[bytes]) -> None:
     assert put_spans(session, session.staging(1 << 20), batch, payloads) == [0] * count
 
 
+def test_where_a_family_is_looked_at_is_checked(connect: Connect) -> None:
+    session = connect()
+    made = family(os.urandom(32))
+    session.families.declare(made)
+    assert not session.families.describe(made.name).family.devices
+    gpu = "GPU-00000000-0000-0000-0000-0000000000a0"
+    with pytest.raises(errors.InvalidArgument, match=r"no memory on this GPU") as failed:
+        session.families.describe(made.name, device=gpu)
+    assert failed.value.field == "describe_family.device"
+    with pytest.raises(errors.InvalidArgument, match=r"no memory on this GPU") as failed:
+        session.families.list(device=gpu)
+    assert failed.value.field == "list_families.device"
+
+
 def test_members_come_and_go(connect: Connect) -> None:
     session = connect()
     keys = os.urandom(32 * 5)

@@ -1,4 +1,4 @@
-"""What the store worker does with recipes, and what it makes of those that are none."""
+"""What workers do with recipes, and what they make of those that are none."""
 
 from __future__ import annotations
 
@@ -7,68 +7,25 @@ from collections.abc import Iterator
 
 import numpy as np
 import pytest
+from fake_cuda import FakeDriver
+from recipe_bench import LENGTH, SIZE, Bench, GpuBench, HostBench
 
-from kmesh import _host, layout
-from kmesh.layout import Shard, sums_offset
+from kmesh import layout
+from kmesh.cuda import nvrtc
+from kmesh.layout import sums_offset
 from kmesh_spand import ipc
-from kmesh_spand.hoststore import HostStore, Slab
-from kmesh_spand.memory import make_memfd
-from kmesh_spand.recipes import Recipes
-
-SIZE = 1 << 20
-SHARD = Shard(0, 2, 0, 2)
-#: A span of 64 tokens, whose heads have 64 elements of bfloat16.
-LENGTH = 2 * 2 * 2 * 64 * 2 * 64
-NAMESPACE = b"n" * 32
 
 
-class Bench:
-    """One slab with spans in it, and what works on them."""
-
-    def __init__(self, slab: Slab) -> None:
-        self.slab = slab
-        self.store = HostStore({0: slab}, 0)
-        self.recipes = Recipes(self.store)
-        self.jobs = 0
-
-    def put(self, name: bytes, offset: int, payload: bytes) -> ipc.Payload:
-        place, sums = self.store.place(0, offset, len(payload))
-        root = _host.copy_with_sums(place, _host.address(payload), len(payload), sums)
-        return ipc.Payload(name.ljust(32), 0, offset, len(payload), 3, root, 64, 0)
-
-    def encode(
-        self, span: ipc.Payload, base: list[ipc.Payload], pieces: tuple[tuple[int, ...], ...] = ()
-    ) -> ipc.AnyMessage:
-        self.jobs += 1
-        return self.recipes.encode(
-            ipc.Encode(
-                self.jobs,
-                span,
-                NAMESPACE,
-                "bfloat16",
-                64,
-                SHARD.code(),
-                base,
-                [],
-                False,
-                list(pieces),  # type: ignore[arg-type]
-            )
-        )
-
-    def verify(self, mirror: ipc.Payload) -> ipc.Verified:
-        return self.recipes.facts(ipc.Verify(1, 0, mirror.offset, mirror.length, mirror.root, True))
-
-
-@pytest.fixture
-def bench() -> Iterator[Bench]:
-    fd = make_memfd("kmesh-test", SIZE)
-    slab = Slab(fd, SIZE, None)
-    made = Bench(slab)
+@pytest.fixture(params=["host memory", "a GPU without a compiler"])
+def bench(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Bench]:
+    made: Bench
+    if request.param == "host memory":
+        made = HostBench()
+    else:
+        monkeypatch.setattr(nvrtc, "_candidates", lambda _major: ())
+        made = GpuBench(FakeDriver())
     yield made
-    # What was encoded last sees its base in the slab.
-    vars(made).clear()
-    slab.mapping.close()
-    os.close(fd)
+    made.close()
 
 
 @pytest.fixture
@@ -126,7 +83,7 @@ def test_memory_that_changed_makes_no_recipe(
 ) -> None:
     """Of what was read, roots are those that were stored, or it is not kept."""
     base, own, _ = family
-    bench.slab.mapping.view(own.offset + 9, 1)[:] = b"\x55"
+    bench.damage(own.offset + 9, b"\x55")
     assert bench.encode(own, [base]) == ipc.EncodeSpoiled(1, True, [])
     bench.recipes.forget(1)
 
@@ -136,7 +93,7 @@ def test_a_base_that_changed_makes_no_recipe(
 ) -> None:
     base, own, _ = family
     far = bench.put(b"far", 2 * LENGTH, os.urandom(LENGTH))
-    bench.slab.mapping.view(base.offset + 9, 1)[:] = b"\x55"
+    bench.damage(base.offset + 9, b"\x55")
     assert bench.encode(own, [far, base]) == ipc.EncodeSpoiled(1, False, [1])
 
 
@@ -145,7 +102,7 @@ def test_a_base_that_changed_gives_no_payload(
 ) -> None:
     base, own, _ = family
     mirror = kept(bench, base, own)
-    bench.slab.mapping.view(base.offset, 1)[:] = b"\x55"
+    bench.damage(base.offset, b"\x55")
     job = ipc.Densify(1, mirror, [base], 0, 4 * LENGTH, LENGTH, own.root)
     assert bench.recipes.densify(job) == ipc.Densified(1, False)
 
@@ -188,15 +145,14 @@ def test_every_flipped_bit_is_seen(
     base, own, _ = family
     mirror = kept(bench, base, own)
     rng = np.random.default_rng(3)
-    view = bench.slab.mapping.view(mirror.offset, mirror.length)
+    kept_bytes = bytes(bench.store.view(0, mirror.offset, mirror.length))
     places = [*range(0, 600, 7), *rng.integers(0, mirror.length, 60).tolist()]
     for at in places:
-        view[at] ^= 1 << at % 8
+        bench.damage(mirror.offset + at, bytes([kept_bytes[at] ^ 1 << at % 8]))
         assert not bench.store.verify(0, mirror.offset, mirror.length, mirror.root)
         job = ipc.Densify(1, mirror, [base], 0, 4 * LENGTH, LENGTH, own.root)
         assert bench.recipes.densify(job) == ipc.Densified(1, False)
-        view[at] ^= 1 << at % 8
-    view.release()
+        bench.damage(mirror.offset + at, kept_bytes[at : at + 1])
 
 
 def test_ranges_that_no_span_can_have(

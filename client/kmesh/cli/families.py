@@ -22,11 +22,14 @@ def families(
         str, typer.Argument(help="Draw this family: its name, or its number with a #.")
     ] = "",
     members: Annotated[int, typer.Option(min=1, help="At most so many members.")] = 50,
+    device: Annotated[
+        str, typer.Option(help="Count spans on this GPU (UUID), not those in host memory.")
+    ] = "",
     as_json: AsJson = False,
 ) -> None:
     """Lists families, or draws one: its base, its members, dense and stored bytes."""
     with connected(context) as tool:
-        found = tool.families()
+        found = tool.families(device)
         if not name:
             if as_json:
                 render.print_json({"families": [family_json(family) for family in found]})
@@ -39,7 +42,7 @@ def families(
         if len(named) > 1:
             numbers = ", ".join(f"#{family.id} ({family.tenant})" for family in named)
             raise typer.BadParameter(f"several tenants have a family {name!r}: {numbers}")
-        described = tool.family(named[0].id, members)
+        described = tool.family(named[0].id, members, device)
     if as_json:
         document = family_json(described.family)
         document["of_members"] = [member_json(member) for member in described.members]
@@ -75,6 +78,7 @@ def family_json(family: families_pb2.FamilyInfo) -> render.Json:
         "recipe_bytes": family.recipe_bytes,
         "used_bytes": family.used_bytes,
         "age_ms": family.age_ms,
+        "devices": list(family.devices),
     }
 
 
@@ -101,7 +105,7 @@ def member_json(member: families_pb2.MemberInfo) -> render.Json:
 def _print(found: Sequence[families_pb2.FamilyInfo]) -> None:
     columns = (
         *(">id", "family", "tenant", ">members", ">base", ">spans", ">mirrors"),
-        *(">dense", ">stored", ">recipes", ">in memory", ">of dense", ">age"),
+        *(">dense", ">stored", ">recipes", ">in memory", ">of dense", ">age", ">GPUs"),
     )
     rows = [
         (
@@ -118,6 +122,7 @@ def _print(found: Sequence[families_pb2.FamilyInfo]) -> None:
             render.size(family.used_bytes),
             _share(family.used_bytes, family.dense_bytes),
             render.age(family.age_ms),
+            str(len(family.devices) or "–"),
         )
         for family in found
     ]
@@ -147,6 +152,8 @@ def _tree(described: Description) -> Tree:
         if member.refused:
             line += f" ({member.refused} stay dense: {_plain(member.refusal)})"
         drawn[member.name] = drawn.get(member.parent, tree).add(line)
+    for device in family.devices:
+        tree.add(f"also on {device}: see --device")
     left = family.members - len(described.members)
     if left > 0:
         tree.add(f"… and {left:,} more")

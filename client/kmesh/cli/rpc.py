@@ -130,25 +130,28 @@ class Tool:
                 break
         return found, fetches
 
-    def families(self) -> list[families_pb2.FamilyInfo]:
-        """All families that we may see, the oldest first."""
+    def families(self, device: str = "") -> list[families_pb2.FamilyInfo]:
+        """All families that we may see, the oldest first, with their spans on a device."""
         found: list[families_pb2.FamilyInfo] = []
         token = ""
         while True:
-            request = families_pb2.ListFamiliesRequest(page_token=token)
+            request = families_pb2.ListFamiliesRequest(page_token=token, device=device)
             answer = self._ask(self._families.List, request)
             found.extend(answer.families)
             token = answer.next_page_token
             if not token:
                 return found
 
-    def family(self, number: int, limit: int) -> Description:
+    def family(self, number: int, limit: int, device: str = "") -> Description:
         """A family, with at most ``limit`` members."""
         members: list[families_pb2.MemberInfo] = []
         token = ""
         while True:
             request = families_pb2.DescribeFamilyRequest(
-                id=number, limit=min(limit - len(members), _MEMBERS), page_token=token
+                id=number,
+                limit=min(limit - len(members), _MEMBERS),
+                page_token=token,
+                device=device,
             )
             answer = self._ask(self._families.Describe, request)
             members.extend(answer.members)

@@ -2,7 +2,8 @@
 
 The host makes the tables; the GPU writes literals, decodes and compares. What provenance says is
 taken for true at first, and what does not come back is looked at then. Needs CuPy (extras
-``cuda12`` and ``cuda13``) beside what the codec needs.
+``cuda12`` and ``cuda13``) beside what the codec needs, or CUDA's compiler alone with
+``kmesh.kernels.bare``.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from kmesh.codec.segments import Base, Segment
 from kmesh.codec.turning import Turns
 from kmesh.codec.writing import Tables, head_of, lay_out
 from kmesh.errors import RecipeError, UnsupportedError
-from kmesh.kernels.device import Device
+from kmesh.kernels.device import Device, Launcher
 from kmesh.kernels.rotary import Rotary
 
 _NO_CHUNKS = np.empty(0, dtype=CHUNK)
@@ -67,7 +68,7 @@ class GpuSegment(Segment):
         self.root = root
 
     @classmethod
-    def read(cls, description: SpanDescription, payload: GpuBytes, device: Device) -> Self:
+    def read(cls, description: SpanDescription, payload: GpuBytes, device: Launcher) -> Self:
         """One of which digest and root are not known: its bytes are brought to the host once.
 
         Whatever wrote the payload must have ended.
@@ -93,7 +94,7 @@ class GpuEncoded:
     """
 
     def __init__(
-        self, device: Device, address: int, size: int, used: list[int], *, owned: bool
+        self, device: Launcher, address: int, size: int, used: list[int], *, owned: bool
     ) -> None:
         self._device, self._owned = device, owned
         self.address, self.size, self.used = address, size, used
@@ -154,7 +155,7 @@ class GpuEncoder:
         base: Base,
         rotary: Rotary | None = None,
         *,
-        device: int | Device = 0,
+        device: int | Launcher = 0,
         block_tokens: int = BLOCK_TOKENS[0],
     ) -> None:
         check_family(base, rotary, block_tokens)
@@ -224,7 +225,7 @@ class _Writer:
 
     def __init__(
         self,
-        device: Device,
+        device: Launcher,
         passes: Passes,
         member: SpanDescription,
         block_tokens: int,
@@ -317,7 +318,7 @@ def _size(tables: Tables) -> int:
     return tables.offsets["literals"] + tables.literal_bytes
 
 
-def _fetch(device: Device, address: int, size: int) -> npt.NDArray[np.uint8]:
+def _fetch(device: Launcher, address: int, size: int) -> npt.NDArray[np.uint8]:
     data = np.empty(size, dtype=np.uint8)
     with device:
         device.runtime.memcpy(address_of(data), address, size, _ANY)

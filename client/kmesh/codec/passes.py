@@ -20,7 +20,7 @@ from kmesh.codec.records import HEAD, aligned
 from kmesh.codec.segments import Segment
 from kmesh.codec.writing import Tables
 from kmesh.errors import UnsupportedError
-from kmesh.kernels.device import Device, Slot
+from kmesh.kernels.device import Launcher, Slot
 from kmesh.kernels.rotary import ELEMENTS, Rotary
 from kmesh.layout import tiles
 
@@ -83,7 +83,7 @@ class Passes:
 
     def __init__(
         self,
-        device: Device,
+        device: Launcher,
         slot: Slot,
         stream: int,
         member: SpanDescription,

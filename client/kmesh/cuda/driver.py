@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import enum
+from collections.abc import Sequence
 from typing import Protocol
 
 
 class Attribute(enum.IntEnum):
     """What a GPU can do; numbers as ``CUdevice_attribute``."""
 
+    MULTIPROCESSORS = 16
+    COMPUTE_MAJOR = 75
+    COMPUTE_MINOR = 76
     VIRTUAL_MEMORY = 102
     POSIX_FD = 103
     RDMA_WITH_VMM = 110
@@ -129,6 +133,49 @@ class Driver(Protocol):
 
     def copy(self, target: int, source: int, size: int) -> None:
         """Between addresses that the GPU sees."""
+
+    # Kernels, and what happens in their order.
+
+    def create_stream(self) -> int:
+        """A stream that waits for no other."""
+
+    def destroy_stream(self, stream: int) -> None:
+        """It is over when what was started on it has ended."""
+
+    def synchronize(self, stream: int) -> None:
+        """Waits for all that was started on a stream."""
+
+    def copy_async(self, target: int, source: int, size: int, stream: int) -> None:
+        """Starts a copy between addresses of GPUs or of this process. From or to memory that is
+        not registered it may be done when this returns."""
+
+    def fill_async(self, address: int, value: int, size: int, stream: int) -> None:
+        """Starts to set bytes of GPU memory."""
+
+    def load_module(self, image: bytes) -> int:
+        """Compiled kernels (a cubin)."""
+
+    def unload_module(self, module: int) -> None:
+        """Its functions are no more."""
+
+    def function(self, module: int, name: str) -> int:
+        """A kernel of a module."""
+
+    def launch(
+        self,
+        function: int,
+        blocks: int,
+        threads: int,
+        shared: int,
+        stream: int,
+        arguments: Sequence[int],
+    ) -> None:
+        """Starts a kernel.
+
+        Args:
+            shared: bytes of a block's dynamic shared memory.
+            arguments: of 64 bits each.
+        """
 
 
 def load() -> Driver:

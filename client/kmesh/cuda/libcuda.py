@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from ctypes import POINTER, byref, c_char, c_char_p, c_int, c_size_t, c_uint, c_ulonglong, c_void_p
 from typing import Any
 
@@ -22,6 +22,7 @@ _READ, _READ_WRITE = 1, 3
 _DMA_BUF_FD = 1
 _OVER_PCIE = 1
 _CAPTURE_RELAXED = 2
+_NON_BLOCKING = 1
 _PORTABLE, _DEVICE_MAP, _READ_ONLY = 1, 2, 8
 
 
@@ -90,6 +91,15 @@ _SIGNATURES: dict[str, tuple[Any, ...]] = {
     "cuMemcpyHtoD_v2": (_Address, c_void_p, c_size_t),
     "cuMemcpyDtoH_v2": (c_void_p, _Address, c_size_t),
     "cuMemcpyDtoD_v2": (_Address, _Address, c_size_t),
+    "cuMemcpyAsync": (_Address, _Address, c_size_t, c_void_p),
+    "cuMemsetD8Async": (_Address, ctypes.c_ubyte, c_size_t, c_void_p),
+    "cuStreamCreate": (POINTER(c_void_p), c_uint),
+    "cuStreamDestroy_v2": (c_void_p,),
+    "cuStreamSynchronize": (c_void_p,),
+    "cuModuleLoadData": (POINTER(c_void_p), c_char_p),
+    "cuModuleUnload": (c_void_p,),
+    "cuModuleGetFunction": (POINTER(c_void_p), c_void_p, c_char_p),
+    "cuLaunchKernel": (c_void_p, *[c_uint] * 7, c_void_p, POINTER(c_void_p), c_void_p),
 }
 
 
@@ -267,3 +277,47 @@ class LibCuda:
     def copy(self, target: int, source: int, size: int) -> None:
         self._call("cuMemcpyDtoD_v2", target, source, size)
         self._call("cuCtxSynchronize")
+
+    def create_stream(self) -> int:
+        stream = c_void_p()
+        self._call("cuStreamCreate", byref(stream), _NON_BLOCKING)
+        return stream.value or 0
+
+    def destroy_stream(self, stream: int) -> None:
+        self._call("cuStreamDestroy_v2", stream)
+
+    def synchronize(self, stream: int) -> None:
+        self._call("cuStreamSynchronize", stream)
+
+    def copy_async(self, target: int, source: int, size: int, stream: int) -> None:
+        self._call("cuMemcpyAsync", target, source, size, stream)
+
+    def fill_async(self, address: int, value: int, size: int, stream: int) -> None:
+        self._call("cuMemsetD8Async", address, value, size, stream)
+
+    def load_module(self, image: bytes) -> int:
+        module = c_void_p()
+        self._call("cuModuleLoadData", byref(module), image)
+        return module.value or 0
+
+    def unload_module(self, module: int) -> None:
+        self._call("cuModuleUnload", module)
+
+    def function(self, module: int, name: str) -> int:
+        function = c_void_p()
+        self._call("cuModuleGetFunction", byref(function), module, name.encode())
+        return function.value or 0
+
+    def launch(
+        self,
+        function: int,
+        blocks: int,
+        threads: int,
+        shared: int,
+        stream: int,
+        arguments: Sequence[int],
+    ) -> None:
+        values = [c_ulonglong(argument) for argument in arguments]
+        pointers = (c_void_p * len(values))(*map(ctypes.addressof, values))
+        grid, block = (blocks, 1, 1), (threads, 1, 1)
+        self._call("cuLaunchKernel", function, *grid, *block, shared, stream, pointers, None)

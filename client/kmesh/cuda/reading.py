@@ -5,14 +5,38 @@ from __future__ import annotations
 from kmesh import _host, errors
 from kmesh.cuda.device import Device
 from kmesh.cuda.proof import fetch
-from kmesh.cuda.slabs import DeviceSlabs
+from kmesh.cuda.slabs import DeviceSlab, DeviceSlabs
 from kmesh.keys import KEY_BYTES
 from kmesh.layout import tiles
 from kmesh.lease import Lease
 
 
+class _Fetched:
+    """A slab whose bytes are brought to the host when they are asked for: see ``mirrors.Slab``."""
+
+    def __init__(self, slab: DeviceSlab, device: Device) -> None:
+        self.slab = slab.slab
+        self._slab, self._device = slab, device
+        self._sums: dict[int, bytes] = {}
+
+    def contains(self, offset: int, length: int) -> bool:
+        return self._slab.contains(offset, length)
+
+    def view(self, offset: int, length: int) -> memoryview:
+        data = fetch(self._device, self._slab.address + offset, length)
+        # After the payload: a range that was given to another meanwhile has other sums by then.
+        sums = fetch(self._device, self._slab.sums_address(offset), 8 * tiles(length))
+        self._sums[offset] = sums
+        return memoryview(data)
+
+    def sums_address(self, offset: int) -> int:
+        """Of what was last viewed there."""
+        return _host.address(self._sums[offset])
+
+
 def read_span(slabs: DeviceSlabs, device: Device, lease: Lease, key: int, shard: int = 0) -> bytes:
-    """A leased payload, moved by the GPU, copied and then verified.
+    """A leased payload, moved by the GPU, copied and then verified; out of its recipe, if it is
+    kept as one (needs the extra ``codec``).
 
     Raises:
         IndexError, LookupError: as ``Lease.entry``.
@@ -20,6 +44,11 @@ def read_span(slabs: DeviceSlabs, device: Device, lease: Lease, key: int, shard:
             ``session.report_corrupt(lease, [lease.index(key, shard)])``.
     """
     span = lease.entry(key, shard)
+    if lease.is_recipe(key, shard):
+        from kmesh.mirrors import MirrorReader, bases_of, place_of
+
+        reader = MirrorReader(lambda number: _Fetched(slabs.slab(number), device))
+        return reader.read(place_of(lease, key, shard), bases_of(lease, shard)).tobytes()
     slab = slabs.slab(span.slab)
     if not slab.contains(span.offset, span.length):
         raise errors.ProtocolError(f"no span can lie at {span} in slab {slab.slab}")

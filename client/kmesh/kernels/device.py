@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import lru_cache
@@ -149,44 +150,51 @@ class Slot:
         self._pinned = self._told_pinned = None
 
 
-class Device:
-    """One GPU. As a context it is the current one.
+class Launcher(ABC):
+    """One GPU, which as a context is the current one: launches, and memory of jobs.
+
+    Attributes:
+        runtime: allocates and copies.
+        multiprocessors: that the GPU has.
 
     Args:
-        ordinal: as this process counts.
-        options: for the compiler, beside those that every kernel has.
+        allocate_pinned: gives host memory of so many bytes that the GPU reaches, at its ``ptr``.
     """
 
-    def __init__(self, ordinal: int, options: tuple[str, ...] = ()) -> None:
-        module = cupy()
-        self.runtime = module.cuda.runtime
-        self._driver = module.cuda.driver
-        self._allocate_pinned = module.cuda.alloc_pinned_memory
-        self.ordinal = ordinal
-        self.options = options
-        self._before = 0
+    multiprocessors: int
+
+    def __init__(self, runtime: Any, allocate_pinned: Any) -> None:
+        self.runtime = runtime
+        self._allocate_pinned = allocate_pinned
         self._free: list[Slot] = []
         self._busy: set[Slot] = set()
-        self._kernels: dict[tuple[str, str], tuple[Any, int]] = {}
-        with self:
-            attributes = module.cuda.Device(ordinal).attributes
-            self._most_shared = _most_shared(ordinal)
-        self.multiprocessors = int(attributes["MultiProcessorCount"])
-        self._shared = int(attributes["MaxSharedMemoryPerMultiprocessor"])
 
-    def __enter__(self) -> Self:
-        self._before = self.runtime.getDevice()
-        if self._before != self.ordinal:
-            self.runtime.setDevice(self.ordinal)
-        return self
+    @abstractmethod
+    def __enter__(self) -> Self: ...
 
-    def __exit__(self, *_: object) -> None:
-        if self._before != self.ordinal:
-            self.runtime.setDevice(self._before)
+    @abstractmethod
+    def __exit__(self, *_: object) -> None: ...
 
-    def shared(self, blocks: int) -> int:
-        """Bytes of shared memory for each of so many blocks on one multiprocessor."""
-        return min(self._shared // blocks - _RESERVED, self._most_shared)
+    @abstractmethod
+    def launch(
+        self,
+        program: str,
+        name: str,
+        blocks: int,
+        shared: int,
+        slot: Slot,
+        parts: tuple[int, int] | None,
+        stream: int,
+        threads: int = 0,
+        told: int = 0,
+    ) -> None:
+        """Starts a kernel on a slot's job.
+
+        Args:
+            parts: of the job, half-open, for a kernel that takes them.
+            threads: of a block; 0: as ``THREADS`` says.
+            told: address for the kernel, of a kernel that takes parts; 0: of the slot's results.
+        """
 
     @contextmanager
     def job(self, stream: int) -> Iterator[Slot]:
@@ -210,6 +218,50 @@ class Device:
         self._busy.discard(slot)
         self._free.append(slot)
 
+    def close(self) -> None:
+        """Waits for all jobs and frees their memory."""
+        for slot in [*self._busy, *self._free]:
+            slot.close()
+        self._busy.clear()
+        self._free.clear()
+
+
+class Device(Launcher):
+    """One GPU through CuPy.
+
+    Args:
+        ordinal: as this process counts.
+        options: for the compiler, beside those that every kernel has.
+    """
+
+    def __init__(self, ordinal: int, options: tuple[str, ...] = ()) -> None:
+        module = cupy()
+        super().__init__(module.cuda.runtime, module.cuda.alloc_pinned_memory)
+        self._driver = module.cuda.driver
+        self.ordinal = ordinal
+        self.options = options
+        self._before = 0
+        self._kernels: dict[tuple[str, str], tuple[Any, int]] = {}
+        with self:
+            attributes = module.cuda.Device(ordinal).attributes
+            self._most_shared = _most_shared(ordinal)
+        self.multiprocessors = int(attributes["MultiProcessorCount"])
+        self._shared = int(attributes["MaxSharedMemoryPerMultiprocessor"])
+
+    def __enter__(self) -> Self:
+        self._before = self.runtime.getDevice()
+        if self._before != self.ordinal:
+            self.runtime.setDevice(self.ordinal)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._before != self.ordinal:
+            self.runtime.setDevice(self._before)
+
+    def shared(self, blocks: int) -> int:
+        """Bytes of shared memory for each of so many blocks on one multiprocessor."""
+        return min(self._shared // blocks - _RESERVED, self._most_shared)
+
     def prepare(self, program: str, name: str) -> None:
         """Compiles a kernel, if that was not done before."""
         _function(self.ordinal, program, name, self.options)
@@ -226,13 +278,6 @@ class Device:
         threads: int = 0,
         told: int = 0,
     ) -> None:
-        """Starts a kernel on a slot's job.
-
-        Args:
-            parts: of the job, half-open, for a kernel that takes them.
-            threads: of a block; 0: as ``THREADS`` says.
-            told: address for the kernel, of a kernel that takes parts; 0: of the slot's results.
-        """
         known = self._kernels.get((program, name))
         if known is None:
             function = _function(self.ordinal, program, name, self.options)
@@ -248,10 +293,3 @@ class Device:
         self._driver.launchKernel(
             known[1], blocks, 1, 1, threads or THREADS[program], 1, 1, shared, stream, arguments, 0
         )
-
-    def close(self) -> None:
-        """Waits for all jobs and frees their memory."""
-        for slot in [*self._busy, *self._free]:
-            slot.close()
-        self._busy.clear()
-        self._free.clear()

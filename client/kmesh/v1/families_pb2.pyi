@@ -3,7 +3,8 @@
 isort:skip_file
 Families: spans that differ little. Shared state is stored once, dense, as
 the family's base; members' spans are kept as exact recipes over it, which
-docs/recipe-format.md describes. The same messages travel on the session socket
+docs/recipe-format.md describes, each in the same memory as its base: host memory
+or that of a GPU. The same messages travel on the session socket
 and on gRPC. Names are a tenant's own (the peer's uid and the salt).
 What is declared is kept in memory only: after a restart of the daemon it is
 declared again. Recipes that were made stay.
@@ -354,6 +355,10 @@ Global___ForkMemberResponse: _TypeAlias = ForkMemberResponse  # noqa: Y015
 
 @_typing.final
 class FamilyInfo(_message.Message):
+    """A family is in host memory and on every GPU by itself: what is stored is counted
+    in the memory that was asked about.
+    """
+
     DESCRIPTOR: _descriptor.Descriptor
 
     ID_FIELD_NUMBER: _builtins.int
@@ -374,6 +379,7 @@ class FamilyInfo(_message.Message):
     AGE_MS_FIELD_NUMBER: _builtins.int
     RECIPE_BYTES_FIELD_NUMBER: _builtins.int
     USED_BYTES_FIELD_NUMBER: _builtins.int
+    DEVICES_FIELD_NUMBER: _builtins.int
     id: _builtins.int
     name: _builtins.str
     tenant: _builtins.str
@@ -403,6 +409,10 @@ class FamilyInfo(_message.Message):
     """memory for stored_bytes: whole tiles of 64 KiB"""
     @_builtins.property
     def shards(self) -> _containers.RepeatedCompositeFieldContainer[_common_pb2.Shard]: ...
+    @_builtins.property
+    def devices(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """GPUs, by UUID, where some of its spans are stored"""
+
     def __init__(
         self,
         *,
@@ -424,10 +434,11 @@ class FamilyInfo(_message.Message):
         age_ms: _builtins.int = ...,
         recipe_bytes: _builtins.int = ...,
         used_bytes: _builtins.int = ...,
+        devices: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["age_ms", b"age_ms", "base_bytes", b"base_bytes", "base_spans", b"base_spans", "base_stored", b"base_stored", "dense_bytes", b"dense_bytes", "dtype", b"dtype", "head_dim", b"head_dim", "id", b"id", "members", b"members", "mirrors", b"mirrors", "name", b"name", "namespace", b"namespace", "recipe_bytes", b"recipe_bytes", "shards", b"shards", "spans", b"spans", "stored_bytes", b"stored_bytes", "tenant", b"tenant", "used_bytes", b"used_bytes"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["age_ms", b"age_ms", "base_bytes", b"base_bytes", "base_spans", b"base_spans", "base_stored", b"base_stored", "dense_bytes", b"dense_bytes", "devices", b"devices", "dtype", b"dtype", "head_dim", b"head_dim", "id", b"id", "members", b"members", "mirrors", b"mirrors", "name", b"name", "namespace", b"namespace", "recipe_bytes", b"recipe_bytes", "shards", b"shards", "spans", b"spans", "stored_bytes", b"stored_bytes", "tenant", b"tenant", "used_bytes", b"used_bytes"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -514,6 +525,7 @@ class DescribeFamilyRequest(_message.Message):
     ID_FIELD_NUMBER: _builtins.int
     LIMIT_FIELD_NUMBER: _builtins.int
     PAGE_TOKEN_FIELD_NUMBER: _builtins.int
+    DEVICE_FIELD_NUMBER: _builtins.int
     family: _builtins.str
     """with the salt; or"""
     salt: _builtins.bytes
@@ -523,6 +535,8 @@ class DescribeFamilyRequest(_message.Message):
     """members; 0: 200, at most 200"""
     page_token: _builtins.str
     """from the previous answer"""
+    device: _builtins.str
+    """where spans are counted: as in AcquireRequest"""
     def __init__(
         self,
         *,
@@ -531,10 +545,11 @@ class DescribeFamilyRequest(_message.Message):
         id: _builtins.int = ...,
         limit: _builtins.int = ...,
         page_token: _builtins.str = ...,
+        device: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["family", b"family", "id", b"id", "limit", b"limit", "page_token", b"page_token", "salt", b"salt"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["device", b"device", "family", b"family", "id", b"id", "limit", b"limit", "page_token", b"page_token", "salt", b"salt"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -573,19 +588,23 @@ class ListFamiliesRequest(_message.Message):
 
     LIMIT_FIELD_NUMBER: _builtins.int
     PAGE_TOKEN_FIELD_NUMBER: _builtins.int
+    DEVICE_FIELD_NUMBER: _builtins.int
     limit: _builtins.int
     """0: 100, at most 100"""
     page_token: _builtins.str
     """from the previous answer"""
+    device: _builtins.str
+    """where spans are counted: as in AcquireRequest"""
     def __init__(
         self,
         *,
         limit: _builtins.int = ...,
         page_token: _builtins.str = ...,
+        device: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["limit", b"limit", "page_token", b"page_token"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["device", b"device", "limit", b"limit", "page_token", b"page_token"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

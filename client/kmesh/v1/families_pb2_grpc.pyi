@@ -3,7 +3,8 @@
 isort:skip_file
 Families: spans that differ little. Shared state is stored once, dense, as
 the family's base; members' spans are kept as exact recipes over it, which
-docs/recipe-format.md describes. The same messages travel on the session socket
+docs/recipe-format.md describes, each in the same memory as its base: host memory
+or that of a GPU. The same messages travel on the session socket
 and on gRPC. Names are a tenant's own (the peer's uid and the salt).
 What is declared is kept in memory only: after a restart of the daemon it is
 declared again. Recipes that were made stay.

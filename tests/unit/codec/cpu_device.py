@@ -3,39 +3,11 @@
 from __future__ import annotations
 
 import ctypes
-import os
-import shlex
-import subprocess
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any, Self
 
 import numpy as np
-
-from kmesh.kernels import sources
-
-HERE = Path(__file__).parent
-KERNELS = Path(sources.__file__).parent
-
-
-def build(folder: Path) -> ctypes.CDLL:
-    """The kernels that encode as a shared library of the CPU's."""
-    library = folder / "cpu_encode.so"
-    command = [*shlex.split(os.environ.get("CXX", "g++")), "-std=c++17", "-O1", "-Wall", "-Werror"]
-    command += ["-Wno-unknown-pragmas", "-Wno-unused-function", "-ffp-contract=off", "-shared"]
-    command += [
-        "-fPIC",
-        "-I",
-        str(KERNELS),
-        "-I",
-        str(HERE.parent),
-        "-x",
-        "c++",
-        str(HERE / "cpu_encode.cpp"),
-    ]
-    subprocess.run([*command, "-o", str(library)], check=True, timeout=110)
-    return ctypes.CDLL(str(library))
 
 
 class Memory:

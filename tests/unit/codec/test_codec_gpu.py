@@ -10,7 +10,8 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 from codec_cases import Family, Geometry, recovered
-from cpu_device import CpuDevice, build
+from cpu_device import CpuDevice
+from cpu_kernels import build
 from gpu_families import ELEMENTS, Placed, encoded, families, nearly, same
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st

@@ -28,7 +28,14 @@ sys.path += [str(path) for path in Path(__file__).resolve().parents[3:4]]
 
 from hypothesis import Phase, settings
 from test_disk_machine import DISK_MUST_REACH, DiskMachine
-from test_machine import MUST_REACH, CoreMachine, FamilyMachine, FlightMachine, walks
+from test_machine import (
+    MUST_REACH,
+    CoreMachine,
+    FamilyMachine,
+    FlightMachine,
+    TierMachine,
+    walks,
+)
 
 #: Of a round: what walks, how many do, and the steps of each. Many short ones, then long ones that
 #: fill everything; many rounds, since walks of one seed are like each other.
@@ -36,6 +43,7 @@ ROUNDS = (
     (CoreMachine, 40, 60),
     (FlightMachine, 20, 60),
     (FamilyMachine, 20, 60),
+    (TierMachine, 20, 60),
     (DiskMachine, 40, 60),
     (CoreMachine, 10, 240),
 )

@@ -88,6 +88,9 @@ def having(what: str) -> Callable[[CoreMachine], bool]:
 class CoreMachine(RuleBasedStateMachine):
     reached: ClassVar[Counter[str]] = Counter()
     in_grace = False
+    # Tiles of slabs beside those of host memory, and the tier of each.
+    gpu: ClassVar[dict[int, int]] = {}
+    gpu_tiers: ClassVar[dict[int, int]] = {}
 
     @initialize(
         sizes=st.sampled_from(SIZES),
@@ -105,7 +108,8 @@ class CoreMachine(RuleBasedStateMachine):
         slabs, max_spans = sizes
         self.uids = [1000] if len(tenancy.groups) == 1 and not tenancy.shared else UIDS
         self.world = World(
-            slabs,
+            {**slabs, **self.gpu},
+            tiers=self.gpu_tiers,
             batch=NativeBatch(),
             tenancy=tenancy,
             max_spans=max_spans,
@@ -132,6 +136,10 @@ class CoreMachine(RuleBasedStateMachine):
     def pick(self, data: st.DataObject, items: object) -> int:
         return data.draw(st.sampled_from(sorted(items)))  # type: ignore[call-overload,no-any-return]
 
+    def tier(self, data: st.DataObject) -> int:
+        """Where the present rule does what it does."""
+        return data.draw(st.sampled_from([0, 1, 1])) if self.gpu else 0
+
     def salted(self, keys: list[bytes], salt: bytes) -> list[bytes]:
         """Keys as a chain makes them, into which the salt goes."""
         return [key((name, salt)) if salt else name for name in keys]
@@ -143,6 +151,7 @@ class CoreMachine(RuleBasedStateMachine):
         who: Who,
         stored: Mapping[tuple[bytes, int, Who], Record] | None = None,
         recipes: bool | None = None,
+        tier: int = 0,
     ) -> set[Reason]:
         """What a tenant's lookup may say of a name: nobody else's spans are in it.
 
@@ -150,15 +159,19 @@ class CoreMachine(RuleBasedStateMachine):
         whether who asks takes them; None: it is not asked for bytes.
         """
         world = self.world
-        stored = world.records() if stored is None else stored
+        stored = world.records(tier) if stored is None else stored
         if (name, shard, who) in stored:
-            found = (who[0], 0, tag(name, shard)) in world.index
+            found = (who[0], tier, tag(name, shard)) in world.index
             record = stored[name, shard, who]
             if found and recipes is not None and record.root in world.recipes:
                 # What it refers to may be suspect just now.
                 return {Reason.OK, Reason.PENDING} if recipes else {Reason.PENDING, Reason.MISS}
             return {Reason.OK} if found else {Reason.PENDING}
-        writing = [want for want in world.wanted.values() if (want.shard, want.who) == (shard, who)]
+        writing = [
+            want
+            for want in world.wanted.values()
+            if (want.shard, want.who, want.tier) == (shard, who, tier)
+        ]
         if any(want.key == name for want in writing):
             return {Reason.PENDING}
         if any(name in want.sub_keys for want in writing):
@@ -199,14 +212,16 @@ class CoreMachine(RuleBasedStateMachine):
         recipes: bool,
     ) -> None:
         self.causes.add(Cause.PRESSURE)
-        session = self.pick(data, self.world.open)
+        session, tier = self.pick(data, self.world.open), self.tier(data)
         keys = self.salted(keys, salt)
         who = self.world.who(session, salt)
-        stored = self.world.records()
+        stored = self.world.records(tier)
         expected = [
-            self.expect(name, shard, who, stored, recipes) for name in keys for shard in shards
+            self.expect(name, shard, who, stored, recipes, tier)
+            for name in keys
+            for shard in shards
         ]
-        answer = self.world.acquire(session, keys, shards, prefix, salt, recipes=recipes)
+        answer = self.world.acquire(session, keys, shards, prefix, salt, tier, recipes)
         assert len(answer.reason) == len(expected)
         whole = len(expected)
         if prefix:
@@ -224,11 +239,14 @@ class CoreMachine(RuleBasedStateMachine):
     @rule(data=st.data(), recipes=st.booleans())
     def acquire_stored(self, data: st.DataObject, recipes: bool) -> None:
         self.causes.add(Cause.PRESSURE)
-        world = self.world
-        name, shard, (_, salt) = data.draw(st.sampled_from(sorted(world.records())))
+        world, tier = self.world, self.tier(data)
+        stored = sorted(world.records(tier))
+        if not stored:
+            return
+        name, shard, (_, salt) = data.draw(st.sampled_from(stored))
         session = self.pick(data, world.open)
-        expected = self.expect(name, shard, world.who(session, salt), recipes=recipes)
-        answer = world.acquire(session, [name], [shard], salt=salt, recipes=recipes)
+        expected = self.expect(name, shard, world.who(session, salt), recipes=recipes, tier=tier)
+        answer = world.acquire(session, [name], [shard], salt=salt, tier=tier, recipes=recipes)
         assert set(answer.reason) <= expected
 
     @precondition(having("leases"))
@@ -292,6 +310,7 @@ class CoreMachine(RuleBasedStateMachine):
         sub_keys: tuple[bytes, ...],
         session: int = 0,
         salt: bytes = b"",
+        tier: int = 0,
     ) -> None:
         world = self.world
         self.causes.add(Cause.PRESSURE)
@@ -312,19 +331,21 @@ class CoreMachine(RuleBasedStateMachine):
                 [length] * count,
                 b"".join(sub_keys) * count,
                 salt,
+                tier,
             )
             assert isinstance(refused, fx.Refused)
             assert refused.code == Code.EXHAUSTED
             return
-        expected = [self.expect(name, shard, who) for name in keys]
+        expected = [self.expect(name, shard, who, tier=tier) for name in keys]
         status, evicted = world.core.status(), world.core.counters["evicted"]
         before = world.core.counters["slabs_given_up"]
-        others = self.others(who)
+        others = self.others(who, tier)
         free = not (self.grace or world.wanted or world.copies or world.verifies or world.leases)
         free = free and not (world.encodes or world.keeps or world.densifies)
         answer = world.reserve(
-            session, keys, length=length, tokens=tokens, sub_keys=sub_keys, shard=shard, salt=salt
-        )
+            session, keys, length=length, tokens=tokens, sub_keys=sub_keys, shard=shard, salt=salt,
+            tier=tier,
+        )  # fmt: skip
         for entry, (reason, may) in enumerate(zip(answer.reason, expected, strict=True)):
             if may == {Reason.OK} and entry == 0:
                 assert reason == Reason.EXISTS
@@ -337,6 +358,7 @@ class CoreMachine(RuleBasedStateMachine):
             # With nothing held, only what belongs to others can be in the way.
             may = {Reason.EXISTS}
             slabs = world.sizes.keys() - world.sealed
+            slabs = {slab for slab in slabs if world.tiers.get(slab, 0) == tier}
             mine = [world.sizes[slab] for slab in slabs if world.who_of(slab) == who]
             if world.sealed or world.given_up:
                 may.add(Reason.NOT_READY)
@@ -355,21 +377,22 @@ class CoreMachine(RuleBasedStateMachine):
             assert world.core.counters["evicted"] == evicted
         # With more of it there would be no end.
         assert given_up <= len(keys)
-        assert others == self.others(who), "a tenant touched another's spans"
+        assert others == self.others(who, tier), "a tenant touched another's spans"
 
-    def others(self, who: Who) -> dict[int, bytes]:
-        """Everything that is not a tenant's: keys by slot."""
+    def others(self, who: Who, tier: int) -> dict[int, bytes]:
+        """Everything that is not a tenant's in a tier: keys by slot."""
+        world = self.world
         return {
             row.slot: row.key
-            for row in self.world.core.spans(limit=1000, now_ms=self.world.now)
-            if self.world.who_of(row.slab) != who
+            for row in world.core.spans(limit=1000, now_ms=world.now)
+            if (world.who_of(row.slab), world.tiers.get(row.slab, 0)) != (who, tier)
         }
 
     @precondition(having("open"))
     @rule(data=st.data(), name=st.sampled_from(FULL), length=lengths, fail=seldom, salt=salts)
     def store(self, data: st.DataObject, name: bytes, length: int, fail: bool, salt: bytes) -> None:
-        session = self.pick(data, self.world.open)
-        self._store(data, session, name, SHARD, length, fail, salt)
+        session, tier = self.pick(data, self.world.open), self.tier(data)
+        self._store(data, session, name, SHARD, length, fail, salt, tier)
 
     def _store(
         self,
@@ -380,9 +403,10 @@ class CoreMachine(RuleBasedStateMachine):
         length: int,
         fail: bool,
         salt: bytes,
+        tier: int = 0,
     ) -> None:
         world = self.world
-        self._reserve(data, [name], shard, length, 64, (), session, salt)
+        self._reserve(data, [name], shard, length, 64, (), session, salt, tier)
         (name,) = self.salted([name], salt)
         for number, want in list(world.wanted.items()):
             if (want.session, want.key, want.shard) == (session, name, shard):
@@ -627,10 +651,10 @@ class CoreMachine(RuleBasedStateMachine):
     @rule(data=st.data(), names=st.permutations(FULL), keep=st.booleans(), salt=salts)
     def mirror(self, data: st.DataObject, names: list[bytes], keep: bool, salt: bytes) -> None:
         """What takes chance too long: a base, a member, a recipe."""
-        world = self.world
+        world, tier = self.world, self.tier(data)
         session = self.pick(data, world.open)
         for name in names[:2]:
-            self._store(data, session, name, SHARD, DENSE, False, salt)
+            self._store(data, session, name, SHARD, DENSE, False, salt, tier)
         base, member = self.salted(names[:2], salt)
         self._declare(session, "one", [base], salt)
         world.ask(ev.Join, session, "one", member.hex(), NAMESPACE, member, (), (), salt)
@@ -681,7 +705,8 @@ class CoreMachine(RuleBasedStateMachine):
         assert who is not None
         mine = [session for session in sorted(world.open) if world.who(session, who[1]) == who]
         if mine and record.state is State.COMMITTED:
-            answer = world.acquire(mine[0], [record.key], [record.shard], salt=who[1])
+            tier = world.tiers.get(record.slab, 0)
+            answer = world.acquire(mine[0], [record.key], [record.shard], salt=who[1], tier=tier)
             assert set(answer.reason) <= {Reason.PENDING, Reason.MISS}
             for job in list(world.densifies):
                 world.densify_ends(job, ok=not fail)
@@ -737,7 +762,8 @@ class CoreMachine(RuleBasedStateMachine):
             keys = b"".join(row.key for row in rows)
             swept = sweep.keys(keys, min_age_ms=0, min_idle_ms=0, now_ms=world.now)
             # A further name of a span means that span.
-            named = {r.primary - 1 for (name, _, _), r in world.records().items() if name in keys}
+            stored = [*world.records().items(), *world.records(1).items()]
+            named = {r.primary - 1 for (name, _, _), r in stored if name in keys}
             rows = [
                 row
                 for row in world.core.spans(now_ms=world.now)
@@ -857,9 +883,13 @@ class CoreMachine(RuleBasedStateMachine):
         """
         world, found = self.world, set[tuple[bytes, int]]()
         tenants = {world.tenancy.group(uid) for uid in self.uids}
-        stored = world.records()
+        stored = {tier: world.records(tier) for tier in {0, *self.gpu_tiers.values()}}
         for name, shard in itertools.product(KEYS, {SHARD, OTHER_SHARD}):
-            each = [self.expect(name, shard, (group, b""), stored) for group in tenants]
+            each = [
+                self.expect(name, shard, (group, b""), stored[tier], tier=tier)
+                for group in tenants
+                for tier in stored
+            ]
             may = next((one for one in each if one == {Reason.OK}), set[Reason]())
             may = may or next((one for one in each if one == {Reason.PENDING}), set[Reason]())
             if not may:
@@ -932,6 +962,33 @@ class FamilyMachine(CoreMachine):
     reserve = reserve_tail = commit = abort = None
 
 
+class TierMachine(FamilyMachine):
+    """The same of families whose spans lie on a GPU, or there and in host memory."""
+
+    gpu: ClassVar[dict[int, int]] = {6: 5, 7: 4}
+    gpu_tiers: ClassVar[dict[int, int]] = {6: 1, 7: 1}
+    recoded: ClassVar[Counter[str]] = Counter()
+
+    @invariant()
+    def recipes_are_where_their_base_is(self) -> None:
+        """And are made where both are: one worker sees all of a job."""
+        world = self.world
+        for encode in world.encodes.values():
+            self.recoded["encodes"] += self._one_tier(encode.span, *encode.bases) == 1
+        for densify in world.densifies.values():
+            tier = self._one_tier(densify.mirror, *densify.bases)
+            assert world.tiers.get(densify.slab, 0) == tier
+            self.recoded["densifies"] += tier == 1
+        for job, keep in world.keeps.items():
+            assert world.tiers.get(keep.slab, 0) == self._one_tier(world.made[job][0].span)
+        for record in world.mirrors:
+            self.recoded["mirrors"] += world.tiers.get(record.slab, 0) == 1
+
+    def _one_tier(self, *places: fx.Payload) -> int:
+        (tier,) = {self.world.tiers.get(place.slab, 0) for place in places}
+        return tier
+
+
 def walks(machine: type[RuleBasedStateMachine], number: int, how: settings) -> None:
     """The walks that follow from a number: others than those of the next, whatever the profile."""
     # A class of its own: the seed stays on it.
@@ -942,13 +999,18 @@ def walks(machine: type[RuleBasedStateMachine], number: int, how: settings) -> N
 @pytest.mark.timeout(600)
 def test_core_walks(run_seed: int) -> None:
     """Nothing breaks on any walk, and together they went far enough to say so."""
-    CoreMachine.reached = Counter()
+    CoreMachine.reached, TierMachine.recoded = Counter(), Counter()
     # Walks of one seed are like each other, so there are several.
     for number in range(run_seed, run_seed + 18):
-        for machine, count in ((CoreMachine, 25), (FlightMachine, 10), (FamilyMachine, 10)):
+        for machine, count in (
+            *((CoreMachine, 25), (FlightMachine, 10), (FamilyMachine, 10)),
+            (TierMachine, 10),
+        ):
             few = settings(max_examples=count, stateful_step_count=60, deadline=None)
             walks(machine, number, few)
         missed = {name for name in MUST_REACH if not CoreMachine.reached[name]}
+        on_gpu = ("encodes", "densifies", "mirrors")
+        missed |= {f"{name} on a GPU" for name in on_gpu if not TierMachine.recoded[name]}
         # So many are enough nearly always; chance is no failure.
         if number >= run_seed + 5 and not missed:
             break

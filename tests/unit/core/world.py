@@ -62,6 +62,7 @@ class Wanted:
     length: int
     tokens: int
     who: Who
+    tier: int = 0
 
 
 @dataclass(frozen=True)
@@ -303,7 +304,9 @@ class World:
         for name, reason, number in zip(keys, answer.reason, answer.reservation, strict=True):
             assert bool(number) == (not reason)
             if number:
-                self.wanted[number] = Wanted(session, name, sub_keys, shard, length, tokens, who)
+                self.wanted[number] = Wanted(
+                    session, name, sub_keys, shard, length, tokens, who, tier
+                )
         return answer
 
     def commit(self, session: int, numbers: list[int]) -> fx.Result | None:
@@ -500,7 +503,8 @@ class World:
         records = [(slot, decode(data)) for slot, data in sorted(self.catalog.items())]
         self.catalog = {slot: self.catalog[slot] for slot, record in records if record is not None}
         self.send(ev.Recovered([(slot, item) for slot, item in records if item is not None]))
-        self.sealed = set(self.sizes) if self.hardened else set()
+        host = {slab for slab in self.sizes if not self.tiers.get(slab)}
+        self.sealed = host if self.hardened else set()
         fresh, self.given_up = self.given_up, {}
         for slab, size in list(self.sizes.items()):
             owner = decode_owner(self.owners.get(slab, bytes(OWNER_BYTES)))
@@ -518,6 +522,7 @@ class World:
     def _new_slab(self, slab: int, size: int, replaces: int | None, populated: bool = True) -> None:
         heir = heir_of(slab)
         assert heir not in self.sizes
+        assert heir not in self.tiers
         # What was known of that number is of other memory.
         self.owners.pop(heir, None)
         self.sizes[heir] = size
@@ -561,8 +566,9 @@ class World:
                 assert self.made[job][1] == length
                 self._fill(slab, offset, length, PARTIAL)
                 self.keeps[job] = effect
-            case fx.ForgetRecipe(job):
-                del self.made[job]
+            case fx.ForgetRecipe(job, slab):
+                encode, _, _ = self.made.pop(job)
+                assert self.tiers.get(slab, 0) == self.tiers.get(encode.span.slab, 0)
             case fx.Densify():
                 self._fill(effect.slab, effect.offset, effect.length, PARTIAL)
                 self.densifies[effect.job] = effect
@@ -606,7 +612,7 @@ class World:
                 self.wanted = {
                     n: want
                     for n, want in self.wanted.items()
-                    if want.who != who or tag(want.key, want.shard) not in tags
+                    if (want.who, want.tier) != (who, tier) or tag(want.key, want.shard) not in tags
                 }
             case fx.Unpublish(slot, tags, group, tier):
                 for name in tags:
@@ -624,9 +630,10 @@ class World:
 
     def _place_of(self, want: Wanted) -> tuple[int, int] | None:
         for row in self.core.spans(now_ms=self.now):
-            if (row.key, row.shard, row.state) == (want.key, want.shard, "copying") and self.who_of(
-                row.slab
-            ) == want.who:
+            if (row.key, row.shard, row.state) == (want.key, want.shard, "copying") and (
+                self.who_of(row.slab),
+                self.tiers.get(row.slab, 0),
+            ) == (want.who, want.tier):
                 return row.slab, row.offset
         return None
 
@@ -641,17 +648,17 @@ class World:
         assert record is not None
         return record
 
-    def records(self) -> dict[tuple[bytes, int, Who], Record]:
-        """Spans and their further names in host memory, by key, shard and tenant."""
+    def records(self, tier: int = 0) -> dict[tuple[bytes, int, Who], Record]:
+        """Spans and their further names in a tier, by key, shard and tenant."""
         found = {}
         for slot in self.catalog:
             record = self.record(slot)
             if record.state is not State.FREE:
-                who, tier = self.who_of(record.slab), self.tiers.get(record.slab, 0)
+                who, where = self.who_of(record.slab), self.tiers.get(record.slab, 0)
                 assert who is not None
-                assert (record.key, record.shard, who, tier) not in found
-                found[record.key, record.shard, who, tier] = record
-        return {name[:3]: record for name, record in found.items() if not name[3]}
+                assert (record.key, record.shard, who, where) not in found
+                found[record.key, record.shard, who, where] = record
+        return {name[:3]: record for name, record in found.items() if name[3] == tier}
 
     @property
     def indexed(self) -> int:
