@@ -12,7 +12,6 @@ from kmesh.layout import PAGE_BYTES
 from kmesh_spand.control.workers import Workers
 from kmesh_spand.memory import make_memfd
 
-
 #: Told the fd, which stays the pool's, or what went wrong.
 Done = Callable[[int, errors.RequestError | None], None]
 
