@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 from codec_cases import Geometry, recovered
-from cpu_device import build
 from cpu_gpu import Gpu, instead_of_cupy
+from cpu_kernels import build
 from gpu_families import nearly, same
 
 from kmesh.kernels import device as devices
