@@ -1,0 +1,45 @@
+"""32 requests in four vLLM engines with a small real model want one document that nobody has."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack
+from typing import Any
+
+from benchmarks import herd
+from benchmarks.engines import RUN_SECONDS, Engine, transfer
+from benchmarks.results import Row
+from benchmarks.spand import serve
+from demo.__main__ import prepared_model
+
+#: Tokens of a document for warming up, and of all in a quick run.
+SHORT = 1024
+
+
+def run(quick: bool) -> Iterator[Row]:
+    """Rows of this file."""
+    model = prepared_model()
+    arguments: dict[str, Any] = {
+        "dtype": "float32",
+        "block_size": 32,
+        "max_model_len": herd.DOCUMENT + 512,
+        "max_num_batched_tokens": herd.DOCUMENT + 512,
+        "max_num_seqs": herd.EACH,
+        "enable_prefix_caching": True,
+    }
+    with ExitStack() as stack:
+        spand = stack.enter_context(serve(host_memory="2GiB", staging_memory="1GiB"))
+        # A document takes ten seconds where nothing else runs; the default is a minute. Whole
+        # prompts are stored, as fast as the daemon can.
+        words = {"flight_wait_ms": int(RUN_SECONDS * 1e3), "reserve_timeout_ms": 30_000}
+        ours = transfer(spand.socket_dir, **words)
+        engines = [
+            stack.enter_context(Engine(model, ours, **arguments)) for _ in range(herd.ENGINES)
+        ]
+        for engine in engines:
+            engine.up()
+        asked = herd.Herd(spand, engines, lead=1.0, wait=RUN_SECONDS)
+        asked.warm(SHORT)
+        tokens = SHORT if quick else herd.DOCUMENT
+        rounds = [asked.round(tokens) for _ in range(1 if quick else 3)]
+    yield from herd.rows(rounds, "SmolLM2-135M float32", tokens)
