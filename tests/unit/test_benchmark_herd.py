@@ -46,7 +46,7 @@ class Made:
             document = tuple(prompt[:TOKENS])
             shares.append(0 if self._forgets or document not in self._stored else TOKENS)
             self._stored.add(document)
-        ends = [(0.1, 0.0), (0.2, 0.01), (0.9, 0.02)]
+        ends = [(0.1, 0.0), (0.2, 0.01), (0.9, 0.02 if all(shares) else 0.8)]
         return run([1.0 + share / TOKENS for share in shares], shares, ends)
 
 
