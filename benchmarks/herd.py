@@ -16,6 +16,8 @@ from benchmarks.spand import Spand
 ENGINES, EACH = 4, 8
 DOCUMENT, OWN = 4096, 64
 VOCABULARY = 40_000
+#: Counters of the daemon that say what became of a herd's requests.
+FLIGHTS = ("flight_leads", "flight_joins", "flight_leaves", "flight_shared_tokens")
 
 
 class Unfit(Exception):
@@ -38,6 +40,7 @@ class Round:
             engine, whose own cache has that document.
         restored: the same in an engine that restores it.
         crowd: the same in all engines at once, whose own caches have the herd's document.
+        flights: what the herd added to each of ``FLIGHTS``.
     """
 
     documents: float
@@ -48,6 +51,7 @@ class Round:
     tails: float
     restored: float
     crowd: float
+    flights: tuple[int, ...]
 
 
 class Herd:
@@ -83,7 +87,9 @@ class Herd:
             RuntimeError: an engine gave no answer.
         """
         document = self._new(tokens)
+        before = self._counters()
         runs = self._tails(range(len(self._engines)), document)
+        flights = [now - then for now, then in zip(self._counters(), before, strict=True)]
         leading, leader = leads(runs)
         others = [run for number, run in enumerate(runs) if number != leading]
         cores = [used for run in others if (used := busy(run.ends, leader)) is not None]
@@ -99,7 +105,12 @@ class Herd:
             tails=tails,
             restored=restored,
             crowd=statistics.median(first for run in crowd for first in run.firsts),
+            flights=tuple(flights),
         )
+
+    def _counters(self) -> list[int]:
+        counters = self._spand.status().counters
+        return [counters[name] for name in FLIGHTS]
 
     def _compared(self, number: int, document: list[int]) -> tuple[float, float, float]:
         """``alone``, ``tails`` and ``restored`` of ``Round``."""
@@ -178,8 +189,15 @@ def rows(rounds: Sequence[Round], what: str, tokens: int = DOCUMENT) -> Iterator
     tails = f"median of the first tokens of {EACH} requests with tails of their own at one moment"
     yield Row(
         "herd_computed", "documents", "max",
-        {"computed": [one.documents for one in rounds]},
-        f"{herd}; prompt tokens of the document that no cache had, by vLLM's count of each request",
+        {
+            "computed": [one.documents for one in rounds],
+            **{
+                name: [float(one.flights[number]) for one in rounds]
+                for number, name in enumerate(FLIGHTS)
+            },
+        },
+        f"{herd}; prompt tokens of the document that no cache had, by vLLM's count of each"
+        " request; beside it what the daemon counted",
     )  # fmt: skip
     yield Row(
         "herd_worst", "ratio", "median of a/b",

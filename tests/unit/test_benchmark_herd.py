@@ -26,7 +26,16 @@ def run(firsts: list[float], shares: list[int], ends: list[tuple[float, float]] 
 
 def one(**more: Any) -> Round:
     times = {"leader": 1.1, "worst": 1.5, "alone": 1.0, "tails": 0.25, "restored": 0.5}
-    return Round(**{"documents": 1.0, "crowd": 1.0, "waiting": 0.1, **times, **more})
+    return Round(
+        **{
+            "documents": 1.0,
+            "crowd": 1.0,
+            "waiting": 0.1,
+            "flights": (1, 3, 0, 768),
+            **times,
+            **more,
+        }
+    )
 
 
 class Made:
@@ -51,10 +60,17 @@ class Made:
 
 
 class Rest:
-    """A daemon at rest."""
+    """A daemon at rest, which counts how often it is asked what it counts."""
+
+    def __init__(self) -> None:
+        self.counters = dict.fromkeys(herd.FLIGHTS, 0)
 
     def settle(self) -> None:
         pass
+
+    def status(self) -> Rest:
+        self.counters = {name: count + 2 for name, count in self.counters.items()}
+        return self
 
 
 def made(**more: Any) -> tuple[Herd, list[Made]]:
@@ -69,6 +85,7 @@ def test_a_round_is_a_herd_and_what_it_is_compared_with() -> None:
     assert (found.documents, found.leader, found.worst) == (1.0, 1.0, 2.0)
     assert (found.alone, found.tails, found.restored, found.crowd) == (1.0, 2.0, 2.0, 2.0)
     assert found.waiting == pytest.approx(0.025)
+    assert found.flights == (2,) * len(herd.FLIGHTS)
     # Who led computes alone and from its own cache; its neighbour restores.
     assert [len(engine.asked) for engine in engines] == [4, 3, 2, 2]
     prompts, at = engines[0].asked[0]
