@@ -205,7 +205,7 @@ def test_the_check_fails_without_a_result(
 def test_the_targets_can_be_read_and_their_pages_are_there() -> None:
     assert len(read_targets(TARGETS)) > 30
     files = [TARGETS, *TARGETS.parent.glob("gpu/*targets.toml")]
-    assert len(files) == 4
+    assert len(files) == 5
     for file in files:
         targets = read_targets(file)
         assert [t.adr for t in targets if t.adr and not (ROOT / t.adr).is_file()] == []
