@@ -17,6 +17,7 @@ from fake_cuda import UUIDS
 from gpu_reader import Reader, reader
 from gpus import command, import_slab
 from household import Household
+from test_cli import as_json, kmesh
 
 from kmesh import errors
 from kmesh.cuda.device import Device
@@ -76,6 +77,12 @@ def test_members_are_recipes_on_the_gpu_and_read_back_bit_for_bit(
     gpu = ours.session.families.describe("round", device=GPU).family
     assert (gpu.base_stored, gpu.mirrors) == (5, 6)
     assert gpu.used_bytes < gpu.dense_bytes
+    where = {"socket_dir": daemon.socket_dir}
+    assert as_json("families", "round", **where)["devices"] == [GPU]
+    shown = as_json("families", "round", "--device", GPU, **where)
+    assert (shown["mirrors"], shown["base_stored"]) == (6, 5)
+    assert {member["mirrors"] for member in shown["of_members"]} == {3}
+    assert f"also on {GPU}: see --device" in kmesh("families", "round", **where).stdout
     for sibling in household.siblings:
         assert ours.read(household, sibling, recipes=True) == 3
     assert daemon.status().counters["spans_densified"] == 0
