@@ -1,7 +1,8 @@
 """Host kernels against what they could be replaced by, in one thread each.
 
 copy_with_sums and verify against numpy's copyto (memcpy); scatter (which verifies) and gather
-against torch's index_copy_ and index_select of the same bytes, whole blocks at a time.
+against torch's index_copy_ and index_select of the same bytes, whole blocks at a time; and pages in
+which keys are transposed, as in blocks of vLLM's CPU backend, against pages of rows.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import torch
 from benchmarks.results import Row
 from benchmarks.timing import in_turn
 from kmesh import _host
-from kmesh.kernels.host import PagedLayout, SpanPart, gather, scatter
+from kmesh.kernels.host import PagedLayout, PlaneOrder, SpanPart, gather, scatter
 from kmesh.layout import SPAN_TOKENS, SpanGeometry, tiles
 
 #: Of a 7B model with grouped heads, in 16 bits: 56 KiB a token.
@@ -32,7 +33,11 @@ def aligned(size: int) -> np.ndarray:
 
 
 class Paged:
-    """Spans in a slab, and pages of an engine in one of two physical layouts."""
+    """Spans in a slab, and pages of an engine.
+
+    K and V of a token lie together, heads before tokens ("HND") or behind them ("NHD"); or each
+    head's part of a block is K, transposed, and V behind it ("CPU").
+    """
 
     def __init__(self, tokens: int, order: str, block_tokens: int) -> None:
         geometry = SpanGeometry(LAYERS, HEADS, HEAD_DIM, ELEMENT)
@@ -47,7 +52,6 @@ class Paged:
         blocks = list(range(count * 3 // 2))
         random.Random(2).shuffle(blocks)
         self.blocks = blocks[:count]
-        # K and V of a token are neighbours, as vLLM packs them.
         block_bytes = HEADS * block_tokens * 2 * row
         self.pages = [
             torch.from_numpy(aligned(len(blocks) * block_bytes))
@@ -56,17 +60,21 @@ class Paged:
             for _ in range(LAYERS)
         ]
         bases = tuple(page.data_ptr() for page in self.pages)
-        heads_first = order == "HND"
+        transposed = order == "CPU"
+        cell = row if transposed else 2 * row
         self.layout = PagedLayout(
             k_base=bases,
-            v_base=tuple(base + row for base in bases),
+            v_base=tuple(base + row * (block_tokens if transposed else 1) for base in bases),
             block_stride=block_bytes,
-            head_stride=2 * row * (block_tokens if heads_first else 1),
-            token_stride=2 * row * (1 if heads_first else HEADS),
+            head_stride=2 * row * (1 if order == "NHD" else block_tokens),
+            token_stride=cell * (HEADS if order == "NHD" else 1),
             block_tokens=block_tokens,
             num_blocks=len(blocks),
             heads=HEADS,
             row_bytes=row,
+            k_order=PlaneOrder(ELEMENT, block_tokens, 0, HEAD_DIM, 0, block_tokens * ELEMENT)
+            if transposed
+            else None,
         )
         self.parts = []
         for i in range(spans):
@@ -119,6 +127,7 @@ def run(quick: bool) -> Iterator[Row]:
     rounds = 5 if quick else 25
     for order, block_tokens in (("HND", 32), ("NHD", 16)):
         yield from paged_rows(order, block_tokens, rounds)
+    yield from transposed_rows(32, rounds)
     yield from sum_rows(rounds)
 
 
@@ -148,6 +157,21 @@ def paged_rows(order: str, block_tokens: int, rounds: int) -> Iterator[Row]:
         # Times of the peer over ours: rates of ours over the peer's.
         samples = {peer: taken[peer], ours: taken[ours]}
         yield Row(row, "ratio", "median of a/b", samples, note)
+
+
+def transposed_rows(block_tokens: int, rounds: int) -> Iterator[Row]:
+    """Pages with transposed keys against pages of rows, by the same code."""
+    rows, transposed = (Paged(TOKENS, order, block_tokens) for order in ("HND", "CPU"))
+    for name, ways in (
+        ("restore", {"rows": rows.scatter, "transposed": transposed.scatter}),
+        ("gather", {"rows": rows.gather, "transposed": transposed.gather}),
+    ):
+        taken = in_turn(ways, rounds)
+        rate = rows.size / sorted(taken["transposed"])[rounds // 2] / 1e9
+        note = (
+            f"{rows.size / 1e6:.0f} MB, 16-bit elements, blocks of {block_tokens}; {rate:.1f} GB/s"
+        )
+        yield Row(f"{name}_transposed", "ratio", "median of a/b", taken, note)
 
 
 def sum_rows(rounds: int) -> Iterator[Row]:

@@ -1,8 +1,8 @@
-"""Hit rates of host memory with a disk below it, by the disk's policy, against the optimum.
+"""Hit rates of host memory, alone by its policy and with a disk below it by the disk's.
 
-The daemon's own core replays a trace: an Acquire waits for what only the disk has, what is missing
-is stored, and each stored span is written to a file. Reads, writes and removals are done before
-the next request comes; times are left out.
+The daemon's own core replays a trace, against the optimum: an Acquire waits for what only the disk
+has, what is missing is stored, and each stored span is written to a file. Reads, writes and
+removals are done before the next request comes; times are left out.
 """
 
 from __future__ import annotations
@@ -35,10 +35,12 @@ from kmesh_spand.core.effects import (
     Spill,
     Unlink,
 )
-from kmesh_spand.core.policies import POLICIES
+from kmesh_spand.core.policies import POLICIES, make_policy
 
 #: Host memory and disk, in per cent of the trace's different blocks.
 SIZES = ((5, 10), (5, 20), (10, 40))
+#: Host memory alone.
+ALONE = (5, 10, 20)
 PUBLIC = "mooncake"
 _MADE_QUICKLY = 600
 
@@ -56,23 +58,26 @@ class Replay:
     """A core that holds ``host`` spans, and ``disk`` more in files; one session reads and stores.
 
     Each span is one tile, so that all blocks are of one size, as the optimum needs.
+
+    Args:
+        policy: the disk's; memory's where ``disk`` is 0, and there is none.
     """
 
     def __init__(self, host: int, disk: int, policy: str) -> None:
-        config = CoreConfig(max_spans=host)
-        room = disk * file_bytes(TILE_BYTES, 0)
+        config, batch = CoreConfig(max_spans=host), NativeBatch()
         # The core waits with eviction while a slab may still grow.
         self._now = config.patience_ms + 1
-        self._core = Core(
-            config,
-            batch=NativeBatch(),
-            disk=DiskConfig(capacity=room, max_files=disk, policy=policy),
-        )
+        if disk:
+            room = disk * file_bytes(TILE_BYTES, 0)
+            below = DiskConfig(capacity=room, max_files=disk, policy=policy)
+            self._core = Core(config, batch=batch, disk=below)
+        else:
+            self._core = Core(config, make_policy(policy, host, batch), batch=batch)
         for event in (
             ev.SlabAdded(0, host * TILE_BYTES),
             ev.Populated(0, host * TILE_BYTES),
             ev.SessionOpened(1, 0, "engine", 1),
-            ev.DiskReady(),
+            *([ev.DiskReady()] if disk else []),
         ):
             self._core.handle(event, 0)
         self._files = 0
@@ -124,7 +129,7 @@ class Replay:
 
 
 def by_core(trace: Weighted, host: int, disk: int, policy: str) -> Counts:
-    """What the daemon's core finds in memory and on disk."""
+    """What the daemon's core finds in memory and on disk; see ``Replay``."""
     replay = Replay(host, disk, policy)
     hits = [replay.request(ids) for ids in trace.requests]
     tokens = sum(map(trace.tokens, range(len(hits)), hits))
@@ -168,7 +173,9 @@ def run(quick: bool) -> list[Row]:
     else:
         names.insert(0, PUBLIC)
     who = [*POLICIES, "optimum"]
-    sizes = SIZES[::2] if quick else SIZES
+    sizes = [(host, 0) for host in ALONE] + list(SIZES)
+    if quick:
+        sizes = sizes[::2]
     tasks = [(name, *size, policy) for name in names for size in sizes for policy in who]
     # Hits are counted, not seconds: the replays may share the machine.
     with ProcessPoolExecutor(len(os.sched_getaffinity(0))) as pool:
@@ -183,17 +190,22 @@ def run(quick: bool) -> list[Row]:
         for host, disk in sizes:
             for policy in who:
                 counts = found[name, host, disk, policy]
-                label = f"{name}_{host}_{disk}_{policy.replace('-', '')}"
+                who_is = policy.replace("-", "")
+                row_name = (
+                    f"tiers_{name}_{host}_{disk}_{who_is}"
+                    if disk
+                    else (f"memory_{name}_{host}_{who_is}")
+                )
+                below = f" and disk {footprint * disk // 100:,}" if disk else ""
                 note = (
-                    f"{policy}: memory {footprint * host // 100:,} and disk "
-                    f"{footprint * disk // 100:,} of {footprint:,} blocks, "
+                    f"{policy}: memory {footprint * host // 100:,}{below} of {footprint:,} blocks, "
                     f"{len(trace.requests):,} requests ({trace.text})"
                 )
                 blocks = {"hits": [counts.blocks], "asked": [asked]}
-                if policy != "optimum":
+                if disk and policy != "optimum":
                     blocks["from_memory"] = [counts.from_memory]
                 sums = {"hits": [counts.tokens], "asked": [tokens]}
-                for row, samples in ((f"tiers_{label}", blocks), (f"tiers_{label}_bytes", sums)):
+                for row, samples in ((row_name, blocks), (f"{row_name}_bytes", sums)):
                     exact = {series: list(map(float, v)) for series, v in samples.items()}
                     rows.append(Row(row, "ratio", "sum a / sum b", exact, note))
     return rows

@@ -17,11 +17,16 @@ from typing import Any
 
 
 class HookClock:
-    """Seconds that the engine's thread spends inside the connector's methods."""
+    """Seconds that the engine's thread spends inside the connector's methods.
+
+    Attributes:
+        named: seconds in each of them, by name, since somebody last emptied it.
+    """
 
     def __init__(self) -> None:
         self.seconds = 0.0
         self.calls = 0
+        self.named: dict[str, float] = {}
         self._inside = False
 
     def watch(self, connector: type) -> None:
@@ -40,8 +45,11 @@ class HookClock:
             try:
                 return method(*arguments, **more)
             finally:
-                self.seconds += time.perf_counter() - begin
+                took = time.perf_counter() - begin
+                self.seconds += took
                 self.calls += 1
+                name = method.__name__
+                self.named[name] = self.named.get(name, 0.0) + took
                 self._inside = False
 
         return hook
@@ -74,8 +82,9 @@ class Engine:
     def run(self, prompts: list[list[int]], max_tokens: int) -> dict[str, Any]:
         """Runs prompts together.
 
-        Returns seconds of all, of the hooks in them, and of each step and its hooks; seconds until
-        the first token of any; prompt tokens that came from a cache.
+        Returns seconds of all, of the hooks in them, of adding the prompts, and of each step and
+        its hooks, by name too; seconds until the first token of any; prompt tokens that came from a
+        cache.
         """
         from vllm import SamplingParams
 
@@ -83,19 +92,22 @@ class Engine:
             temperature=0, max_tokens=max_tokens, ignore_eos=True, detokenize=False
         )
         clock = self._clock
-        steps, cached, first, last = [], 0, 0.0, 0
+        steps, named, cached, first, last = [], [], 0, 0.0, 0
         hooks, calls = clock.seconds, clock.calls
         begin = time.perf_counter()
         for prompt in prompts:
             self._count += 1
             self._engine.add_request(str(self._count), {"prompt_token_ids": prompt}, options)
+        added = time.perf_counter() - begin
         while self._engine.has_unfinished_requests():
             at, inside = time.perf_counter(), clock.seconds
+            clock.named = {}
             outputs = self._engine.step()
             now = time.perf_counter()
             if outputs and not first:
                 first = now - begin
             steps.append((now - at, clock.seconds - inside))
+            named.append(clock.named)
             for output in outputs:
                 if output.finished:
                     cached += output.num_cached_tokens or 0
@@ -104,7 +116,9 @@ class Engine:
             "seconds": time.perf_counter() - begin,
             "hooks": clock.seconds - hooks,
             "calls": clock.calls - calls,
+            "added": added,
             "steps": steps,
+            "named": named,
             "first": first,
             "cached": cached,
             "last": last,

@@ -27,7 +27,9 @@ class Run:
     seconds: float
     hooks: float
     calls: int
+    added: float
     steps: list[tuple[float, float]]
+    named: list[dict[str, float]]
     first: float
     cached: int
     last: int

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import datetime
 import os
-import shlex
 import sys
 import time
 from pathlib import Path
 from typing import Any
 
 from benchmarks.results import Row
-from demo.evidence import _git, hardware, versions
+from demo.evidence import _git, command, hardware, versions
 
 
 def busy_cpus(seconds: float = 1.0) -> float:
@@ -53,7 +52,7 @@ class Run:
             "kind": "bench",
             "label": "functional, CPU",
             "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
-            "command": shlex.join(["python", "-m", "benchmarks", *sys.argv[1:]]),
+            "command": command("python -m benchmarks", sys.argv[1:]),
             "quick": self._quick,
             "commit": _git("rev-parse", "HEAD"),
             "clean": not _git("status", "--porcelain", "--untracked-files=no"),

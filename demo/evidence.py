@@ -7,8 +7,10 @@ import importlib.metadata
 import json
 import os
 import platform
+import shlex
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +33,7 @@ def write(path: Path, report: Report) -> None:
         "kind": "demo",
         "label": "functional, CPU",
         "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
-        "command": "make demo" + (f" DEMO_ARGS='{' '.join(sys.argv[1:])}'" if sys.argv[1:] else ""),
+        "command": command("python -m demo", sys.argv[1:]),
         "commit": _git("rev-parse", "HEAD"),
         "clean": not _git("status", "--porcelain", "--untracked-files=no"),
         "hardware": hardware(),
@@ -40,6 +42,18 @@ def write(path: Path, report: Report) -> None:
     }
     evidence["derived"] = derive(evidence)
     path.write_text(json.dumps(evidence, indent=1, ensure_ascii=False) + "\n")
+
+
+def command(program: str, arguments: Sequence[str]) -> str:
+    """A command line; paths are this checkout's, and of those elsewhere only their last names."""
+    told = []
+    for one in arguments:
+        option, equals, value = one.rpartition("=")
+        if os.sep in value:
+            path = Path(value).resolve()
+            value = str(path.relative_to(ROOT)) if path.is_relative_to(ROOT) else path.name
+        told.append(f"{option}{equals}{value}")
+    return f"{program} {shlex.join(told)}".rstrip()
 
 
 def hardware() -> dict[str, Any]:

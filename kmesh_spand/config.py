@@ -84,6 +84,9 @@ class Config(BaseSettings):
         "spans that can be kept [one for each 256KiB of host_memory]", ge=1, le=1 << 26
     )
     allow_uids: Uids = _set("uids that may connect, such as 1000,1001 [the daemon's own]", [])
+    memory_policy: Literal["lru", "s3-fifo"] = _set(
+        "which spans go first when memory is full", "lru"
+    )
     share: Literal["uid", "all"] = _set(
         "who may be served what a uid stored: that uid, or all that may connect", "uid"
     )
@@ -100,6 +103,9 @@ class Config(BaseSettings):
     gpu_slab_size: Size | None = _set(
         "GPU memory that is exported as one piece [an eighth of gpu_memory, 64MiB to 1GiB]",
         ge=GPU_GRANULARITY,
+    )
+    gpu_place: Literal["gpu", "host"] = _set(
+        "where gpu_memory lies: on the GPU, or in host memory that CUDA makes for it", "gpu"
     )
     disk: str = _set("directory to which spans go that memory forgets [none]", "")
     disk_bytes: Size = _set("what its files may take, headers included, such as 200GiB", 0, ge=0)
@@ -196,6 +202,7 @@ class Config(BaseSettings):
             remembered_keys=self.remembered_keys,
             watch_events=self.watch_events,
             metrics_listen=self.metrics_listen,
+            memory_policy=self.memory_policy,
             share=self.share,
             tenants=self.tenants,
             hardened=self.hardened,
@@ -204,6 +211,7 @@ class Config(BaseSettings):
             gpu=tuple(self.gpu),
             gpu_memory=self.gpu_memory // GPU_GRANULARITY * GPU_GRANULARITY,
             gpu_slab_size=self.gpu_slab_size or _gpu_slab_size(self.gpu_memory),
+            gpu_place=self.gpu_place,
             disk=os.path.abspath(self.disk) if self.disk else "",
             disk_bytes=self.disk_bytes // BLOCK_BYTES * BLOCK_BYTES,
             disk_spans=self.disk_spans or _disk_spans(self.disk_bytes),

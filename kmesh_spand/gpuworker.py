@@ -21,6 +21,7 @@ from kmesh.cuda.driver import Attribute
 from kmesh.cuda.memory import DeviceMemory
 from kmesh.errors import ConfigError, CudaError, KMeshError
 from kmesh_spand import ipc
+from kmesh_spand.budget import shortage
 from kmesh_spand.gpurecipes import GpuRecipes
 from kmesh_spand.gpustore import GpuStore
 from kmesh_spand.jobs import Crews, JobWorker, Store
@@ -63,11 +64,14 @@ class GpuWorker(JobWorker):
         super().__init__(control, settings.verify_rate)
         self._gpu = gpu
         self._name = settings.gpu[gpu]
+        self._headroom = settings.memory_headroom
         self._supervisor = supervisor
         self._pieces = pieces
         self._slabs: dict[int, DeviceMemory] = {}
         self._telling = threading.Lock()
         self._told_at = 0.0
+        self._in_host = settings.gpu_place == "host"
+        self._node: int | None = None
         self._device: Device
         self._copies: GpuStore
         self._checks: GpuStore
@@ -78,6 +82,9 @@ class GpuWorker(JobWorker):
         try:
             see_all()
             self._device = device = Device(cuda.load(), self._name)
+            device.check_whole()
+            if self._in_host:
+                self._node = device.host_node
             self._tell(ready=False)
             self._check_room(device)
             for piece in self._pieces:
@@ -100,6 +107,10 @@ class GpuWorker(JobWorker):
     def _check_room(self, device: Device) -> None:
         """All that is still to be made must fit: rather none of it than a part."""
         missing = sum(piece.size for piece in self._pieces if piece.fd < 0)
+        if self._in_host:
+            if missing and (short := shortage(missing, self._headroom)):
+                raise ConfigError(f"gpu_memory: {format_size(missing)} are too much: {short}")
+            return
         free, total = device.memory_info()
         if missing > free:
             raise ConfigError(
@@ -112,7 +123,7 @@ class GpuWorker(JobWorker):
             memory = DeviceMemory.open(device, piece.fd, piece.size, writable=True)
             os.close(piece.fd)
             return memory
-        memory = DeviceMemory.create(device, piece.size)
+        memory = DeviceMemory.create(device, piece.size, node=self._node)
         # The driver promises nothing about what was there before.
         memory.fill(0)
         fd = memory.export()
@@ -126,7 +137,7 @@ class GpuWorker(JobWorker):
     def _tell(self, *, ready: bool) -> None:
         device = self._device
         free, total = device.memory_info()
-        dma_buf = device.can(Attribute.DMA_BUF)
+        dma_buf = device.can(Attribute.DMA_BUF) and not self._in_host
         state = ipc.GpuState(self._gpu, device.uuid, device.name, ready, free, total, dma_buf)
         self._say(state)
 

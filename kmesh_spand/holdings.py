@@ -239,6 +239,7 @@ class Holdings:
 
     def close(self) -> None:
         """Gives it all up, but for what the store has."""
+        self._store.close()
         self.place.close()
         self.storage.close()
         self._estate.close()

@@ -15,7 +15,7 @@ from typing import NamedTuple, NoReturn, Protocol, TypeAlias
 from kmesh.dmabuf import NotExported
 from kmesh.mapping import Mapping
 from kmesh_spand import ipc, logs
-from kmesh_spand.recipes import Recipes
+from kmesh_spand.recipes import Recipes, Unloadable
 from kmesh_spand.throttle import Throttle
 
 logger = logging.getLogger(__name__)
@@ -195,6 +195,10 @@ class JobWorker:
                 answer = self.done(job)
             except NoStaging as lacking:
                 answer = ipc.Failed(job.job, str(lacking))
+            except Unloadable as lacking:
+                # What is half loaded stays so; the next process loads it anew.
+                logger.error("this process ends: %s", lacking)
+                os._exit(1)
             except Exception as failed:
                 self.ends_by(job, failed)
                 logger.exception("a job failed", extra={"job": job.job})

@@ -45,6 +45,10 @@ _SETTINGS = (
 )
 
 
+#: What is meant where nothing is said.
+_UNSAID = {"gpu_place": "gpu"}
+
+
 class Unfit(Exception):
     """Memory of an earlier daemon can't be taken over; the text names what differs."""
 
@@ -71,6 +75,8 @@ class Manifest(msgspec.Struct, frozen=True):
         """What a daemon with these settings has, or would make."""
         gpu = [plan.size for plan in settings.gpu_slabs()]
         agreed = {name: getattr(settings, name) for name in _SETTINGS}
+        if settings.gpu and settings.gpu_place != "gpu":
+            agreed["gpu_place"] = settings.gpu_place
         return msgspec.msgpack.decode(
             msgspec.msgpack.encode(
                 cls(
@@ -102,7 +108,7 @@ class Manifest(msgspec.Struct, frozen=True):
                     f"this is {mine.version} with {name} of version {here}"
                 )
         for name in {**self.settings, **mine.settings}:
-            before, now = self.settings.get(name), mine.settings.get(name)
+            before, now = (known.settings.get(name, _UNSAID.get(name)) for known in (self, mine))
             if before != now:
                 raise Unfit(f"{name} was {before!r}, and is {now!r}")
         if self.slabs != mine.slabs or self.catalog != mine.catalog:

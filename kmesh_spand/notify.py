@@ -17,10 +17,10 @@ def notify(state: str) -> None:
         send(state)
 
 
-def send(state: str, fd: int | None = None) -> None:
+def send(state: str, fd: int | None = None, seconds: float = SECONDS) -> None:
     """Sends lines of ``NAME=VALUE``, with a file descriptor that stays the caller's.
 
-    Nothing happens without systemd.
+    Nothing happens without systemd. ``seconds``: how long to wait, at most.
 
     Raises:
         OSError: it could not be sent, or not in time.
@@ -34,6 +34,6 @@ def send(state: str, fd: int | None = None) -> None:
     if fd is not None:
         ancillary = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [fd]))]
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_CLOEXEC) as sock:
-        sock.settimeout(SECONDS)
+        sock.settimeout(seconds)
         sock.connect(address)
         sock.sendmsg([state.encode()], ancillary, socket.MSG_NOSIGNAL)

@@ -47,6 +47,26 @@ class Made(Protocol):
     def depends(self) -> bool: ...
 
 
+class Unloadable(Exception):
+    """Modules are not there or half there: this process can't load them any more."""
+
+
+def load_codec() -> None:
+    """Loads the codec, at a process's first use of it.
+
+    Raises:
+        Unloadable: it can't be had; says why.
+    """
+    try:
+        import kmesh.codec
+        import kmesh.kernels.rotary  # noqa: F401
+    except (ImportError, OSError, MemoryError) as lacking:
+        cause: BaseException = lacking
+        while cause.__cause__ is not None:
+            cause = cause.__cause__
+        raise Unloadable(f"the codec can't be loaded: {str(cause) or 'no memory'}") from None
+
+
 class Recipes:
     """Answers jobs. What was encoded is kept until it is written or forgotten.
 
@@ -63,6 +83,7 @@ class Recipes:
 
     def encode(self, job: ipc.Encode) -> ipc.AnyMessage:
         """A recipe that gave its payload back, or why there is none."""
+        load_codec()
         from kmesh.codec import Provenance
 
         try:
@@ -111,6 +132,7 @@ class Recipes:
 
     def densify(self, job: ipc.Densify) -> ipc.Densified:
         """A payload into its range, if its recipe gives it."""
+        load_codec()
         from kmesh.codec import decode
 
         try:
@@ -125,6 +147,7 @@ class Recipes:
 
     def facts(self, job: ipc.Verify) -> ipc.Verified:
         """What a recipe says whose bytes match their sums."""
+        load_codec()
         from kmesh.codec import Recipe
 
         try:

@@ -60,6 +60,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     remembered_keys: int
     watch_events: int
     metrics_listen: str
+    memory_policy: str
     share: str
     tenants: dict[str, int]
     hardened: bool
@@ -68,6 +69,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     gpu: tuple[str, ...]
     gpu_memory: int
     gpu_slab_size: int
+    gpu_place: str
     disk: str
     disk_bytes: int
     disk_spans: int

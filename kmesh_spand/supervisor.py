@@ -184,6 +184,7 @@ class Supervisor:
                 if what & ~select.POLLOUT:
                     self._hear_control()
         self._handover.turn()
+        self._store.retry()
         retry_at = self._retry_at
         if retry_at is not None and time.monotonic() >= retry_at:
             self._flush()
@@ -233,6 +234,7 @@ class Supervisor:
             self._stop_by,
             self._retry_at,
             self._handover.moment,
+            self._store.moment,
             None if self._stop_signal else self._disk.moment,
         )
         moments = [at for at in ours if at is not None]

@@ -33,7 +33,9 @@ _libc.mmap.argtypes = (
 _libc.munmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
 _libc.mprotect.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
 _MAP_FIXED, _MAP_NORESERVE = 0x10, 0x4000
-_NAME = re.compile(r"/memfd:fake-vram:(GPU-[0-9a-f-]+) ")
+_NAME = re.compile(r"/memfd:fake-(?:vram:(GPU-[0-9a-f-]+)|numa:\d+) ")
+#: Whose memory of the host is that CUDA made: no GPU's.
+_HOST = -1
 
 #: What may be called while another thread captures a graph.
 _SAFE = (
@@ -258,24 +260,25 @@ class FakeDriver:
 
     # Memory that can be exported.
 
-    def granularity(self, device: int, *, rdma: bool) -> int:
+    def granularity(self, device: int, *, rdma: bool, node: int | None = None) -> int:
         self._gpu(device, "cuMemGetAllocationGranularity")
         return GRANULARITY
 
-    def create(self, device: int, size: int, *, rdma: bool) -> int:
+    def create(self, device: int, size: int, *, rdma: bool, node: int | None = None) -> int:
         gpu = self._gpu(device, "cuMemCreate")
         if size <= 0 or size % GRANULARITY:
             raise _error("cuMemCreate", 1)
         if rdma and not gpu.attributes.get(Attribute.RDMA_WITH_VMM, 1):
             raise _error("cuMemCreate", 801)
-        if self._used(device) + size > gpu.total:
+        if node is None and self._used(device) + size > gpu.total:
             raise _error("cuMemCreate", 2)
-        fd = os.memfd_create(f"fake-vram:{gpu.uuid}", os.MFD_CLOEXEC)
+        name = f"vram:{gpu.uuid}" if node is None else f"numa:{node}"
+        fd = os.memfd_create(f"fake-{name}", os.MFD_CLOEXEC)
         os.ftruncate(fd, size)
         # Whoever had it before has left something.
         for at in (0, size // 2, size - _LEFT):
             os.pwrite(fd, b"\xa5" * _LEFT, at)
-        return self._handle(fd, device, made=True)
+        return self._handle(fd, device if node is None else _HOST, made=True)
 
     def _handle(self, fd: int, device: int, *, made: bool) -> int:
         self._last += 1
@@ -300,9 +303,10 @@ class FakeDriver:
         except OSError:
             found = None
         uuids = [gpu.uuid for gpu in self.gpus]
-        if found is None or found[1] not in uuids:
+        if found is None or (found[1] and found[1] not in uuids):
             raise _error("cuMemImportFromShareableHandle", 1)
-        return self._handle(os.dup(fd), uuids.index(found[1]), made=False)
+        owner = uuids.index(found[1]) if found[1] else _HOST
+        return self._handle(os.dup(fd), owner, made=False)
 
     def reserve(self, size: int) -> int:
         self._need("cuMemAddressReserve")
@@ -344,7 +348,7 @@ class FakeDriver:
         self._need("cuMemSetAccess")
         gpu = self._gpu(device, "cuMemSetAccess")
         found = self._range(address, size, "cuMemSetAccess", mapped=True)
-        if found.owner != device and self.gpus[found.owner].uuid not in gpu.peers:
+        if found.owner not in (device, _HOST) and self.gpus[found.owner].uuid not in gpu.peers:
             raise _error("cuMemSetAccess", 101)
         found.readable, found.writable = True, writable
         _libc.mprotect(address, size, mmap.PROT_READ | (mmap.PROT_WRITE if writable else 0))
@@ -458,6 +462,10 @@ class FakeDriver:
     def copy_async(self, target: int, source: int, size: int, stream: int) -> None:
         self._stream(stream, "cuMemcpyAsync")
         ctypes.memmove(target, source, size)
+
+    def fill_async(self, address: int, value: int, size: int, stream: int) -> None:
+        self._stream(stream, "cuMemsetD8Async")
+        ctypes.memset(address, value, size)
 
     def load_module(self, image: bytes) -> int:
         self._need("cuModuleLoadData")

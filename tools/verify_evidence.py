@@ -145,6 +145,22 @@ def derive_chaos(raw: Mapping[str, Any]) -> dict[str, float]:
     }
 
 
+def derive_model_check(raw: Mapping[str, Any]) -> dict[str, float]:
+    """Sums over random walks through the core."""
+    checks = raw["checks"]
+    reached = {name for one in checks for name, count in one["reached"].items() if count}
+    return {
+        "checks": len(checks),
+        "seeds": len({one["seed"] for one in checks}),
+        "steps": sum(one["steps"] for one in checks),
+        "rounds": sum(one["rounds"] for one in checks),
+        "rounds_failed": sum(len(one["failed_rounds"]) for one in checks),
+        "not_reached": sum(len(one["missed"]) for one in checks),
+        "counters_reached": len(reached),
+        "minutes": sum(one["seconds"] for one in checks) / 60,
+    }
+
+
 def derive_codec(raw: Mapping[str, Any]) -> dict[str, float]:
     """Sizes of families against dense ones, and how fast one thread encoded and decoded."""
     figures: dict[str, float] = {}
@@ -255,6 +271,7 @@ def _whole_tiles(size: int) -> int:
 DERIVE: dict[str, Callable[[Mapping[str, Any]], dict[str, float]]] = {
     "chaos": derive_chaos,
     "demo": derive_demo,
+    "model-check": derive_model_check,
     "bench": derive_bench,
     "codec": derive_codec,
     "round": derive_round,

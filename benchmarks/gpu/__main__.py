@@ -6,7 +6,6 @@ import argparse
 import datetime
 import json
 import os
-import shlex
 import subprocess
 import sys
 import traceback
@@ -84,7 +83,7 @@ def evidence(found: list[dict[str, Any]], *, quick: bool, driver: str) -> dict[s
     """The result file, which is an evidence file."""
     import cupy
 
-    from demo.evidence import hardware, versions
+    from demo.evidence import command, hardware, versions
 
     properties = cupy.cuda.runtime.getDeviceProperties(0)
     commit, clean = _source()
@@ -92,7 +91,7 @@ def evidence(found: list[dict[str, Any]], *, quick: bool, driver: str) -> dict[s
         "kind": "bench",
         "label": "data-centre",
         "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
-        "command": shlex.join(["python", "-m", "benchmarks.gpu", *sys.argv[1:]]),
+        "command": command("python -m benchmarks.gpu", sys.argv[1:]),
         "quick": quick,
         "commit": commit,
         "clean": clean,

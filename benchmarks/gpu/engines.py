@@ -108,9 +108,7 @@ class Taken:
         if number:
             self.times.setdefault((what, length), []).append(run.first * 1e3)
             self.tokens[what, length, number] = run.last
-            self.traces[f"{what}_{length}"] = [
-                [round(took * 1e3, 3), round(hooks * 1e3, 3)] for took, hooks in run.steps
-            ]
+            self.traces[f"{what}_{length}"] = traced(run)
 
     def differing(self, what: str, other: str) -> int:
         """Prompts whose first tokens are not the same."""
@@ -119,6 +117,21 @@ class Taken:
             for (which, length, number), token in self.tokens.items()
             if which == what and (other, length, number) in self.tokens
         )
+
+
+def traced(run: Run) -> dict[str, Any]:
+    """Where a run's time went, milliseconds: in adding it, in each step and the hooks in it."""
+    return {
+        "added": round(run.added * 1e3, 3),
+        "steps": [
+            {
+                "step": round(took * 1e3, 3),
+                "hooks": round(hooks * 1e3, 3),
+                **{name: round(inside * 1e3, 3) for name, inside in named.items()},
+            }
+            for (took, hooks), named in zip(run.steps, run.named, strict=True)
+        ],
+    }
 
 
 def store(engine: Engine, spand: Spand, prompts: Prompts, before: int) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import ctypes
 import mmap
 import os
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -293,27 +292,7 @@ def kernel_seconds(start: Callable[[], Any], stream: int) -> float:
     return float(took)
 
 
-def registration_seconds(driver: Driver, size: int, hugepages: bool) -> tuple[float, float]:
-    """(seconds to populate, seconds to register) a fresh memfd, mapped to be read."""
-    flags = os.MFD_CLOEXEC | (4 | 21 << 26 if hugepages else 0)
-    fd = os.memfd_create("kmesh-bench", flags)
-    try:
-        os.ftruncate(fd, size)
-        began = time.perf_counter()
-        os.posix_fallocate(fd, 0, size)
-        filled = time.perf_counter()
-        region = _host.Region(fd, size, False)
-        mapped = time.perf_counter()
-        driver.register(region.address, size)
-        done = time.perf_counter()
-        driver.unregister(region.address)
-        region.close()
-        return filled - began, done - mapped
-    finally:
-        os.close(fd)
-
-
 __all__ = [
     "LARGE", "SMALL", "Driver", "Load", "Memory", "Pages", "Shape", "Slab", "kernel_seconds",
-    "new_stream", "registration_seconds", "runtime", "until_done",
+    "new_stream", "runtime", "until_done",
 ]  # fmt: skip

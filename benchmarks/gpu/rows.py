@@ -18,7 +18,6 @@ from benchmarks.gpu.rig import (
     Shape,
     Slab,
     new_stream,
-    registration_seconds,
     runtime,
     until_done,
 )  # fmt: skip
@@ -257,19 +256,36 @@ def beside(bench: Bench) -> Iterator[Row]:
             )  # fmt: skip
 
 
-def registration(bench: Bench) -> Iterator[Row]:
-    """What an importer pays once for a slab."""
-    for name, hugepages in (("register_4k", False), ("register_huge", True)):
-        try:
-            taken = [registration_seconds(bench.driver, 1 << 30, hugepages) for _ in range(3)]
-        except OSError as wrong:
-            yield unavailable(name, "ms", f"no such pages here: {wrong}")
-            continue
-        series = {
-            "register": [1e3 * r for _, r in taken],
-            "populate": [1e3 * p for p, _ in taken],
-        }
-        yield Row(name, "ms", "median", series, "1 GiB, mapped to be read, registered read-only")
+def memory(bench: Bench) -> Iterator[Row]:
+    """What an engine pays for the daemon's memory."""
+    from benchmarks.gpu import slabs
+    from kmesh.cuda.device import Device
+    from kmesh.cuda.driver import load
+
+    few = 2 if bench.rounds < 20 else 3
+    with Device(load(), "0") as device:
+        yield from slabs.registration(device, few)
+        yield from slabs.imports(device)
+    yield from slabs.pool(few)
+    yield from slabs.starts(4 * few)
+
+
+def hits(bench: Bench) -> Iterator[Row]:
+    """Hits with all that belongs to one: the connector and a daemon, without an engine."""
+    from benchmarks.gpu.serving import hitting
+
+    with hitting(bench) as engine:
+        for requests in (1, 8):
+            note = bench.checked(engine.calls(requests), bench.pages, bench.slab, requests)
+            taken = bench.in_turn({"all": engine.calls(requests)})["all"]
+            yield Row(
+                f"hit_{requests}", "ms", "median", {"all": [1e3 * t for t in taken]},
+                f"keys, look-up, Acquire, restore, report and release; {note}",
+            )  # fmt: skip
+
+
+#: Of the peer's results, in milliseconds: what it takes alone, and with its look-ups.
+_PEER = {"": "ms_p50", "_all": "lookup_plus_retrieve_ms"}
 
 
 def peer(bench: Bench, results: list[dict[str, Any]]) -> Iterator[Row]:
@@ -278,25 +294,32 @@ def peer(bench: Bench, results: list[dict[str, Any]]) -> Iterator[Row]:
     Args:
         results: of its benchmark, for the same bytes.
     """
+    from benchmarks.gpu.serving import hitting
+
     parts = bench.slab.parts(bench.slab.device)
-    with new_stream() as stream:
-        for requests in (1, 8):
-            theirs = [
-                one["ms_p50"] / 1e3
-                for one in results
-                if one["what"] == "retrieve" and one["tokens"] == LARGE.tokens
-                and one["conc"] == requests and one["bytes_equal"]
-            ]  # fmt: skip
-            if not theirs:
-                yield unavailable(f"peer_{requests}", "ratio", "the peer gave no result")
+    theirs = {
+        (requests, kind): [
+            one[name] / 1e3
+            for one in results
+            if one["what"] == "retrieve" and one["tokens"] == LARGE.tokens
+            and one["conc"] == requests and one["bytes_equal"] and name in one
+        ]
+        for requests in (1, 8) for kind, name in _PEER.items()
+    }  # fmt: skip
+    with new_stream() as stream, hitting(bench) as engine:
+        for (requests, kind), taken in theirs.items():
+            if not taken:
+                yield unavailable(f"peer_{requests}{kind}", "ratio", "the peer gave no result")
                 continue
             loads = [bench.pages.load(parts, requests)]
-            call = bench.restore(bench.pages, loads, stream, Memory.HOST, None)
-            taken = bench.in_turn({"ours": call})
+            alone = bench.restore(bench.pages, loads, stream, Memory.HOST, None)
+            call = engine.calls(requests) if kind else alone
+            bench.checked(call, bench.pages, bench.slab, requests)
+            what = "look-ups and retrieve; ours from tokens to report" if kind else "retrieve"
             yield Row(
-                f"peer_{requests}", "ratio", "median a / median b",
-                {"peer": theirs, "ours": taken["ours"]},
-                "LMCache 0.5.6's median retrieve of the same bytes, one for each order of blocks",
+                f"peer_{requests}{kind}", "ratio", "median a / median b",
+                {"peer": taken, "ours": bench.in_turn({"ours": call})["ours"]},
+                f"LMCache 0.5.6's median {what}; the same bytes, one for each order of blocks",
             )  # fmt: skip
 
 
@@ -320,6 +343,7 @@ ROWS: dict[str, Callable[[Bench], Iterator[Row]]] = {
     "small": small,
     "beside": beside,
     "encode": encode,
-    "registration": registration,
+    "hits": hits,
+    "memory": memory,
     "rounds": rounds,
 }

@@ -17,6 +17,7 @@
 #include "_host_region.h"
 #include "_host_round.h"
 #include "_host_sums.h"
+#include "_host_tables.h"
 #include "_host_tokens.h"
 
 static PyObject *host_address(PyObject *module, PyObject *args) {
@@ -88,6 +89,11 @@ static const char *paged_open(km_paged *paged, const Py_buffer *layout, const Py
         (size_t)layout->len - head != bases)
         return "layout: length does not match its number of layers";
     if (!km_layout_ok(&paged->layout)) return "layout: a size is zero or too large";
+    for (int i = 0; i < 2; i++) {
+        const km_layout *l = &paged->layout;
+        const char *wrong = km_order_wrong(&l->order[i], l->row_bytes, l->block_tokens);
+        if (wrong) return wrong;
+    }
     if (blocks->len % 8) return "blocks: not int64";
     *memory = malloc(bases + (size_t)blocks->len);
     if (!*memory) return "no memory";
@@ -356,6 +362,7 @@ static PyMethodDef host_methods[] = {
     {"check", host_check, METH_VARARGS, NULL},
     {"job", host_job, METH_VARARGS, NULL},
     {"round", host_round, METH_VARARGS, NULL},
+    {"round_reads", host_round_reads, METH_VARARGS, NULL},
     {"index_probe", host_index_probe, METH_VARARGS, NULL},
     {"index_insert", host_index_insert, METH_VARARGS, NULL},
     {"index_remove", host_index_remove, METH_VARARGS, NULL},
@@ -369,6 +376,7 @@ static PyMethodDef host_methods[] = {
     {"unpack_field", host_unpack_field, METH_VARARGS, NULL},
     {"recipe_check", host_recipe_check, METH_VARARGS, NULL},
     {"recipe_decode", host_recipe_decode, METH_VARARGS, NULL},
+    {"recipe_tables", host_recipe_tables, METH_VARARGS, NULL},
     {"turn_rows", host_turn_rows, METH_VARARGS, NULL},
     {"rows_equal", host_rows_equal, METH_VARARGS, NULL},
     {"token_hashes", host_token_hashes, METH_VARARGS, NULL},

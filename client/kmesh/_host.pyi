@@ -76,6 +76,20 @@ def round(
         MemoryError: there is none for planning.
     """
 
+def round_reads(members: Buffer, bases: Buffer, /) -> tuple[bytes, bytes]:
+    """What has order 0 in a round, each once, in the order of addresses.
+
+    Where one begins on the tile behind another, the other reaches to it; not so where eight or more
+    of one length follow each other.
+
+    Returns:
+        (address, bytes and anything, as u64; for each base and, behind them, each member the number
+        of its bytes as u32, 2**32 - 1 if they are elsewhere).
+
+    Raises:
+        ValueError: a buffer has the wrong length or alignment.
+    """
+
 def job(
     layout: Buffer,
     spans: Buffer,
@@ -197,6 +211,21 @@ def recipe_decode(
 
     literals: the literal area, as ops see it. segments: address and length, as u64, of each
     segment's dense payload. Returns what is wrong, as ``recipe_check`` does.
+
+    Raises:
+        ValueError: a buffer has the wrong length or alignment.
+    """
+
+def recipe_tables(
+    places: Buffer, memory: Buffer, offsets: Buffer, /
+) -> tuple[int, list[tuple[int, str]]]:
+    """Copies head and tables of recipes, one behind the other, and checks the copies.
+
+    places: address and length, as u64, of each recipe, any readable memory. memory: for the copies.
+    offsets: gets a u64 for each, where its copy begins. Returns the bytes of all copies, and number
+    and field of each recipe that is wrong, as ``recipe_check`` says it without looking at literals,
+    or "cold" or "xor" of one that is right, but in the cold form or with differences. Where there
+    are more bytes than ``memory`` has, nothing is said.
 
     Raises:
         ValueError: a buffer has the wrong length or alignment.

@@ -65,6 +65,8 @@ typedef struct {
 // What one member takes of a source: what a recipe's ops take of one of its segments, or one of
 // these. Claims of a source are in a list.
 enum { KM_CLAIM_DENSE = UINT32_MAX, KM_CLAIM_LITERAL = UINT32_MAX - 1, KM_NOBODY = UINT32_MAX };
+// Turns among which a recipe's are looked for.
+enum { KM_TURNS_BACK = 64 };
 
 typedef struct {
     uint32_t member, segment, next, used;
@@ -256,6 +258,34 @@ static int km_round_claim_recipe(km_round *r, size_t at) {
            km_round_claim(r, km_round_source(r, &m->part, m->order, 1), at, KM_CLAIM_LITERAL);
 }
 
+// The turns of a member's recipe. Siblings' recipes have few in common, a sibling's own nearly all, so
+// they are looked for among the last ones: what is not there twice stays in the GPU's caches.
+static int km_round_turns(km_round *r, size_t at) {
+    const km_recipe *recipe = &r->recipes[at];
+    size_t each = 8 * (size_t)r->pairs, count = recipe->head->turns, have = r->turns.count / each;
+    size_t back = have < KM_TURNS_BACK ? have : KM_TURNS_BACK;
+    const unsigned char *own = recipe->turns + KM_TURN_HEAD;
+    for (size_t first = have - back; first + count <= have; first++) {
+        const unsigned char *there = km_at(&r->turns, first * each);
+        size_t same = 0;
+        while (same < count &&
+               !memcmp(there + same * each, own + same * recipe->turn_bytes, each))
+            same++;
+        if (same < count) continue;
+        r->turn_begin[at] = (uint32_t)first;
+        return 1;
+    }
+    r->turn_begin[at] = (uint32_t)have;
+    if (have + count > UINT16_MAX) {
+        r->wrong = "65,536 turns of keys and more are not served in one round";
+        return 1;
+    }
+    unsigned char *to = km_grow(&r->turns, count * each);
+    for (size_t i = 0; to && i < count; i++)
+        memcpy(to + i * each, own + i * recipe->turn_bytes, each);
+    return to || !count;
+}
+
 static int km_round_member(km_round *r, size_t at) {
     const km_member *m = &r->members[at];
     const km_wanted *wanted = &r->wanted[m->request];
@@ -271,18 +301,7 @@ static int km_round_member(km_round *r, size_t at) {
     if (!m->tables)
         return km_round_claim(r, km_round_source(r, &m->part, m->order, 0), at, KM_CLAIM_DENSE);
     if (!km_round_claim_recipe(r, at)) return 0;
-    if (r->status[at] != KM_DONE || !r->pairs) return 1;
-    const km_recipe *recipe = &r->recipes[at];
-    size_t each = 8 * (size_t)r->pairs, count = recipe->head->turns;
-    r->turn_begin[at] = (uint32_t)(r->turns.count / each);
-    if (r->turns.count / each + count > UINT16_MAX) {
-        r->wrong = "65,536 turns of keys and more are not served in one round";
-        return 1;
-    }
-    unsigned char *to = km_grow(&r->turns, count * each);
-    for (size_t i = 0; to && i < count; i++)
-        memcpy(to + i * each, recipe->turns + i * recipe->turn_bytes + KM_TURN_HEAD, each);
-    return to || !count;
+    return r->status[at] != KM_DONE || !r->pairs || km_round_turns(r, at);
 }
 
 #endif

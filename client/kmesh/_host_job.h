@@ -173,6 +173,8 @@ static int km_part_in_units(const km_job_input *in, uint64_t tokens, const km_jo
 
 // What is not served of an engine's pages.
 static const char *km_job_layout_wrong(const km_layout *l) {
+    if (l->order[0].atom || l->order[1].atom)
+        return "pages are not served: a token's row must be contiguous";
     if (l->row_bytes < 4 || l->row_bytes > KM_STAGE || l->row_bytes % 4)
         return "rows are not served: only of 4 to 16384 bytes, by fours";
     if (l->num_blocks >= KM_JOB_LIMIT || l->block_tokens >= KM_JOB_LIMIT ||

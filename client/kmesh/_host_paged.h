@@ -2,7 +2,7 @@
 #ifndef KMESH_HOST_PAGED_H
 #define KMESH_HOST_PAGED_H
 
-#include "_host_sums.h"
+#include "_host_order.h"
 
 enum { KM_DONE = 0, KM_BAD_ROOT = 1, KM_BAD_TILE = 2, KM_BAD_BLOCK = 3, KM_BAD_RECORD = 4 };
 
@@ -10,6 +10,7 @@ enum { KM_DONE = 0, KM_BAD_ROOT = 1, KM_BAD_TILE = 2, KM_BAD_BLOCK = 3, KM_BAD_R
 typedef struct {
     uint64_t layers, heads, row_bytes, block_tokens, num_blocks;
     uint64_t block_stride, head_stride, token_stride;
+    km_order order[2];  // of K and V
 } km_layout;
 
 // As kmesh.kernels.host.SpanPart packs it.
@@ -69,27 +70,6 @@ static int km_part_check(const km_paged *p, const km_part *s) {
     return KM_DONE;
 }
 
-// Copies around the cache when whole lines are written: nobody reads them at
-// once, and lines that are overwritten need not be read first.
-static inline void km_stream(unsigned char *dst, const unsigned char *src, size_t bytes) {
-#if defined(__x86_64__)
-    if ((((uintptr_t)dst | bytes) & 63) == 0) {
-        for (size_t i = 0; i < bytes; i += 64) {
-            const __m128i *from = (const __m128i *)(src + i);
-            __m128i *to = (__m128i *)(dst + i);
-            __m128i a = _mm_loadu_si128(from), b = _mm_loadu_si128(from + 1);
-            __m128i c = _mm_loadu_si128(from + 2), d = _mm_loadu_si128(from + 3);
-            _mm_stream_si128(to, a);
-            _mm_stream_si128(to + 1, b);
-            _mm_stream_si128(to + 2, c);
-            _mm_stream_si128(to + 3, d);
-        }
-        return;
-    }
-#endif
-    memcpy(dst, src, bytes);
-}
-
 static inline void km_move(unsigned char *paged, unsigned char *payload, size_t n, int out) {
     if (out) km_stream(payload, paged, n);
     else km_stream(paged, payload, n);
@@ -97,21 +77,23 @@ static inline void km_move(unsigned char *paged, unsigned char *payload, size_t 
 
 // Bytes [begin, end) of one head's tokens; byte 0 is that of the span's token 0.
 KM_CLONES
-static void km_move_run(const km_paged *p, const km_part *s, uint64_t head_base, size_t begin,
-                        size_t end, unsigned char *payload, int out) {
+static void km_move_run(const km_paged *p, const km_part *s, const km_order *order,
+                        uint64_t head_base, size_t begin, size_t end, unsigned char *payload,
+                        int out) {
     const km_layout *l = &p->layout;
     size_t row = l->row_bytes;
     uint64_t token = s->position + begin / row;
     uint64_t block = token / l->block_tokens, slot = token % l->block_tokens;
     size_t inside = begin % row;
-    int dense = l->token_stride == row;
+    int in_one = order->atom || l->token_stride == row;
     while (begin < end) {
         unsigned char *base =
             (unsigned char *)(uintptr_t)(head_base + (uint64_t)p->blocks[block] * l->block_stride);
-        if (dense) {
+        if (in_one) {
             size_t n = (l->block_tokens - slot) * row - inside;
             if (n > end - begin) n = end - begin;
-            km_move(base + slot * row + inside, payload, n, out);
+            if (order->atom) km_order_move(order, base, row, slot, inside, payload, n, out);
+            else km_move(base + slot * row + inside, payload, n, out);
             payload += n, begin += n;
         } else {
             for (; slot < l->block_tokens && begin < end; slot++) {
@@ -154,7 +136,7 @@ static int km_part_move(const km_paged *p, const km_part *s, int out) {
                         size_t tile_end = (tile + 1) * KM_TILE - at;
                         if (end > tile_end) end = tile_end;
                     }
-                    km_move_run(p, s, head_base, begin, end, payload + at + begin, out);
+                    km_move_run(p, s, &l->order[plane], head_base, begin, end, payload + at + begin, out);
                     begin = end;
                 }
             }

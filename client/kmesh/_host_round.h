@@ -3,9 +3,13 @@
 #define KMESH_HOST_ROUND_H
 
 #include "_host_args.h"
+#include "_host_reads.h"
 #include "_host_round_job.h"
 
 enum { ROUND_BUFFERS = 7 };
+
+// Memory of the last round's tables; whoever has the GIL may take it, and leave it here.
+static km_grown round_kept[KM_ROUND_TABLES];
 
 // What the buffers mean, or what is wrong with them: layout, wanted, members, bases, options, memory,
 // status.
@@ -62,6 +66,7 @@ static PyObject *host_round(PyObject *module, PyObject *args) {
     km_round_sizes sizes = {0};
     PyObject *result = NULL;
     int enough = 1;
+    km_round_reuse(&round, round_kept);
     round.wrong = round_open(b, &layout, &round);
     if (!round.wrong) enough = round_run(&round, &b[5], &sizes);
     if (!enough) PyErr_NoMemory();
@@ -74,8 +79,37 @@ static PyObject *host_round(PyObject *module, PyObject *args) {
             (Py_ssize_t)(round.uses.count * sizeof(km_use)),
             round.orders.count ? (const char *)round.orders.at : "",
             (Py_ssize_t)(round.parts.count * sizeof(uint64_t)));
-    km_round_close(&round);
+    km_round_close(&round, round_kept);
     for (int i = 0; i < ROUND_BUFFERS; i++) PyBuffer_Release(&b[i]);
+    return result;
+}
+
+static PyObject *host_round_reads(PyObject *module, PyObject *args) {
+    (void)module;
+    Py_buffer members, bases;
+    if (!PyArg_ParseTuple(args, "y*y*:round_reads", &members, &bases)) return NULL;
+    size_t member_count = (size_t)members.len / sizeof(km_member);
+    size_t base_count = (size_t)bases.len / sizeof(km_base), count = member_count + base_count;
+    km_read *reads = NULL;
+    uint32_t *numbers = NULL;
+    PyObject *result = NULL;
+    if ((size_t)members.len % sizeof(km_member) || (size_t)bases.len % sizeof(km_base))
+        refuse("records: not whole ones");
+    else if ((members.len && (uintptr_t)members.buf % 8) || (bases.len && (uintptr_t)bases.buf % 8))
+        refuse("records: not aligned to 8 bytes");
+    else if (!(reads = malloc((count + 1) * sizeof *reads)) ||
+             !(numbers = malloc((count + 1) * sizeof *numbers)))
+        PyErr_NoMemory();
+    else {
+        size_t found =
+            km_reads_find(bases.buf, base_count, members.buf, member_count, reads, numbers);
+        result = Py_BuildValue("(y#y#)", (char *)reads, (Py_ssize_t)(found * sizeof *reads),
+                               (char *)numbers, (Py_ssize_t)(count * sizeof *numbers));
+    }
+    free(reads);
+    free(numbers);
+    PyBuffer_Release(&members);
+    PyBuffer_Release(&bases);
     return result;
 }
 

@@ -138,11 +138,40 @@ static const char *km_round_write(const km_round *r, unsigned char *memory, size
     return NULL;
 }
 
-static void km_round_close(km_round *r) {
-    km_grown *tables[] = {&r->sources, &r->claims, &r->matched, &r->parts, &r->strands,
-                          &r->cells, &r->takers, &r->pieces, &r->items, &r->turns, &r->bits,
-                          &r->uses, &r->orders, &r->sorted, &r->literals, &r->lists, &r->stretches};
-    for (size_t i = 0; i < sizeof tables / sizeof *tables; i++) free(tables[i]->at);
+enum { KM_ROUND_TABLES = 17, KM_ROUND_KEPT = 32 << 20 };
+
+static void km_round_tables(km_round *r, km_grown *tables[KM_ROUND_TABLES]) {
+    km_grown *all[KM_ROUND_TABLES] = {
+        &r->sources, &r->claims, &r->matched, &r->parts, &r->strands, &r->cells,
+        &r->takers, &r->pieces, &r->items, &r->turns, &r->bits, &r->uses,
+        &r->orders, &r->sorted, &r->literals, &r->lists, &r->stretches};
+    memcpy(tables, all, sizeof all);
+}
+
+// Takes the tables' memory from the round before, if it left any. One thread at a time.
+static void km_round_reuse(km_round *r, km_grown kept[KM_ROUND_TABLES]) {
+    km_grown *tables[KM_ROUND_TABLES];
+    km_round_tables(r, tables);
+    for (size_t i = 0; i < KM_ROUND_TABLES; i++) {
+        tables[i]->at = kept[i].at, tables[i]->room = kept[i].room;
+        kept[i] = (km_grown){0};
+    }
+}
+
+// Leaves the tables' memory to the next round, unless it is much or another has left its own: new
+// pages cost more than what is written to them. One thread at a time.
+static void km_round_close(km_round *r, km_grown kept[KM_ROUND_TABLES]) {
+    km_grown *tables[KM_ROUND_TABLES];
+    km_round_tables(r, tables);
+    size_t bytes = 0;
+    int leave = 1;
+    for (size_t i = 0; i < KM_ROUND_TABLES; i++)
+        bytes += tables[i]->room * tables[i]->each, leave &= !kept[i].at;
+    leave &= bytes <= KM_ROUND_KEPT;
+    for (size_t i = 0; i < KM_ROUND_TABLES; i++) {
+        if (leave) kept[i] = *tables[i];
+        else free(tables[i]->at);
+    }
     free(r->recipes);
     free(r->turn_begin);
     free(r->slots);

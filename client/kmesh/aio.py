@@ -243,7 +243,8 @@ class AsyncSession:
     def __init__(self, sock: socket.socket) -> None:
         """Over a connected socket; ``open`` says Hello. Use ``connect``."""
         self._channel = AsyncChannel(sock)
-        self._slabs: dict[int, SlabMapping] = {}
+        self._slabs = memory.Slabs()
+        self._channel.exchange.gone = self._slabs.forget
         self._attaching = asyncio.Lock()
         self._waits = itertools.count(1 << 32)
         self._channel.on_close(self._slabs.clear)
@@ -394,7 +395,7 @@ class AsyncSession:
                 found = self._slabs.get(slab_id)
                 if found is None:
                     found = await self._run(memory.attach_slab(self.welcome, slab_id), timeout)
-                    self._slabs[slab_id] = found
+                    self._slabs.keep(found)
         return found
 
     async def export_slab(

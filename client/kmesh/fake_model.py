@@ -124,6 +124,7 @@ class Model:
             self._release(peer, lease)
         if peer.staging is not None:
             peer.staging.close()
+            os.close(peer.staging_fd)
         self.flights.closed(session)
 
     def handle(
@@ -219,15 +220,20 @@ class Model:
 
     def _attach_staging(self, peer: Peer, size: int) -> tuple[Message, int]:
         if peer.staging is not None:
-            raise errors.InvalidArgument("this session has staging", field="attach_staging")
+            if size != peer.staging.size:
+                raise errors.InvalidArgument(
+                    f"the session has its {peer.staging.size} bytes already",
+                    field="attach_staging.size",
+                )
+            return _staging_handle(size), os.dup(peer.staging_fd)
         if size < 1 or size % layout.PAGE_BYTES:
             raise errors.InvalidArgument("not whole pages", field="attach_staging.size")
         used = sum(p.staging.size for p in self.peers.values() if p.staging)
         if used + size > self.limits.max_staging_bytes:
             raise errors.Exhausted("staging is used up", field="attach_staging.size")
         fd = create_memfd("kmesh-staging", size, mode=0o600)
-        peer.staging = Mapping(fd, size)
-        return sessions_pb2.StagingHandle(kind=common_pb2.HANDLE_KIND_MEMFD, size=size), fd
+        peer.staging, peer.staging_fd = Mapping(fd, size), fd
+        return _staging_handle(size), os.dup(fd)
 
     def _acquire(self, peer: Peer, body: spans_pb2.AcquireRequest) -> Message:
         _host_only(body.device, "acquire.device")
@@ -395,6 +401,10 @@ class Model:
 def _host_only(device: str, field: str) -> None:
     if device:
         raise errors.InvalidArgument("the daemon has no memory on this GPU", field=field)
+
+
+def _staging_handle(size: int) -> Message:
+    return sessions_pb2.StagingHandle(kind=common_pb2.HANDLE_KIND_MEMFD, size=size)
 
 
 def _split(packed: bytes, name: str) -> list[bytes]:

@@ -71,6 +71,7 @@ class Peer:
     engine: str
     namespace: dict[str, str]
     staging: Mapping | None = None
+    staging_fd: int = -1
     reservations: dict[int, Span] = field(default_factory=dict)
     leases: dict[int, list[Span | None]] = field(default_factory=dict)
 

@@ -44,13 +44,15 @@ class Handle:
         kind: what ``fd`` is.
         fd: an open file descriptor.
         size: bytes behind it.
-        device: UUID of the GPU that the memory is on; empty for host memory.
+        device: UUID of the GPU that the memory is on, or for; empty for host memory.
+        in_host: it is memory of the host that CUDA made for that GPU.
     """
 
     kind: HandleKind
     fd: int
     size: int
     device: str = ""
+    in_host: bool = False
 
 
 @dataclass(frozen=True, slots=True)

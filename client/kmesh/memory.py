@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+from collections.abc import Callable, Sequence
 
 from kmesh import dmabuf, errors
 from kmesh.calls import Procedure, Welcome
@@ -66,6 +67,47 @@ class SlabMapping:
         if not self.contains(offset, length):
             raise ValueError(f"no span of {length} bytes can lie at {offset}")
         return self._mapping.view(offset, length)
+
+
+class Slabs:
+    """Slabs that a session has mapped. One that the daemon has given up is not kept."""
+
+    __slots__ = ("_gone", "_mapped", "_told")
+
+    def __init__(self) -> None:
+        self._mapped: dict[int, SlabMapping] = {}
+        self._gone: set[int] = set()
+        self._told: list[Callable[[], None]] = []
+
+    @property
+    def gone(self) -> frozenset[int]:
+        """Numbers of those that were given up."""
+        return frozenset(self._gone)
+
+    def get(self, slab: int) -> SlabMapping | None:
+        return self._mapped.get(slab)
+
+    def keep(self, mapping: SlabMapping) -> None:
+        self._mapped[mapping.slab] = mapping
+        # It may have been given up since it was asked for, in another thread.
+        if mapping.slab in self._gone:
+            self._mapped.pop(mapping.slab, None)
+
+    def forget(self, slabs: Sequence[int]) -> None:
+        """These were given up: whoever holds one has it mapped until it lets go."""
+        self._gone.update(slabs)
+        for slab in slabs:
+            self._mapped.pop(slab, None)
+        for told in self._told:
+            told()
+
+    def on_gone(self, callback: Callable[[], None]) -> None:
+        """Calls ``callback`` after each ``forget``."""
+        self._told.append(callback)
+
+    def clear(self) -> None:
+        """Keeps none."""
+        self._mapped.clear()
 
 
 class Staging:
@@ -220,7 +262,8 @@ def _handle(answer: Answer) -> Handle:
             raise errors.UnsupportedError(f"a handle of unknown kind {body.kind}") from None
         with_device = sessions_pb2.SlabHandle | sessions_pb2.SpanHandle
         device = body.device if isinstance(body, with_device) else ""
-        return Handle(kind, answer.fd, body.size, device)
+        in_host = isinstance(body, sessions_pb2.SlabHandle) and body.in_host
+        return Handle(kind, answer.fd, body.size, device, in_host)
     except BaseException:
         os.close(answer.fd)
         raise

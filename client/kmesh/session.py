@@ -73,6 +73,7 @@ def hello(
         namespace=namespace.fields() if namespace else {},
         pid=os.getpid(),
         handles=negotiation.preferences(handles),
+        notices=True,
     )
 
 
@@ -96,7 +97,8 @@ class Session:
     def __init__(self, sock: socket.socket, hello: sessions_pb2.Hello, timeout: float) -> None:
         """Over a connected socket, which the session owns from now on. See ``connect``."""
         self._channel = Channel(sock)
-        self._slabs: dict[int, SlabMapping] = {}
+        self._slabs = memory.Slabs()
+        self._channel.exchange.gone = self._slabs.forget
         self._attaching = threading.Lock()
         # Memory of a daemon that is gone is not kept from the machine by a cache.
         self._channel.on_close(self._slabs.clear)
@@ -181,6 +183,15 @@ class Session:
     def on_close(self, callback: Callable[[], None]) -> None:
         """Calls ``callback`` once when the session has ended; at once if it already has."""
         self._channel.on_close(callback)
+
+    @property
+    def slabs_gone(self) -> frozenset[int]:
+        """Slabs that the daemon has given up: their memory is free when nobody has it mapped."""
+        return self._slabs.gone
+
+    def on_slabs_gone(self, callback: Callable[[], None]) -> None:
+        """Calls ``callback``, which may not wait, whenever ``slabs_gone`` has grown."""
+        self._slabs.on_gone(callback)
 
     def ping(self, timeout: float | None = None) -> None:
         """Returns when the daemon has answered."""
@@ -352,7 +363,8 @@ class Session:
     def slab(self, slab_id: int, timeout: float | None = None) -> SlabMapping:
         """A slab, mapped at the first call; later calls cost a dictionary look-up.
 
-        Hold it as long as its addresses are used.
+        Hold it as long as its addresses are used, and no longer: when the daemon gives a slab up,
+        its memory is free when the last who holds it lets go.
 
         Raises:
             NotFound: no such slab.
@@ -365,7 +377,7 @@ class Session:
                 found = self._slabs.get(slab_id)
                 if found is None:
                     found = self._run(memory.attach_slab(self.welcome, slab_id), timeout)
-                    self._slabs[slab_id] = found
+                    self._slabs.keep(found)
         return found
 
     def export_slab(
@@ -404,11 +416,13 @@ class Session:
         return self._run(memory.export_span(lease, lease.index(key, shard), kind), timeout)
 
     def staging(self, size: int, timeout: float | None = None) -> Staging:
-        """Memory of ``size`` bytes, in whole pages, to write spans in; a session gets it once.
+        """Memory of ``size`` bytes, in whole pages, to write spans in.
+
+        A session has one. Who asks for as much again maps the same memory once more.
 
         Raises:
             Exhausted: the daemon's limit for staging is reached.
-            InvalidArgument: the session already has its staging.
+            InvalidArgument: the session has staging of another size.
         """
         return self._run(memory.attach_staging(size), timeout)
 

@@ -70,6 +70,9 @@ class Answer:
 #: Called once with an answer or an error, never both, outside of every lock.
 Done = Callable[[Answer | None, BaseException | None], None]
 
+#: Numbers of slabs that are none any more.
+Gone = Callable[[Sequence[int]], None]
+
 
 @dataclass(frozen=True, slots=True)
 class Call:
@@ -98,9 +101,13 @@ class Exchange:
     """Requests and answers of one connection. Thread-safe; does no input or output.
 
     Times are seconds of one monotonic clock, the driver's.
+
+    Attributes:
+        gone: hears of slabs that the daemon has given up, where the driver takes packets in.
     """
 
     def __init__(self) -> None:
+        self.gone: Gone = lambda slabs: None
         self.max_message_bytes = MAX_MESSAGE_BYTES
         self.epoch: int | None = None
         self._lock = threading.Lock()
@@ -184,6 +191,9 @@ class Exchange:
         left = list(fds)
         try:
             response = self._parse(packet, left)
+            if not response.id and response.WhichOneof("body") == "slabs_gone":
+                self._notice(response, left)
+                return []
             with self._lock:
                 call = self._pending.pop(response.id, None)
                 late = ("", 0) if call else self._abandoned.pop(response.id, ("", 0))
@@ -268,6 +278,11 @@ class Exchange:
             status = response.status
             raise errors.from_code(status.code, status.message, status.field)
         return response
+
+    def _notice(self, response: session_socket_pb2.Response, fds: list[int]) -> None:
+        if fds or self.epoch != response.epoch:
+            raise errors.ProtocolError("a notice with a file descriptor, or of another epoch")
+        self.gone(response.slabs_gone.slab)
 
     def _answer(
         self, response: session_socket_pb2.Response, expected: str, fds: list[int]

@@ -85,6 +85,8 @@ class Broker:
         self._made: dict[int, int] = dict(enumerate(self._sealed.fds))
         self._agreed: dict[int, tuple[Agreement, ...]] = {}
         self._exports: Counter[int] = Counter()
+        # Sessions that were given each slab of host memory.
+        self._given: dict[int, set[int]] = {}
         self._told: set[tuple[int, int]] = set()
         memfd = Offer(HandleKind.MEMFD, slabs=True)
         self._permitted = settings.dma_buf
@@ -105,6 +107,8 @@ class Broker:
             return Offer(kind, refusal=HandleRefusal.NOT_ALLOWED, text=_OFF)
         if not self.gpus.dma_buf:
             text = "neither a GPU nor its driver has DMA-BUFs, or no device worker runs"
+            if self.gpus.in_host:
+                text = 'gpu_place = "host": memory of the host that CUDA made has no DMA-BUF'
             return Offer(kind, refusal=HandleRefusal.NO_DEVICE, text=text)
         if self._permitted == "spans":
             return Offer(kind, spans=True, refusal=HandleRefusal.NOT_ALLOWED, text=_SPANS)
@@ -184,6 +188,8 @@ class Broker:
         """Forgets a session."""
         self._agreed.pop(session, None)
         self._exports.pop(session, None)
+        for sessions in self._given.values():
+            sessions.discard(session)
 
     def agreed(self, session: int) -> tuple[Agreement, ...]:
         """What was agreed with an open session."""
@@ -211,9 +217,10 @@ class Broker:
         """Numbers that slabs of any memory have: those of the host come first."""
         return max(self._slabs) + 1 + self.gpus.slab_count()
 
-    def forget(self, slab: int) -> None:
-        """Gives a slab of host memory back; who has it mapped keeps that."""
+    def forget(self, slab: int) -> set[int]:
+        """Gives a slab of host memory back; returns sessions that may have it mapped."""
         os.close(self._slabs.pop(slab)[0])
+        return self._given.pop(slab, set())
 
     def gpu_slab(self, session: int, slab: int, kind: int, done: Callable[..., None]) -> None:
         """Gives a whole slab of GPU memory; arguments as ``slab``.
@@ -236,6 +243,7 @@ class Broker:
             size=size,
             sums_offset=layout.sums_offset(size),
             device=self.gpus.device(slab),
+            in_host=self.gpus.in_host,
         )
         if kind == HandleKind.DMA_BUF:
             self._whole(slab, size, handle, done)
@@ -262,6 +270,7 @@ class Broker:
             missed = host.offers[0] if host.offers else Offer(0, text="no kind was asked for")
             raise refused(missed, name)
         kind = kind or host.chosen
+        self._given.setdefault(slab, set()).add(session)
         handle = sessions_pb2.SlabHandle(
             slab=slab,
             kind=common_pb2.HandleKind.ValueType(kind),

@@ -83,6 +83,7 @@ class Connection:
         self._ended = ended
         self._refusal = refusal
         self._member: Member | None = None
+        self._notices = False
         self._queue: deque[tuple[bytes, int]] = deque()
         # Answers of this turn that nobody waits for; None between turns.
         self._unhurried: list[bytes] | None = None
@@ -124,6 +125,11 @@ class Connection:
                 )
         finally:
             self._ended(self)
+
+    def notify(self, notice: Message) -> None:
+        """Tells the session something that it did not ask for, if it takes notices."""
+        if self._notices:
+            self._respond(0, notice, -1, None)
 
     # Reading.
 
@@ -263,6 +269,7 @@ class Connection:
                 self._respond(request.id, None, -1, refused)
             return
         self._member = member
+        self._notices = request.hello.notices
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None

@@ -49,11 +49,13 @@ class Gpus:
     Attributes:
         gpus: as the settings list them.
         slabs: fd and bytes of each slab that is there, by number; owned by this object.
+        in_host: all of them lie in the host's memory.
     """
 
     def __init__(self, settings: Settings) -> None:
         self.gpus = [Gpu(name) for name in settings.gpu]
         self.slabs: dict[int, tuple[int, int]] = {}
+        self.in_host = settings.gpu_place == "host"
         self._plan = {plan.slab: plan for plan in settings.gpu_slabs()}
 
     def hear(self, message: ipc.AnyMessage, fd: int | None) -> bool:
@@ -186,6 +188,7 @@ class Gpus:
                     used=slab.used,
                     tenant=slab.tenant,
                     device=self.device(number),
+                    in_host=self.in_host,
                 )
             )
         return rows

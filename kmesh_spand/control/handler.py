@@ -344,7 +344,7 @@ class Handler:
             # Not a request of anyone: no answer to it is expected.
             self.event(events.Abort(pending.session, 0, tuple(body.reservation)))  # type: ignore[attr-defined]
         elif isinstance(body, sessions_pb2.AttachStaging):
-            self.staging.drop(pending.session)
+            self.staging.late(pending.session)
         elif isinstance(body, spans_pb2.AcquireRequest):
             self.event(events.Hurry(pending.session, number))
         elif isinstance(body, flights_pb2.AwaitRequest):

@@ -9,6 +9,9 @@ import logging
 import os
 import socket
 import struct
+from collections.abc import Collection
+
+from google.protobuf.message import Message
 
 from kmesh import errors
 from kmesh.v1 import session_socket_pb2
@@ -64,6 +67,12 @@ class Listener:
         if self._spare >= 0:
             os.close(self._spare)
             self._spare = -1
+
+    def notify(self, sessions: Collection[int], notice: Message) -> None:
+        """Tells sessions something that they did not ask for."""
+        for connection in list(self._connections):
+            if connection.member is not None and connection.member.id in sessions:
+                connection.notify(notice)
 
     def _acceptable(self) -> None:
         for _ in range(16):

@@ -17,6 +17,7 @@ import uvloop
 from kmesh.errors import ConfigError
 from kmesh.index import IndexWriter
 from kmesh.mapping import Mapping
+from kmesh.v1 import sessions_pb2
 from kmesh_spand import ipc
 from kmesh_spand.control.applier import Applier
 from kmesh_spand.control.broker import Exported
@@ -40,6 +41,7 @@ from kmesh_spand.control.workers import Workers
 from kmesh_spand.core import events
 from kmesh_spand.core.config import CoreConfig
 from kmesh_spand.core.core import Core
+from kmesh_spand.core.policies import make_policy
 from kmesh_spand.core.record import RECORD_BYTES, Record, decode
 from kmesh_spand.core.tenants import OWNER_BYTES, SlabOwner, decode_owner
 from kmesh_spand.memory import reopen_read_only
@@ -129,6 +131,7 @@ class Control:
         staging = StagingPool(
             loop, self._workers, total=settings.staging_memory, each=settings.session_staging
         )
+        batch = NativeBatch()
         core = Core(
             CoreConfig(
                 max_spans=settings.max_spans,
@@ -136,8 +139,9 @@ class Control:
                 max_batch=MAX_BATCH,
                 remembered_keys=settings.remembered_keys,
             ),
+            make_policy(settings.memory_policy, settings.max_spans, batch),
             tenancy=settings.tenancy(),
-            batch=NativeBatch(),
+            batch=batch,
             disk=disk,
         )
         self._handler = Handler(
@@ -263,7 +267,8 @@ class Control:
 
     def _replaced(self, message: ipc.Replaced) -> None:
         """Memory that can be written is there instead of a sealed slab, of its group of uids."""
-        self._handler.broker.forget(message.slab)
+        given = self._handler.broker.forget(message.slab)
+        self._listener.notify(given, sessions_pb2.SlabsGone(slab=[message.slab]))
         self._growth.slabs.pop(message.slab)
         slab = SlabState.of(self._spares.pop(message.heir))
         self._growth.slabs[message.heir] = slab

@@ -183,6 +183,10 @@ class StoreWorker:
         """Bytes of a session's staging, 0 if it has none."""
         return self._staging.get(session, (-1, 0))[1]
 
+    def staging_fd(self, session: int) -> int:
+        """Of a session that has staging; it stays ours."""
+        return self._staging[session][0]
+
     def copy(self, job: effects.Copy) -> None:
         """Starts a copy; CopyDone or CopyFailed follows, never before this returns."""
         if self._link is None:

@@ -85,6 +85,9 @@ class Workers:
     def staging_size(self, session: int) -> int:
         return self.host.staging_size(session)
 
+    def staging_fd(self, session: int) -> int:
+        return self.host.staging_fd(session)
+
     def check(self) -> None:
         for worker in (self.host, *self.gpus):
             worker.check()

@@ -185,6 +185,9 @@ class Core:
             case ev.SessionClosed(session):
                 self._close(session)
             case ev.SlabAdded(slab, capacity, owner, tier, sealed, replaces):
+                if replaces is not None:
+                    # What is said of this number is of memory that another daemon had.
+                    self._recovery.drop(slab)
                 store.add_slab(slab, capacity, owner, tier, sealed=sealed, replaces=replaces)
                 self._recovery.place(slab)
                 self._verifier.pump()

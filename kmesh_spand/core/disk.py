@@ -105,7 +105,9 @@ class Disk:
             self.book.uncover(row)
             if found := self._file_of(row):
                 table = self._store.table
-                self.book.uncovered(found, used=table.used[row] != table.born[row])
+                # What was used in an earlier life is not known.
+                unused = max(table.born[row], self._store.recovered_tick)
+                self.book.uncovered(found, used=table.used[row] > unused)
 
     def _file_of(self, row: int) -> int:
         """The file whose own key a span has, or 0."""

@@ -3,16 +3,17 @@
 A record is 128 bytes, little-endian:
 
     4s magic · u16 version · u8 state · pad · u32 tokens · u32 start · u32 generation ·
-    u32 slab · u32 primary · u64 offset · u32 length · u32 dense · u64 shard · u64 root ·
+    u32 slab · u32 primary or born · u64 offset · u32 length · u32 dense · u64 shard · u64 root ·
     32s key · 32s namespace · u32 crc32 of all before it
 
 ``dense`` is 0 where the range holds the payload itself. Otherwise it holds a recipe of ``length``
 bytes and of this ``root``, which gives a payload of ``dense`` bytes.
 
-Three states are written. ``COMMITTED`` is a span. ``ALIAS`` is one sub-key of a tail: its
-``primary`` is 1 + the slot of the span that it names, and ``slab``, ``offset`` and ``root`` repeat
-that span's, so that an alias never binds to other bytes. ``FREE`` keeps nothing but the slot's
-generation.
+Three states are written. ``COMMITTED`` is a span; ``born`` is the tick at which it was committed,
+of 64 ms since the machine was started: the memory does not last longer either. ``ALIAS`` is one
+sub-key of a tail: its ``primary`` is 1 + the slot of the span that it names, and ``slab``,
+``offset`` and ``root`` repeat that span's, so that an alias never binds to other bytes. ``FREE``
+keeps nothing but the slot's generation.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from kmesh_spand.core.states import State
 RECORD_BYTES = 128
 MAGIC = b"KMSR"
 #: Raised with each change: what one daemon has written, another reads after an upgrade.
-VERSION = 1
+VERSION = 2
 
 _BODY = struct.Struct("<4sHBxIIIIIQIIQQ32s32s")
 _CRC = struct.Struct("<I")
@@ -36,7 +37,10 @@ _NOTHING = bytes(32)
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """One record. ``offset`` and ``length`` are bytes; ``key`` and ``namespace`` 32 bytes each."""
+    """One record. ``offset`` and ``length`` are bytes; ``key`` and ``namespace`` 32 bytes each.
+
+    ``born`` is of a COMMITTED record, ``primary`` of an ALIAS; they are 0 in others.
+    """
 
     state: State
     generation: int
@@ -51,6 +55,7 @@ class Record:
     namespace: bytes = _NOTHING
     primary: int = 0
     dense: int = 0
+    born: int = 0
 
     def encode(self) -> bytes:
         """``RECORD_BYTES`` bytes."""
@@ -62,7 +67,7 @@ class Record:
             self.start,
             self.generation,
             self.slab,
-            self.primary,
+            self.primary or self.born,
             self.offset,
             self.length,
             self.dense,
@@ -88,7 +93,7 @@ def decode(data: bytes | bytearray | memoryview) -> Record | None:
         start,
         generation,
         slab,
-        primary,
+        word,
         offset,
         length,
         dense,
@@ -112,6 +117,7 @@ def decode(data: bytes | bytearray | memoryview) -> Record | None:
         root=root,
         key=key,
         namespace=namespace,
-        primary=primary,
+        primary=word if state is State.ALIAS else 0,
         dense=dense,
+        born=word if state is State.COMMITTED else 0,
     )

@@ -76,8 +76,12 @@ class Recovery:
     def give_up(self, expected: Collection[int] = ()) -> None:
         """Drop the records of slabs that never came, and are not expected any more."""
         for slab in self._waiting.keys() - set(expected):
-            for row, record in self._waiting.pop(slab):
-                self._drop(row, record)
+            self.drop(slab)
+
+    def drop(self, number: int) -> None:
+        """Drop the records of a slab that never comes."""
+        for row, record in self._waiting.pop(number, []):
+            self._drop(row, record)
 
     def _span(self, row: int, record: Record, tenant: Tenant) -> bool:
         store, table, config = self._store, self._store.table, self._config
@@ -106,6 +110,7 @@ class Recovery:
         if record.dense:
             store.mirrors.recovered(row, record.dense)
         store.move(row, Trigger.RECOVER)
+        table.born[row], store.recovered_tick = min(record.born, store.tick), store.tick
         self._verifier.recovered(row)
         store.counters["recovered"] += 1
         return True

@@ -16,6 +16,8 @@ _SMALL_SHARE = 10
 _MAX_USES = 3
 #: Rows that go round for one victim, at most: whoever asks waits for it.
 _MAX_ROUNDS = 256
+#: Places of a ghost's name, a power of two.
+_WAYS = 8
 
 
 class Place(IntEnum):
@@ -30,33 +32,42 @@ class Place(IntEnum):
 class Ghosts:
     """Names of what left the small queue not long ago, in 12 bytes each.
 
-    A name that falls on another's place takes it, so that a ghost may be forgotten early.
+    A name has eight places, by its value, and takes that of the oldest that it finds there. So what
+    is forgotten early is old: were it any of them, long prompts would come back with gaps.
 
     Args:
         room: how many should find a place.
     """
 
     def __init__(self, room: int) -> None:
-        places = 1 << max(room - 1, 0).bit_length()
+        places = 1 << max(room - 1, _WAYS - 1).bit_length()
         self._names = array("Q", [0]) * places
         self._when = array("I", [0]) * places
-        self._mask = places - 1
+        self._mask = places - _WAYS
         self._now = 0
 
     def add(self, name: int) -> None:
         """Something of this name has left."""
         self._now = self._now + 1 & 0xFFFF_FFFF
-        self._names[name & self._mask] = name
-        self._when[name & self._mask] = self._now
+        names, when, now = self._names, self._when, self._now
+        oldest, most = name & self._mask, -1
+        for place in range(oldest, oldest + _WAYS):
+            if not names[place]:
+                oldest = place
+                break
+            age = now - when[place] & 0xFFFF_FFFF
+            if age > most:
+                oldest, most = place, age
+        names[oldest], when[oldest] = name, now
 
     def take(self, name: int, latest: int) -> bool:
         """Whether it was among the ``latest`` that left; it is not any more."""
-        place = name & self._mask
-        age = self._now - self._when[place] & 0xFFFF_FFFF
-        if not name or self._names[place] != name or age >= latest:
-            return False
-        self._names[place] = 0
-        return True
+        first = name & self._mask
+        for place in range(first, first + _WAYS) if name else ():
+            if self._names[place] == name:
+                self._names[place] = 0
+                return (self._now - self._when[place] & 0xFFFF_FFFF) < latest
+        return False
 
 
 class S3FIFO(Policy):

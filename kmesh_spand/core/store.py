@@ -71,6 +71,7 @@ class SpanStore(Holding):
         published: keys in the index.
         stored_bytes: payload bytes of spans with a catalog record.
         grace: ranges that are freed now must not be reused yet.
+        recovered_tick: when the last record of an earlier life was taken over.
         by_state: number of rows in each state (FREE and ALIAS are not counted).
         space_spans, space_bytes: stored spans by namespace number.
         endings: keys that are gone.
@@ -93,6 +94,7 @@ class SpanStore(Holding):
         self.published = 0
         self.stored_bytes = 0
         self.grace = False
+        self.recovered_tick = 0
         self.quarantine: list[tuple[int, int, int]] = []
         self.by_state = [0] * len(State)
         self.space_spans: dict[int, int] = {}
@@ -138,7 +140,8 @@ class SpanStore(Holding):
         self.by_state[old] -= 1
         self.by_state[new] += 1
         if new in STORED and old not in STORED:
-            table.born[row] = table.used[row] = self.tick
+            if not handed_on:
+                table.born[row] = table.used[row] = self.tick
             self._enter(row)
             self._count_stored(row, 1)
             if old is not State.FREE:
@@ -172,9 +175,8 @@ class SpanStore(Holding):
         place = table.place_for(table.key_of(new), table.scopes.value(table.scope[new]))
         assert place is not None, "its neighbour has just gone"
         table.list(new, place)
-        born, used = table.born[old], table.used[old]
+        table.born[new], table.used[new] = table.born[old], table.used[old]
         self.move(new, Trigger.TAKE_OVER)
-        table.born[new], table.used[new] = born, used
         self.move(old, Trigger.RETIRE_LEASED if self.held(old) else Trigger.RETIRE)
 
     def _end(self, row: int, cause: Cause, *, recorded: bool) -> None:
@@ -315,6 +317,7 @@ class SpanStore(Holding):
             namespace=table.spaces.value(table.space[row]),
             primary=0 if span == row else span,
             dense=self.mirrors.dense(span),
+            born=table.born[span] if span == row else 0,
         )
 
     # Ends

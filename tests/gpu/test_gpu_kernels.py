@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -13,8 +15,9 @@ from kernel_cases import Case, cases, rotary
 from paged_reference import Engine, Stored
 
 from kmesh.kernels import reference
+from kmesh.kernels.calibration import fitted, timed
 from kmesh.kernels.chooser import Route
-from kmesh.kernels.cuda import Load, Memory, Request, Restorer, Settings, Storer
+from kmesh.kernels.cuda import H200, Load, Memory, Request, Restorer, Settings, Storer
 from kmesh.kernels.host import Status
 from kmesh.layout import TILE_BYTES
 
@@ -206,3 +209,14 @@ def test_a_restore_that_is_refused_leaves_the_next_one_alone(
     assert pending.wait() == [[b"\0"]]
     assert pending.route is route
     restorer.close()
+
+
+def test_rates_are_measured_and_everything_is_given_back(
+    cupy: Any, record: Callable[[str, object], None]
+) -> None:
+    timed(0)
+    free = cupy.cuda.runtime.memGetInfo()[0]
+    found = [dataclasses.asdict(fitted(timed(0), H200)) for _ in range(3)]
+    assert cupy.cuda.runtime.memGetInfo()[0] == free
+    assert all(value >= 0 for one in found for value in one.values())
+    record("chooser_rates", found)

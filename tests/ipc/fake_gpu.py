@@ -6,7 +6,8 @@ A file named after a method of the driver, in the directory that the environment
 that method fail; what is in it is the error's number and name. ``hang`` instead of a name makes
 it wait, as long as the file is there, and say so with a file of the suffix ``.reached``. ``break``
 lets a kernel of the machine's GPU write where nothing is, which takes the context. ``gpus``
-says how many there are, ``with_dma_buf`` that they have DMA-BUFs.
+says how many there are, ``with_dma_buf`` that they have DMA-BUFs, ``split`` that they are parts of
+GPUs.
 """
 
 from __future__ import annotations
@@ -87,9 +88,12 @@ def load() -> driver.Driver:
     if not count:
         raise UnsupportedError("there is no CUDA driver: libcuda.so.1")
     able = {Attribute.DMA_BUF: int(Path(os.environ[DIRECTORY], "with_dma_buf").exists())}
+    part = " MIG 1g.18gb" if Path(os.environ[DIRECTORY], "split").exists() else ""
+    gpus = [
+        Gpu(uuid, f"Fake GPU {n}{part}", 64 * MIB, able) for n, uuid in enumerate(UUIDS[:count])
+    ]
     kernels = os.environ.get(KERNELS)
     run = functools.partial(ctypes.CDLL, kernels) if kernels else None
-    gpus = [Gpu(uuid, f"Fake GPU {n}", 64 * MIB, able) for n, uuid in enumerate(UUIDS[:count])]
     return FakeDriver(*gpus, refuse=_refuse, kernels=run)
 
 

@@ -242,9 +242,13 @@ def test_slabs_and_staging_have_their_limits(connect: Connect) -> None:
         session.slab(session.welcome.slab_count)
     with pytest.raises(errors.RequestError):
         session.staging(1 << 50)
-    assert session.staging(4096).size >= 4096
-    with pytest.raises(errors.RequestError):
-        session.staging(4096)
+    staging = session.staging(4096)
+    assert staging.size >= 4096
+    # Who did not hear the answer asks again, and gets the same memory.
+    staging.view()[:4] = b"abcd"
+    assert session.staging(4096).view()[:4] == b"abcd"
+    with pytest.raises(errors.InvalidArgument, match="has its 4096 bytes already"):
+        session.staging(8192)
 
 
 def test_spans_that_no_slab_can_hold(connect: Connect) -> None:

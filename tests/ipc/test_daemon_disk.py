@@ -433,6 +433,13 @@ def test_a_directory_that_is_not_for_us_is_refused(start_spand: Start, disk: Pat
     assert (disk / "mine.txt").read_text() == "a file"
 
 
+def test_a_directory_that_nobody_can_write_is_refused(start_spand: Start) -> None:
+    """Not even root can make a directory there."""
+    daemon = start_spand(**SMALL, disk="/proc/kmesh", ready=False, errors=True)
+    assert daemon.process.wait(PATIENCE) == 2
+    assert "disk: /proc/kmesh: " in daemon.log().strip().splitlines()[-1]
+
+
 def test_two_daemons_do_not_share_a_directory(spand: Daemon, disk: Path, tmp_path: Path) -> None:
     other = Daemon(tmp_path / "other", disk=disk, disk_bytes="1MiB", ready=False, errors=True)
     try:

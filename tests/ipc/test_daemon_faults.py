@@ -327,3 +327,22 @@ def test_a_full_pool_evicts_what_nobody_leases(spand: Daemon) -> None:
     assert counters["spans_evicted"] > 30
     assert counters["spans_reserve_pool_full"] >= 1
     assert counters["spans_reserve_too_large"] == 1
+
+
+def test_staging_whose_answer_came_too_late_is_given_to_who_asks_again(spand: Daemon) -> None:
+    control = spand.child("control")
+    with RawClient(spand.socket_dir) as client:
+        os.kill(control, signal.SIGSTOP)
+        try:
+            # Whoever waits for these gives up before control goes on; so they ask again.
+            numbers = [client.send(attach_staging={"size": 1 << 20}) for _ in range(3)]
+        finally:
+            os.kill(control, signal.SIGCONT)
+        answers = [client.receive() for _ in numbers]
+        assert [response.id for response, _ in answers] == numbers
+        assert {response.staging.size for response, _ in answers} == {1 << 20}
+        client.attach_staging(1 << 20)
+        assert len({os.fstat(fd).st_ino for fd in client.fds}) == 1
+        assert client.store(os.urandom(32), b"bytes") == 0
+        wait_for(lambda: spand.status().staging_bytes == 1 << 20)
+    wait_for(lambda: spand.status().staging_bytes == 0)

@@ -16,6 +16,7 @@ from rawclient import RawClient
 from stored import COUNT, SETTINGS, assert_filled, fill, key, payload, read
 
 from kmesh.v1 import common_pb2
+from kmesh_spand.inherit import SEALED
 
 Start = Callable[..., Daemon]
 
@@ -175,3 +176,21 @@ def test_a_store_that_is_too_small_is_not_used(start_spand: Start, socket_dir: P
         fill(daemon, 1)
         assert manager.names == manager.refused == []
         assert daemon.stop() == 0
+
+
+def test_sealed_slabs_that_are_given_as_dma_bufs_are_not_kept(manager: Managed) -> None:
+    """No further DMA-BUF could be made of them: it is said at the start, not at the next one."""
+    hardened = {**SETTINGS, "hardened": "true"}
+    first = manager.daemon(dma_buf="slabs", **hardened)
+    assert f"spans will not survive a restart of the daemon: {SEALED}" in first.log()
+    fill(first, 1)
+    assert manager.names == []
+    first.kill()
+    second = manager.daemon(**hardened)
+    fill(second, 1)
+    assert manager.names
+    second.kill()
+    third = manager.daemon(dma_buf="slabs", **hardened)
+    assert f"spans of an earlier daemon are given up: {SEALED}" in third.log()
+    assert_empty(third)
+    assert manager.names == []

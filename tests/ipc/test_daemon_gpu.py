@@ -163,6 +163,13 @@ def test_what_cannot_be_had_is_said(
     assert re.match(words + r"( |$)", found[1]), found
 
 
+def test_a_gpu_that_is_split_is_refused(start_gpu: Start, gpu_faults: Faults) -> None:
+    gpu_faults.begin("split", "")
+    status, words = refused(start_gpu(errors=True, ready=False))
+    assert status == 1
+    assert words.startswith("gpu: Fake GPU 0 MIG 1g.18gb is a part of a GPU (MIG): only whole GPUs")
+
+
 # Of each kind; ``tests/unit/test_cuda_memory.py`` lets every call fail.
 STEPS = ["device_count", "retain_context", "memory_info", "create", "set_access", "fill"]
 STEPS += ["export_fd", "register"]

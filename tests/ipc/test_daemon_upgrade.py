@@ -9,6 +9,7 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -18,9 +19,9 @@ import pytest
 from daemon_process import COMMAND, Daemon, environment, wait_for
 from leaks import process_tree
 from rawclient import RawClient
-from stored import SETTINGS, assert_filled, fill, key, payload
+from stored import COUNT, SETTINGS, assert_filled, fill, key, payload
 
-from kmesh.v1 import common_pb2
+from kmesh.v1 import admin_pb2, admin_pb2_grpc, common_pb2
 from kmesh_spand import upgrade
 from kmesh_spand.inherit import SEALED
 
@@ -234,6 +235,24 @@ def test_a_daemon_that_goes_on_goes_on_whole(
         assert client.read(key(1)) == payload(1)
     assert_serves(first)
     assert first.status().control_restarts == 0
+
+
+def test_ages_of_spans_go_on(start_spand: Start) -> None:
+    first = start_spand(errors=True, **SETTINGS)
+    fill(first)
+    time.sleep(1)
+    os.kill(first.child("control"), signal.SIGKILL)
+    first.wait_ready(2)
+    second = start_spand(command=UPGRADE, **SETTINGS)
+    assert first.process.wait(60) == 0
+    assert_filled(second)
+    with second.rpc() as (channel, token):
+        admin = admin_pb2_grpc.AdminStub(channel)
+        rows = admin.List(admin_pb2.ListRequest(), metadata=token).spans
+        assert len(rows) == COUNT
+        assert all(row.age_ms > 900 for row in rows)
+        evict = admin_pb2.EvictRequest(min_age_ms=900)
+        assert admin.Evict(evict, metadata=token).spans == COUNT
 
 
 @pytest.mark.parametrize("why", ["hardened", "systemd"])

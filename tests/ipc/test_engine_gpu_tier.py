@@ -18,6 +18,7 @@ from fake_gpu_streams import FakeGpu
 from mini_engine import NAMESPACE, MiniEngine
 
 from kmesh.cuda import proof
+from kmesh.cuda.driver import Attribute
 from kmesh.errors import UnsupportedError
 from kmesh.kernels.cuda import Memory
 from kmesh.session import Session
@@ -50,11 +51,17 @@ def daemon(start_gpu: Callable[..., Daemon]) -> Daemon:
 
 
 @pytest.fixture
-def engine(daemon: Daemon) -> Iterator[Callable[..., MiniEngine]]:
+def engine(daemon: Daemon, engine_of: Callable[..., MiniEngine]) -> Callable[..., MiniEngine]:
     """Makes engines whose pages are on the first GPU, unless said otherwise."""
+    return lambda name, **settings: engine_of(daemon, name, **settings)
+
+
+@pytest.fixture
+def engine_of() -> Iterator[Callable[..., MiniEngine]]:
+    """The same, of any daemon."""
     engines: list[MiniEngine] = []
 
-    def make(name: str, *, on_gpu: bool = True, **settings: Any) -> MiniEngine:
+    def make(daemon: Daemon, name: str, *, on_gpu: bool = True, **settings: Any) -> MiniEngine:
         gpu = FakeGpu(FakeDriver(FakeCard(UUIDS[0]))) if on_gpu else None
         usual = {"gpu": gpu, "reserve_timeout_ms": 30_000, "acquire_timeout_ms": 30_000}
         engines.append(MiniEngine(Connects(daemon), name, **{**usual, **settings}))  # type: ignore[arg-type]
@@ -119,6 +126,27 @@ def test_what_one_engine_stores_on_the_gpu_another_restores(
     # Nothing is stored twice.
     other.prefill("r", 7, BLOCKS, 224, 32)
     assert daemon.status().spans == 4
+
+
+def test_a_gpu_that_reads_no_registered_memory_restores_from_the_hosts_all_the_same(
+    start_gpu: Callable[..., Daemon], engine_of: Callable[..., MiniEngine]
+) -> None:
+    daemon = start_gpu(gpu_place="host", gpu_memory="96MiB", gpu_slab_size="32MiB")
+    daemon.wait_populated()
+    card = FakeCard(UUIDS[0], attributes={Attribute.READ_ONLY_REGISTER: 0})
+    one, other = (
+        engine_of(daemon, name, tier="gpu", gpu=FakeGpu(FakeDriver(card))) for name in "ab"
+    )
+    assert other.workers[0]._mover.devices == (UUIDS[0],)  # type: ignore[union-attr]
+    stored_by(one, daemon, prompt(256), 7, "first")
+    tell(other)
+    other.scheduler.add("r", prompt(256), DIGEST)
+    assert other.match("r", 0, 256, WAIT) == 224
+    assert not other.load("r", BLOCKS[:7], 224, WAIT).bad_blocks
+    assert other.wrong(7, BLOCKS, 0, 224) == []
+    # As host memory is: over the bus, by few blocks or by copies.
+    assert launches(other) == [Memory.HOST]
+    assert other.workers[0].counts.take()["restored_bytes_kernel"] > 0
 
 
 def test_host_memory_is_looked_in_too(engine: Callable[..., MiniEngine], daemon: Daemon) -> None:

@@ -5,8 +5,10 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import os
+import resource
 import signal
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
 from daemon_process import Daemon, wait_for
@@ -394,3 +396,28 @@ def test_a_mirror_is_no_base(dial: Callable[[], Session], household: Household) 
     )
     with pytest.raises(errors.InvalidArgument, match=r"declare_family.base\[1\].*recipe"):
         session.families.declare(other)
+
+
+def test_a_worker_that_can_not_load_the_codec_makes_room_for_one_that_can(
+    start_spand: Start, household: Household
+) -> None:
+    """Half-loaded modules stay half-loaded; memory that lacked is there for the next process."""
+    daemon = start_spand(host_memory="16MiB", errors=True)
+    daemon.wait_populated()
+    with connect(daemon) as session:
+        staging = session.staging(4 << 20)
+        household.store(session, staging, household.primer)
+        for sibling in household.siblings:
+            household.store(session, staging, sibling)
+        worker = daemon.child("worker")
+        used = int(Path(f"/proc/{worker}/statm").read_text().split()[0]) * resource.getpagesize()
+        resource.prlimit(worker, resource.RLIMIT_AS, (used + (4 << 20), -1))
+        session.families.declare(household.family)
+        for sibling in household.siblings:
+            household.join(session, sibling)
+        wait_for(lambda: daemon.status().worker_restarts >= 1, 60)
+        wait_for(lambda: any(member.mirrors for member in members(session).values()), 60)
+        for sibling in household.siblings:
+            read(session, household, sibling, recipes=True)
+    assert "this process ends: the codec can't be loaded: " in daemon.log()
+    assert "Traceback" not in daemon.log()

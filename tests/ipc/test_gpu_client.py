@@ -150,7 +150,7 @@ def test_a_gpu_reads_the_slabs_of_another_one_that_it_reaches(session: Session) 
         with device.current() as driver, pytest.raises(errors.CudaError):
             driver.fill(slab.address, 1, 1)
         assert fake.ledger()["contexts"] == 1
-        assert proof._proved == {(UUIDS[1], HandleKind.CUDA_VMM_FD, 1)}
+        assert proof._proved == {(UUIDS[1], HandleKind.CUDA_VMM_FD, 1, False)}
     proof._proved.clear()
     assert not any(fake.ledger().values())
 
@@ -244,6 +244,7 @@ def test_doctor_proves_every_rung(session: Session, examine: Examine) -> None:
         "gpu dma-buf": "skip",
         "gpu exporter killed": "ok",
         "gpu host": "ok",
+        "gpu host vmm": "ok",
         "gpu slabs": "ok",
     }
     assert found["gpu"][1].startswith(f"Fake GPU, {UUIDS[0]}, CUDA 13.0; 256.0 MiB free of 256")
@@ -310,6 +311,27 @@ def test_doctor_says_that_host_memory_cannot_be_read_in_place(
     fake.gpus[0].attributes[Attribute.READ_ONLY_REGISTER] = 0
     level, seen = examine()["gpu host"]
     assert (level, seen) == ("warn", "Fake GPU can't register memory that is mapped read-only")
+
+
+def test_doctor_says_that_cuda_makes_no_memory_in_the_hosts(
+    examine: Examine, fake: FakeDriver
+) -> None:
+    assert "the host's NUMA node 1 was exported" in examine()["gpu host vmm"][1]
+
+    def refuse(name: str) -> None:
+        raise errors.UnsupportedError("none here")
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Device, "host_node", property(refuse))
+        assert examine()["gpu host vmm"] == ("warn", "none here")
+
+
+def test_doctor_of_a_part_of_a_gpu(examine: Examine, fake: FakeDriver) -> None:
+    fake.gpus[0].name = "NVIDIA H200 MIG 1g.18gb"
+    found = examine()
+    level, seen = found.pop("gpu")
+    assert (level, seen.partition(":")[2][:34]) == ("fail", " NVIDIA H200 MIG 1g.18gb is a part")
+    assert set(found.values()) == {("skip", "a part of a GPU")}
 
 
 def test_doctor_of_a_gpu_that_is_not_there(examine: Examine) -> None:

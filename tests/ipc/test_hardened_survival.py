@@ -5,9 +5,11 @@ Nobody can write them any more, and nobody can take a page from them: they are g
 
 from __future__ import annotations
 
+import asyncio
 import os
 import signal
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -17,6 +19,9 @@ from managed import Managed
 from rawclient import DIGEST, RawClient
 from stored import COUNT, SETTINGS, assert_filled, fill, key, payload
 
+from kmesh.aio import AsyncSession
+from kmesh.errors import NotFound
+from kmesh.session import Role, Session
 from kmesh.v1 import admin_pb2, admin_pb2_grpc, common_pb2
 
 Start = Callable[..., Daemon]
@@ -231,6 +236,69 @@ def test_processes_die_beside_sealed_slabs(house: House) -> None:
     assert sum(held(daemon).values()) <= HOST
 
 
+def mapped(slab_inode: int) -> int:
+    """How often this process has a slab mapped."""
+    lines = Path("/proc/self/maps").read_text().splitlines()
+    return sum(int(line.split(maxsplit=5)[4]) == slab_inode for line in lines)
+
+
+def test_sessions_let_go_of_what_is_given_up(house: House) -> None:
+    """Its memory is free only then. Who holds a mapping keeps it until it lets go."""
+    fill(house.daemon())
+    daemon = house.daemon()
+    settle(daemon, {0})
+    with RawClient(daemon.socket_dir) as client:
+        store(client, b"n" * 32, b"new")
+        sealed = inode(client, 0)
+    told = threading.Event()
+    with (
+        Session.connect(daemon.socket_dir, role=Role.TOOL) as idle,
+        Session.connect(daemon.socket_dir, role=Role.TOOL) as holder,
+        Session.connect(daemon.socket_dir, role=Role.TOOL) as other,
+    ):
+        idle.slab(0)
+        kept = holder.slab(0)
+        other.slab(5)
+        holder.on_slabs_gone(told.set)
+        assert mapped(sealed) == 2
+        evict_all(daemon)
+        settle(daemon, set())
+        assert told.wait(30)
+        wait_for(lambda: mapped(sealed) == 1)
+        assert idle.slabs_gone == holder.slabs_gone == {0}
+        # It was never given to this one.
+        other.ping()
+        assert other.slabs_gone == set()
+        assert bytes(kept.view(0, 1))
+        del kept
+        assert mapped(sealed) == 0
+        with pytest.raises(NotFound):
+            idle.slab(0)
+        assert other.slab(5) is other.slab(5)
+
+
+def test_sessions_of_an_event_loop_let_go_as_well(house: House) -> None:
+    fill(house.daemon())
+    daemon = house.daemon()
+    settle(daemon, {0})
+    with RawClient(daemon.socket_dir) as client:
+        store(client, b"n" * 32, b"new")
+        sealed = inode(client, 0)
+
+    async def run() -> None:
+        async with await AsyncSession.connect(daemon.socket_dir, role=Role.TOOL) as session:
+            await session.slab(0)
+            assert mapped(sealed) == 1
+            await asyncio.to_thread(evict_all, daemon)
+            for _ in range(300):
+                await asyncio.sleep(0.1)
+                if not mapped(sealed):
+                    return
+            pytest.fail("it is still mapped")
+
+    asyncio.run(run())
+
+
 #: Kills the process as it puts one slab in another's place.
 _AT = """
 import os, signal, sys
@@ -258,3 +326,31 @@ def test_a_daemon_dies_as_it_replaces_a_slab(house: House) -> None:
     assert_filled(daemon)
     settle(daemon, {0})
     wait_for(lambda: slab_names(house) == ["slab-0", "slab-1", "slab-6", "slab-7"])
+
+
+@pytest.mark.parametrize("house", ["kill"], indirect=True)
+def test_a_store_that_does_not_answer_is_told_later(house: House, socket_dir: Path) -> None:
+    """As while systemd starts itself anew. What is given up would take memory for good there."""
+    fill(house.daemon())
+    daemon = house.daemon()
+    settle(daemon, {0})
+    before = ["slab-0", "slab-5", "slab-6", "slab-7"]
+    wait_for(lambda: slab_names(house) == before)
+    with RawClient(daemon.socket_dir) as client:
+        store(client, b"o" * 32, b"old")
+    address, away = socket_dir.parent / "notify", socket_dir.parent / "away"
+    address.rename(away)
+    try:
+        evict_all(daemon)
+        settle(daemon, set())
+        with RawClient(daemon.socket_dir) as client:
+            store(client, b"n" * 32, b"new")
+        assert slab_names(house) == before
+    finally:
+        away.rename(address)
+    wait_for(lambda: slab_names(house) == ["slab-4", "slab-5", "slab-6", "slab-7"])
+    # All of it: nothing is missing, and nothing is there twice.
+    daemon = house.daemon()
+    with RawClient(daemon.socket_dir) as client:
+        wait_for(lambda: client.read(b"n" * 32) == b"new")
+    assert daemon.status().counters["spans_recovered"] == 1

@@ -17,6 +17,10 @@ static u8 shared_memory[SHARED] __attribute__((aligned(1024)));
     extern "C" void name(const Job *job, u32 *results, u32 n, Range range) { \
         RUN((restore_round<vector>(job, results, range, shared_memory)))     \
     }
+#define KM_UPLOAD_ENTRY(name)                                                          \
+    extern "C" void name(Vec16 *job, const Vec16 *written, u32 n, Range vectors) { \
+        RUN(upload(job, written, vectors))                                           \
+    }
 #include "round.cu"
 #undef KM_ENTRY
 

@@ -171,17 +171,19 @@ def siblings(
     own: int = 12,
     tokens: int = 64,
     seed: int = 7,
+    frames: int = 3,
 ) -> tuple[RoundCase, list[np.ndarray]]:
     """Members that take most of a base and have ``own`` tokens each, and their payloads.
 
-    A second base, of which nobody takes anything, is there too.
+    A second base, of which nobody takes anything, is there too. Recipes are of so many lengths as
+    there are ``frames``.
     """
     rng = np.random.default_rng(seed)
     base = segments_of(GEOMETRY, [tokens, 16], rng)
     members, requests, payloads = [], [], []
     blocks = -(-tokens // SLOTS)
     for number in range(count):
-        begin = number % 3
+        begin = number % frames
         made = sibling(
             GEOMETRY, GEOMETRY.rotary(), base,
             [(-1, 0, own // 2), (0, begin, tokens - own - begin), (-1, 0, own - own // 2 + begin)],

@@ -434,7 +434,17 @@ def test_every_row_of_engines_on_a_gpu_has_its_target() -> None:
                 "gpu_prefix",
             ):
                 cached = what != "recompute"
-                run = Run(1.0, 0.1, 9, [(1.0, 0.1)], 0.01 * (number + 1), tokens * cached, 7)
+                run = Run(
+                    1.0,
+                    0.1,
+                    9,
+                    0.01,
+                    [(1.0, 0.1)],
+                    [{"start_load_kv": 0.1}],
+                    0.01 * (number + 1),
+                    tokens * cached,
+                    7,
+                )
                 taken.add(what, length, number, run, cached)
     found = list(engines.rows(taken, {length: [1.0] for length in engines.LENGTHS}))
     assert next(row.value for row in found if row.name == "engine_host_over_4k") == -1.1
@@ -447,14 +457,14 @@ def test_every_row_of_engines_on_a_gpu_has_its_target() -> None:
 def test_a_prompt_that_was_not_restored_whole_is_no_sample() -> None:
     taken = engines.Taken()
     with pytest.raises(RuntimeError, match="host, 4k: 4032 tokens were cached, not 4096"):
-        taken.add("host", "4k", 1, Run(1.0, 0.1, 9, [], 0.01, 4032, 7), cached=True)
+        taken.add("host", "4k", 1, Run(1.0, 0.1, 9, 0.01, [], [], 0.01, 4032, 7), cached=True)
 
 
 def test_tokens_that_differ_are_counted() -> None:
     taken = engines.Taken()
     for what, last in (("host", 7), ("host_prefix", 8)):
         for number in range(3):
-            run = Run(1.0, 0.1, 9, [], 0.01, 4096, last if number == 2 else 1)
+            run = Run(1.0, 0.1, 9, 0.01, [], [], 0.01, 4096, last if number == 2 else 1)
             taken.add(what, "4k", number, run, cached=True)
     assert taken.differing("host", "host_prefix") == 1
     assert taken.differing("host_prefix", "recompute") == 0

@@ -82,6 +82,7 @@ def test_every_setting_has_all_three_forms(tmp_path: Path) -> None:
         "remembered_keys": "15",
         "watch_events": "16",
         "metrics_listen": "[::1]:9464",
+        "memory_policy": "s3-fifo",
         "share": "all",
         "tenants": "all=1GiB,default=2GiB",
         "hardened": "true",
@@ -101,7 +102,7 @@ def test_every_setting_has_all_three_forms(tmp_path: Path) -> None:
         "log_format": "json",
     }
     # These don't go with ``hardened``, so they are tried by themselves.
-    gpus = {"gpu": "0,1", "gpu_memory": "32MiB", "gpu_slab_size": "4MiB"}
+    gpus = {"gpu": "0,1", "gpu_memory": "32MiB", "gpu_slab_size": "4MiB", "gpu_place": "host"}
     assert {*values, *gpus} == set(Config.model_fields)
     _same_in_all_forms(tmp_path, gpus)
     by_flag = _same_in_all_forms(tmp_path, values)
@@ -329,6 +330,7 @@ def test_slabs_of_gpus_come_after_those_of_host_memory() -> None:
         ({"gpu": "0"}, "gpu_memory: how much of each GPU"),
         ({"gpu_memory": "1GiB"}, "gpu: which GPU"),
         ({"gpu": "x", "gpu_memory": "1GiB"}, "gpu: 'x' is no GPU: write its number, or its UUID"),
+        ({"gpu": "MIG-1", "gpu_memory": "1GiB"}, "gpu: 'MIG-1' is a part of a GPU (MIG): "),
         ({"gpu": "0,00", "gpu_memory": "1GiB"}, "gpu: a GPU is named twice"),
         ({"gpu": "0", "gpu_memory": "1MiB"}, "gpu_memory: how much of each GPU"),
         ({"gpu": "0", "gpu_memory": "1GiB", "gpu_slab_size": "3MiB"}, "gpu_slab_size: not a mult"),

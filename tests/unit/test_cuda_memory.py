@@ -41,10 +41,23 @@ def test_names_of_gpus(name: str, means: str) -> None:
     assert check_name(name) == means
 
 
-@pytest.mark.parametrize("name", ["", "-1", "0.5", "GPU-", UUIDS[0][:-1], UUIDS[0] + "0", "MIG-1"])
+@pytest.mark.parametrize("name", ["", "-1", "0.5", "GPU-", UUIDS[0][:-1], UUIDS[0] + "0", "MI-1"])
 def test_what_names_no_gpu(name: str) -> None:
     with pytest.raises(ValueError, match="no GPU"):
         check_name(name)
+
+
+def test_parts_of_a_gpu_are_refused_by_name_and_where_they_are_shared(fake: FakeDriver) -> None:
+    mig = UUIDS[0].replace("GPU", "MIG")
+    with pytest.raises(ConfigError, match=rf"gpu: '{mig}' is a part of a GPU \(MIG\): only whole"):
+        find(fake, mig)
+    fake.gpus[1].name = "NVIDIA H200 MIG 1g.18gb"
+    with Device(fake, "1") as part, Device(fake, "0") as whole:
+        assert (part.part, whole.part) == (True, False)
+        whole.check_whole()
+        with pytest.raises(UnsupportedError, match=r"^gpu: NVIDIA H200 MIG 1g.18gb is a part of"):
+            part.check_whole()
+    assert fake.ledger() == NOTHING
 
 
 def test_gpus_are_found_by_number_and_uuid(fake: FakeDriver) -> None:
@@ -100,6 +113,33 @@ def test_exported_memory_is_the_same_and_outlives_its_maker(device: Device) -> N
     finally:
         if fd >= 0:
             os.close(fd)
+
+
+def test_memory_in_the_hosts_is_made_exported_and_imported(device: Device) -> None:
+    free = device.memory_info()
+    assert device.host_node == 1
+    # More than the GPU has.
+    with DeviceMemory.create(device, 512 * MIB, node=device.host_node) as made:
+        made.write(b"pattern", 12345)
+        fd = made.export()
+        assert device.memory_info() == free
+    with DeviceMemory.open(device, fd, 512 * MIB) as opened:
+        os.close(fd)
+        assert opened.read(12345, 7) == b"pattern"
+        with pytest.raises(CudaError, match="cuMemcpyHtoD_v2: CUDA_ERROR_INVALID_VALUE"):
+            opened.write(b"x")
+
+
+def test_a_driver_that_knows_no_nodes_of_the_host_is_said(fake: FakeDriver) -> None:
+    with Device(fake, "0") as device:
+
+        def old(name: str) -> None:
+            if name == "attribute":
+                raise CudaError("cuDeviceGetAttribute", 1, "CUDA_ERROR_INVALID_VALUE")
+
+        fake.refuse = old
+        with pytest.raises(UnsupportedError, match=r"Fake GPU's driver makes no .*CUDA 12\.2 does"):
+            _ = device.host_node
 
 
 def test_ranges_are_checked_before_the_driver_sees_them(device: Device) -> None:

@@ -62,39 +62,65 @@ def test_what_is_copied_comes_in_chunks_and_the_rest_at_once(gpu: Gpu) -> None:
     assert pending.route is Route.COPY
     assert pending.wait() == round_reference.restore(expected.layout, *case.built())
     assert engine.image() == expected.image()
-    # The base is there, and is first; recipes follow, one or two in a buffer.
-    assert gpu.launched[0][2] == (0, 1)
-    assert gpu.launched[-1][2][1] == 9
-    assert len(gpu.launched) > 4
+    # The base is there, and is moved while recipes come, one or two in a buffer.
+    assert gpu.launched[0][0] == "kmesh_round_upload"
+    launched = [parts for _, _, parts in gpu.launched[1:]]
+    assert launched[0][0] == 1
+    assert (0, 1) in launched[1:-2]
+    assert sorted(p for a, b in launched for p in range(a, b)) == list(range(9))
+    assert len(launched) > 4
     assert sum(gpu.copied) >= sum(len(member.blob.data) for member in case.members)
     restorer.close()
 
 
+class Slab:
+    """Each payload or recipe on a tile of its own, sums where they are."""
+
+    def __init__(self, case: RoundCase) -> None:
+        blobs = [*(b for _, b, _ in case.bases), *(m.blob for m in case.members)]
+        self._sums = {id(blob.sums) for blob in blobs}
+        self._memory = np.zeros(80 * TILE_BYTES, dtype=np.uint8)
+        self._used = 0
+
+    def __call__(self, data: np.ndarray, _memory: Memory) -> int:
+        if id(data) in self._sums:
+            return int(data.ctypes.data)
+        flat, at = data.reshape(-1).view(np.uint8), self._used
+        self._memory[at : at + flat.size] = flat
+        self._used += -(-flat.size // TILE_BYTES) * TILE_BYTES
+        return int(self._memory.ctypes.data) + at
+
+
 def test_neighbours_of_a_slab_are_one_copy() -> None:
     case, _ = siblings(4)
-    # As in a slab: each on a tile of its own.
-    slab, starts = np.zeros(40 * TILE_BYTES, dtype=np.uint8), {}
-
-    def put(data: np.ndarray, _memory: Memory) -> int:
-        at = sum(-(-size // TILE_BYTES) * TILE_BYTES for size in starts.values())
-        starts[at] = data.size
-        return slab.ctypes.data + at
-
-    host = HostBytes(case.round(put))
+    host = HostBytes(case.round())
     lengths = host.records["length"]
     assert len(lengths) == 6
     # Sums lie between the payloads here, so nothing is a neighbour.
     assert sorted(lengths.tolist()) == sorted(
         [*(len(b.data) for _, b, _ in case.bases), *(len(m.blob.data) for m in case.members)]
     )
-    starts.clear()
-    blobs = [*(b for _, b, _ in case.bases), *(m.blob for m in case.members)]
-    sums = {id(blob.sums) for blob in blobs}
-    near = HostBytes(case.round(lambda d, m: d.ctypes.data if id(d) in sums else put(d, m)))
+    near = HostBytes(case.round(Slab(case)))
     ends = near.records["address"] + near.records["length"]
     assert (ends[:-1] == near.records["address"][1:]).all()
     moved = near.moved(np.arange(6, dtype=np.uint64) * 1000)
     assert sorted(moved.bases["order"].tolist() + moved.members["order"].tolist()) == [*range(1, 7)]
+
+
+def test_equal_recipes_of_a_slab_are_one_copy_of_rows(gpu: Gpu) -> None:
+    """What is between them is left where it is."""
+    case, _ = siblings(12, frames=1)
+    engine, expected = case.engine(), case.engine()
+    wanted = case.round(Slab(case))
+    records = HostBytes(wanted).records
+    assert records["length"].tolist()[2:] == [len(one.blob.data) for one in case.members]
+    restorer = RoundRestorer(engine.layout)
+    pending = restorer.restore(wanted, 0, route=Route.COPY)
+    assert pending.route is Route.COPY
+    assert pending.wait() == round_reference.restore(expected.layout, *case.built())
+    assert engine.image() == expected.image()
+    assert sum(gpu.rows) >= 8
+    restorer.close()
 
 
 def test_what_fits_no_buffer_and_what_has_none_goes_by_the_kernel(gpu: Gpu) -> None:

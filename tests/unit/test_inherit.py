@@ -219,6 +219,7 @@ CHANGES: dict[str, tuple[dict[str, Any], str]] = {
     "huge pages": ({"hugepages": "off"}, "hugepages was True, and is False"),
     "GPU": ({"gpu": "1"}, "gpu was ['0'], and is ['1']"),
     "GPU memory": ({"gpu_memory": "6MiB"}, "gpu_memory was 4194304, and is 6291456"),
+    "its place": ({"gpu_place": "host"}, "gpu_place was 'gpu', and is 'host'"),
 }
 
 

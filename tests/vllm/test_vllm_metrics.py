@@ -38,6 +38,8 @@ from kmesh_vllm.counts import NAMES
 SHARD = common_pb2.Shard(layer_begin=0, layer_end=4, head_begin=0, head_end=2)
 #: What is counted where the KV cache is on a GPU.
 ON_GPUS = {
+    "calibrated",
+    "calibration_failed",
     "host_memory_unreadable",
     "restored_bytes_copy",
     "restored_bytes_gpu",

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 from importlib import metadata
+from types import SimpleNamespace
 from typing import Any
 
 from kmesh.errors import UnsupportedError
@@ -117,3 +119,37 @@ def tensor_parallel_rank() -> int:
     from vllm.distributed import get_tensor_model_parallel_rank
 
     return int(get_tensor_model_parallel_rank())
+
+
+def cpu_attention_isa(dtype: Any, block_tokens: int, head_dim: int, cached: str) -> str:
+    """Which kernels the CPU backend takes; how a block lies depends on that too."""
+    from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
+
+    return str(_get_attn_isa(dtype, block_tokens, head_dim, cached))
+
+
+def write_cpu_cache(isa: str, cached: str, key: Any, value: Any, cache: Any, slots: Any) -> None:
+    """Lets the CPU backend put keys and values into a KV cache, as it does for a layer.
+
+    Args:
+        key, value: [tokens, heads, dim].
+        cache: [blocks, heads, block_tokens, 2 * dim].
+        slots: for each token, block * block_tokens + slot in it.
+    """
+    from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackendImpl
+
+    # It says where its kernels are, and more is not asked of it: to make one takes a whole engine.
+    layer = SimpleNamespace(isa=isa, _k_scale_float=1.0, _v_scale_float=1.0)
+    impl: Any = SimpleNamespace(isa=isa, attn_type="decoder", kv_cache_dtype=cached)
+    CPUAttentionBackendImpl.do_kv_cache_update(impl, layer, key, value, cache, slots)
+
+
+def attention_isas(config: Any, layers: Iterable[str]) -> set[str]:
+    """Which kernels layers of the CPU backend use, of those that say so."""
+    found = config.compilation_config.static_forward_context
+    said = [
+        getattr(holder, "isa", None)
+        for name in layers
+        for holder in (found.get(name), getattr(found.get(name), "impl", None))
+    ]
+    return {str(isa) for isa in said if isa is not None}

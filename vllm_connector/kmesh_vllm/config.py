@@ -36,6 +36,8 @@ class Settings:
         store_buffer_bytes: GPU memory of each worker through which is stored; 0 is what two
             steps can compute, at most 1 GiB.
         max_ctas: thread blocks that a restore may have on a GPU; 0: as many as are of use.
+        calibrate: measure at start what an engine's GPU does with host memory, and choose by that
+            how restores get there.
         weights_digest: what the weights are, instead of a digest of their files.
         min_restore_tokens: restores of fewer tokens are left to prefill.
         acquire_timeout_ms: a request waits at most this long for its lease.
@@ -61,6 +63,7 @@ class Settings:
     staging_bytes: int = 0
     store_buffer_bytes: int = 0
     max_ctas: int = 0
+    calibrate: bool = True
     weights_digest: str = ""
     min_restore_tokens: int = 64
     acquire_timeout_ms: int = 1_000

@@ -20,10 +20,9 @@ from kmesh.client import Client
 from kmesh.errors import ConfigError
 from kmesh.keys import Extra, salt_digest
 from kmesh.session import Role
-from kmesh_vllm import compat, logs
+from kmesh_vllm import compat, decoding, gpu, logs
 from kmesh_vllm.adapters import Adapters
 from kmesh_vllm.config import Settings
-from kmesh_vllm.hostmover import HostMover
 from kmesh_vllm.identity import identify
 from kmesh_vllm.metadata import LoadReport, StepPlan
 from kmesh_vllm.scheduler import SchedulerHalf
@@ -111,8 +110,7 @@ class KMeshConnector(KVConnectorBase_V1):  # type: ignore[misc]
                 settings,
                 self._client,
                 sharing=bool(vllm_config.cache_config.enable_prefix_caching),
-                # Pages are where the model is.
-                recipes=HostMover.recipes and vllm_config.device_config.device_type == "cpu",
+                recipes=_recipes(vllm_config.device_config.device_type),
             )
             if settings.load and transfer.kv_load_failure_policy != "recompute":
                 logger.warning(
@@ -138,6 +136,8 @@ class KMeshConnector(KVConnectorBase_V1):  # type: ignore[misc]
     # Worker half
 
     def register_kv_caches(self, kv_caches: Mapping[str, torch.Tensor]) -> None:
+        if self._identity.order is not None:
+            self._identity.order.check(compat.attention_isas(self._vllm_config, kv_caches))
         self._of_worker().register(kv_caches)
 
     def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
@@ -281,3 +281,8 @@ class KMeshConnector(KVConnectorBase_V1):  # type: ignore[misc]
         if self._worker is None:
             raise RuntimeError("a call for a worker came to the scheduler")
         return self._worker
+
+
+def _recipes(device_type: str) -> bool:
+    """Whether workers can restore spans out of recipes. Their pages are where the model is."""
+    return decoding.AVAILABLE and (device_type == "cpu" or gpu.AVAILABLE)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import cast
+from importlib.util import find_spec
 
 import numpy as np
 import numpy.typing as npt
@@ -15,9 +15,12 @@ from kmesh.errors import CorruptionError
 from kmesh.layout import tiles
 from kmesh.lease import BasePlace
 from kmesh_vllm.metadata import BASE_RECORD, MIRROR_RECORD, LoadPlan
-from kmesh_vllm.movers import Slab
+from kmesh_vllm.movers import Readable
 
 logger = logging.getLogger("kmesh_vllm")
+
+#: Whether recipes can be read: the codec needs this.
+AVAILABLE = find_spec("zstandard") is not None
 
 _WHERE = ("slab", "offset", "length", "root")
 _PLACE = ("slab", "offset", "length", "generation", "root", "tokens", "position")
@@ -39,7 +42,7 @@ class Payload:
 
 
 def decode_mirrors(
-    plan: LoadPlan, wanted: npt.NDArray[np.bool_], slab_of: Callable[[int], Slab | None]
+    plan: LoadPlan, wanted: npt.NDArray[np.bool_], slab_of: Callable[[int], Readable]
 ) -> dict[int, Payload]:
     """Payloads of a plan's recipes, by number of their record.
 
@@ -48,15 +51,14 @@ def decode_mirrors(
 
     Args:
         wanted: which of the plan's records are.
-        slab_of: slabs of host memory, mapped.
+        slab_of: slabs of host memory, by number.
 
     Raises:
         ProtocolError: the plan names bytes that no span can have.
     """
     from kmesh.mirrors import MirrorReader, RecipePlace
-    from kmesh.mirrors import Slab as Mapped
 
-    reader = MirrorReader(lambda number: cast(Mapped, slab_of(number)))
+    reader = MirrorReader(slab_of)
     bases: dict[int, dict[bytes, BasePlace]] = {}
     for record in np.frombuffer(plan.bases, BASE_RECORD):
         base = BasePlace(record["key"].tobytes(), *(int(record[name]) for name in _PLACE))

@@ -5,13 +5,20 @@ Streams and events are handles. CuPy, torch and the driver are loaded when a ``C
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from importlib.util import find_spec
 from typing import TYPE_CHECKING, Protocol
 
 from kmesh.cuda.device import Device
 from kmesh.kernels.host import PagedLayout
 
 if TYPE_CHECKING:
+    from kmesh.kernels.chooser import Rates
     from kmesh.kernels.cuda import Restorer, Settings, Storer
+    from kmesh.kernels.cuda_rounds import RoundRestorer, RoundSettings
+
+#: Whether kernels for a GPU can be had here: they need CuPy.
+AVAILABLE = find_spec("cupy") is not None
 
 _NON_BLOCKING = 1
 _NO_TIMING = 2
@@ -68,7 +75,13 @@ class Gpu(Protocol):
 
     def restorer(self, layout: PagedLayout, settings: Settings) -> Restorer: ...
 
+    def round_restorer(self, layout: PagedLayout, settings: RoundSettings) -> RoundRestorer: ...
+
     def storer(self, layout: PagedLayout, settings: Settings) -> Storer: ...
+
+    def rates(self) -> Rates | None:
+        """By which restores choose their route here; may take a tenth of a second. None: they
+        can't be measured. Not for the engine's own thread."""
 
     def close(self) -> None:
         """Frees streams and events. What they stand for has ended."""
@@ -79,19 +92,18 @@ class CudaGpu:
 
     Args:
         ordinal: as torch and the driver count in this process.
+        compute: says on which stream the engine's thread computes now; by default torch does.
 
     Raises:
         UnsupportedError: CuPy is not installed, or the GPU can't export memory.
         CudaError: the driver refuses.
     """
 
-    def __init__(self, ordinal: int) -> None:
-        from torch.cuda import current_stream
-
+    def __init__(self, ordinal: int, compute: Callable[[], int] | None = None) -> None:
         from kmesh.cuda import driver
         from kmesh.kernels.device import cupy
 
-        self._current_stream = current_stream
+        self._compute = compute or _stream_of_torch(ordinal)
         self._ordinal = ordinal
         self._runtime = cupy().cuda.runtime
         self._streams: list[int] = []
@@ -104,7 +116,7 @@ class CudaGpu:
         self._runtime.setDevice(self._ordinal)
 
     def compute(self) -> int:
-        return int(self._current_stream(self._ordinal).cuda_stream)
+        return self._compute()
 
     def stream(self) -> int:
         self._streams.append(self._runtime.streamCreateWithFlags(_NON_BLOCKING))
@@ -140,10 +152,20 @@ class CudaGpu:
 
         return Restorer(layout, device=self._ordinal, settings=settings)
 
+    def round_restorer(self, layout: PagedLayout, settings: RoundSettings) -> RoundRestorer:
+        from kmesh.kernels.cuda_rounds import RoundRestorer
+
+        return RoundRestorer(layout, device=self._ordinal, settings=settings)
+
     def storer(self, layout: PagedLayout, settings: Settings) -> Storer:
         from kmesh.kernels.cuda import Storer
 
         return Storer(layout, device=self._ordinal, settings=settings)
+
+    def rates(self) -> Rates | None:
+        from kmesh.kernels import calibration
+
+        return calibration.rates(self._ordinal, self.device.uuid, self.device.driver.version())
 
     def close(self) -> None:
         for event in self._events:
@@ -153,3 +175,9 @@ class CudaGpu:
         self._events.clear()
         self._streams.clear()
         self.device.close()
+
+
+def _stream_of_torch(ordinal: int) -> Callable[[], int]:
+    from torch.cuda import current_stream
+
+    return lambda: int(current_stream(ordinal).cuda_stream)

@@ -60,6 +60,8 @@ class GpuMemory:
         self._known: _Known | None = None
         self._ended: list[_Known] = []
         self._loads = 0
+        # Slabs that the daemon has given up wait for the end of all loads.
+        self._held_up = False
         self._closed = threading.Event()
         self._wake = threading.Event()
         # One thread, so that nothing is attached through what is being closed. It may wait for a
@@ -93,7 +95,7 @@ class GpuMemory:
         """A load has ended."""
         with self._lock:
             self._loads -= 1
-        if self._ended and not self._loads:
+        if (self._ended or self._held_up) and not self._loads:
             self._wake.set()
 
     def close(self) -> bool:
@@ -121,6 +123,7 @@ class GpuMemory:
                 if known is not None:
                     self._ended.append(known)
                 known = self._known = _Known(session, self._device)
+                session.on_slabs_gone(self._wake.set)
             return known
 
     def _run(self) -> None:
@@ -130,6 +133,7 @@ class GpuMemory:
             self._wake.clear()
             session = self._current()
             left = 0 if session is None else self._attach_filled(session)
+            self._drop_gone()
             unused = self._unused(session)
             if unused:
                 # Should it fail, closing says what is wrong.
@@ -153,6 +157,24 @@ class GpuMemory:
             ended, self._ended = self._ended, []
             return ended
 
+    def _drop_gone(self) -> None:
+        """Lets go of slabs that the daemon has given up: their memory is kept by who maps them."""
+        with self._lock:
+            known = self._known
+            gone = known.there.keys() & known.session.slabs_gone if known is not None else set()
+            self._held_up = bool(gone and self._loads)
+            if known is None or not gone or self._held_up:
+                return
+            for number in gone:
+                del known.there[number]
+        with contextlib.suppress(CudaError):
+            self._device.enter()
+        for number in gone:
+            try:
+                known.slabs.drop(number)
+            except (KMeshError, OSError) as wrong:
+                logger.warning("slab %d, which was given up: %s", number, str(wrong))
+
     def _attach_filled(self, session: Session) -> int:
         """Attaches slabs that are filled; returns how many are still to come.
 
@@ -162,7 +184,7 @@ class GpuMemory:
         for number in range(session.index.slab_count):
             if self._closed.is_set() or session.closed:
                 return 0
-            if self.attached(session, number) is not None:
+            if self.attached(session, number) is not None or number in session.slabs_gone:
                 continue
             try:
                 device, filled = self._look(session, number)

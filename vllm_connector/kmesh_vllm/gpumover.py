@@ -6,23 +6,25 @@ import contextlib
 import logging
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
 from kmesh.cuda.slabs import DeviceSlab
-from kmesh.errors import DeadlineExceeded, UnsupportedError
-from kmesh.handles import HandleKind
-from kmesh.kernels.cuda import Load, Memory, Pending, Request, Settings
+from kmesh.errors import DeadlineExceeded, ProtocolError, UnsupportedError
+from kmesh.kernels.cuda import Load, Memory, Request, Settings
+from kmesh.kernels.cuda_rounds import RoundSettings
 from kmesh.kernels.host import PagedLayout
 from kmesh.kernels.plan import merged
 from kmesh.session import Session, Staging
 from kmesh_vllm.counts import Counts
+from kmesh_vllm.decoding import Payload
 from kmesh_vllm.gpu import Gpu
+from kmesh_vllm.gpulaunch import Launched, round_of
 from kmesh_vllm.gpumemory import GpuMemory
 from kmesh_vllm.gpustore import GpuStore, TakenOnGpu
-from kmesh_vllm.loadjob import moved_bytes
-from kmesh_vllm.movers import Ids, Piece, Records, Slab, empty_records
+from kmesh_vllm.lending import LentToGpu
+from kmesh_vllm.movers import Ids, Piece, Readable, Records, Slab, empty_records
 
 logger = logging.getLogger("kmesh_vllm")
 
@@ -30,52 +32,6 @@ logger = logging.getLogger("kmesh_vllm")
 _COMPILE_PAUSES = (1.0, 2.0, 4.0, 8.0)
 #: Seconds that an engine's end waits for kernels that are being compiled.
 _CLOSE_WAIT = 30.0
-
-
-class _Launched:
-    """What one step restores: a launch for each memory that it comes from.
-
-    Attributes:
-        error: why not everything was started. What was is waited for all the same.
-    """
-
-    def __init__(self, pieces: list[Piece], row_bytes: int, counts: Counts) -> None:
-        self._results = [bytearray(len(piece.records)) for piece in pieces]
-        self._pieces = pieces
-        self._row_bytes = row_bytes
-        self._counts = counts
-        self._launches: list[tuple[Pending, Memory, list[list[int]]]] = []
-        self.error: Exception | None = None
-
-    def add(self, pending: Pending, memory: Memory, owners: list[list[int]]) -> None:
-        """A launch; ``owners`` has the piece's number for each load, for each request."""
-        self._launches.append((pending, memory, owners))
-
-    def done(self) -> bool:
-        return all(pending.done() for pending, _, _ in self._launches)
-
-    def statuses(self) -> list[bytes]:
-        for pending, memory, owners in self._launches:
-            try:
-                found = pending.wait()
-            except Exception as wrong:
-                self.error = self.error or wrong
-                continue
-            route = "gpu" if memory is Memory.GPU else pending.route.value
-            for load, numbers in zip(found, owners, strict=True):
-                for status, number in zip(load, numbers, strict=True):
-                    self._take(number, memory, status, route)
-        self._launches.clear()
-        if self.error is not None:
-            raise self.error
-        return [bytes(result) for result in self._results]
-
-    def _take(self, number: int, memory: Memory, status: bytes, route: str) -> None:
-        piece, result = self._pieces[number], self._results[number]
-        on_gpu = memory is Memory.GPU
-        np.frombuffer(result, np.uint8)[piece.on_gpu == on_gpu] = np.frombuffer(status, np.uint8)
-        amount = moved_bytes(piece.part(on_gpu), status, self._row_bytes)
-        self._counts.add(f"restored_bytes_{route}", amount)
 
 
 class GpuMover:
@@ -89,9 +45,12 @@ class GpuMover:
         max_ctas: thread blocks that a restore may have, 0: as many as are of use.
         buffer_bytes: through which is stored; 0: nothing is stored.
         peers: what lies in other GPUs' memory may be restored too.
+        calibrate: restores choose their route by what this GPU is seen to do.
+        recipes: spans may come as recipes.
     """
 
     starts_only = True
+    moves_recipes = True
 
     def __init__(
         self,
@@ -103,18 +62,25 @@ class GpuMover:
         max_ctas: int,
         buffer_bytes: int,
         peers: bool = False,
+        calibrate: bool = False,
+        recipes: bool = False,
     ) -> None:
         self._gpu = gpu
+        self._calibrate = calibrate
         self._layout = layout
         self._counts = counts
         self._settings = Settings(max_ctas=max_ctas or None)
         self._memory = GpuMemory(gpu.device, current, peers=peers)
         self._restorer = gpu.restorer(layout, self._settings)
+        self._round_settings = RoundSettings(max_ctas=max_ctas or None)
+        self._rounds = gpu.round_restorer(layout, self._round_settings) if recipes else None
         self._stream, self._behind = gpu.stream(), gpu.event()
         self._store = GpuStore(gpu, layout, self._settings, buffer_bytes) if buffer_bytes else None
-        self._under_way: list[_Launched] = []
+        self._under_way: list[Launched] = []
         self._compiled, self._closing = threading.Event(), threading.Event()
         self._failed = ""
+        #: The rounds' kernel: looked at last, so that nothing else waits for it.
+        self._rounds_compiled, self._no_rounds = threading.Event(), not recipes
         self.devices: tuple[str, ...] = (gpu.device.uuid, *self._memory.peers)
         if self._memory.reads_host:
             self.devices += ("",)
@@ -146,16 +112,47 @@ class GpuMover:
         return slab
 
     def reads_gpu(self, slab: Slab) -> bool:
-        return isinstance(slab, DeviceSlab) and slab.kind == HandleKind.CUDA_VMM_FD
+        return isinstance(slab, DeviceSlab) and not slab.in_host
 
-    def restore(self, pieces: list[Piece]) -> _Launched:
+    def readable(self, slab: Slab) -> Readable:
+        host = slab.host if isinstance(slab, DeviceSlab) else None
+        if host is None:
+            raise ProtocolError(f"slab {slab.slab} is a GPU's memory, where no recipes are")
+        return host
+
+    def takes_recipes(self, timeout: float) -> bool:
+        return self._rounds_compiled.wait(timeout) and not self._no_rounds
+
+    def lend(self, payloads: Sequence[Payload]) -> LentToGpu:
+        self._gpu.enter()
+        return LentToGpu(payloads, self._gpu.device)
+
+    def restore(self, pieces: list[Piece]) -> Launched:
         gpu = self._gpu
         # Blocks are given to a load while the step that used them last still runs.
         gpu.record(self._behind, gpu.compute())
         gpu.follow(self._stream, self._behind)
-        launched = _Launched(pieces, self._layout.row_bytes, self._counts)
+        launched = Launched(pieces, self._layout.row_bytes, self._counts)
         self._under_way = [one for one in self._under_way if not one.done()]
         self._under_way.append(launched)
+        if any(piece.recipes is not None for piece in pieces):
+            self._restore_round(launched, pieces)
+        else:
+            self._restore_dense(launched, pieces)
+        return launched
+
+    def _restore_round(self, launched: Launched, pieces: list[Piece]) -> None:
+        """All of it in one launch, so that siblings share what their recipes refer to."""
+        assert self._rounds is not None
+        try:
+            launched.add_round(self._rounds.restore(round_of(pieces), self._stream))
+        except UnsupportedError:
+            raise
+        except Exception as wrong:
+            launched.error = wrong
+
+    def _restore_dense(self, launched: Launched, pieces: list[Piece]) -> None:
+        """A launch for each memory."""
         for memory in Memory:
             loads, owner = [], {}
             for number, piece in enumerate(pieces):
@@ -173,7 +170,6 @@ class GpuMover:
                 launched.error = wrong
                 break
             launched.add(pending, memory, [[owner[r] for r in load.requests] for load in loads])
-        return launched
 
     def ready(self) -> bool:
         return self._compiled.is_set() and not self._failed
@@ -204,6 +200,8 @@ class GpuMover:
             logger.error("the GPU has not ended what was started: its memory is kept")
             return
         self._restorer.close()
+        if self._rounds is not None:
+            self._rounds.close()
         if self._store is not None:
             self._store.close()
         ended = self._memory.close()
@@ -213,25 +211,57 @@ class GpuMover:
             self._gpu.close()
 
     def _compile(self) -> None:
-        """Runs both kernels on nothing; what fails may be another's doing, and is tried again."""
+        """Compiles all kernels that may be of use, in the order in which they are waited for."""
         try:
-            for pause in (*_COMPILE_PAUSES, None):
-                try:
-                    self._run_kernels()
-                    return
-                except Exception as wrong:
-                    if pause is None or isinstance(wrong, UnsupportedError):
-                        raise
-                    logger.warning("the kernels can't be compiled yet: %s", str(wrong))
-                    if self._closing.wait(pause):
-                        raise
-        except Exception as wrong:
-            self._failed = str(wrong)
-            logger.error(
-                "nothing is restored or stored: the kernels can't be compiled: %s", self._failed
-            )
+            self._failed = self._tried(self._run_kernels)
+            if self._failed:
+                logger.error(
+                    "nothing is restored or stored: the kernels can't be compiled: %s", self._failed
+                )
+            else:
+                self._choose_by_rates()
         finally:
             self._compiled.set()
+        try:
+            if self._rounds is not None and not self._failed and not self._closing.is_set():
+                wrong = self._tried(self._prepare_rounds)
+                self._no_rounds = bool(wrong)
+                if wrong:
+                    logger.warning("the kernel for recipes can't be compiled: %s", wrong)
+        finally:
+            self._rounds_compiled.set()
+
+    def _tried(self, compiles: Callable[[], None]) -> str:
+        """Why something can't be compiled, or nothing; what fails may be another's doing, and is
+        tried again."""
+        for pause in (*_COMPILE_PAUSES, None):
+            try:
+                compiles()
+                break
+            except Exception as wrong:
+                if pause is None or isinstance(wrong, UnsupportedError):
+                    return str(wrong)
+                logger.warning("the kernels can't be compiled yet: %s", str(wrong))
+                if self._closing.wait(pause):
+                    return str(wrong)
+        return ""
+
+    def _prepare_rounds(self) -> None:
+        """With an object of this thread's own."""
+        self._gpu.enter()
+        made = self._gpu.round_restorer(self._layout, self._round_settings)
+        with contextlib.closing(made) as restorer:
+            restorer.prepare()
+
+    def _choose_by_rates(self) -> None:
+        if not self._calibrate:
+            return
+        found = self._gpu.rates()
+        self._counts.add("calibrated" if found else "calibration_failed")
+        if found:
+            self._restorer.rates = found
+            if self._rounds is not None:
+                self._rounds.rates = found
 
     def _run_kernels(self) -> None:
         """With objects of this thread's own."""

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from importlib.util import find_spec
 
 import numpy as np
 
 from kmesh.kernels.host import PagedLayout, gather_packed, scatter_packed
 from kmesh.memory import SlabMapping
 from kmesh.session import Session, Staging
+from kmesh_vllm.decoding import Payload
+from kmesh_vllm.lending import Lent
 from kmesh_vllm.movers import Ids, Piece, Records, Slab
 
 
@@ -48,9 +50,8 @@ class HostMover:
     """See ``movers.Mover``. Slabs are mapped; every tile is verified before it is copied."""
 
     starts_only = False
+    moves_recipes = False
     devices = ("",)
-    #: Whether it takes payloads that were decoded out of recipes: the codec needs this.
-    recipes = find_spec("zstandard") is not None
 
     def __init__(self, layout: PagedLayout) -> None:
         self._layout = layout
@@ -63,6 +64,16 @@ class HostMover:
 
     def reads_gpu(self, slab: Slab) -> bool:
         return False
+
+    def readable(self, slab: Slab) -> SlabMapping:
+        assert isinstance(slab, SlabMapping)
+        return slab
+
+    def takes_recipes(self, timeout: float) -> bool:
+        return False
+
+    def lend(self, payloads: Sequence[Payload]) -> Lent:
+        return Lent(payloads)
 
     def restore(self, pieces: list[Piece]) -> _Moved:
         return _Moved(

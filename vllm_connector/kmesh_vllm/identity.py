@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import json
+import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,7 +15,8 @@ from blake3 import blake3
 from kmesh.errors import ConfigError, UnsupportedError
 from kmesh.keys import Namespace
 from kmesh.layout import DTYPE_BYTES, SpanGeometry
-from kmesh_vllm import compat
+from kmesh_vllm import blockorder, compat
+from kmesh_vllm.blockorder import BlockOrder
 from kmesh_vllm.config import Settings
 from kmesh_vllm.content import files_digest, model_files
 from kmesh_vllm.sharding import Sharding
@@ -21,6 +24,8 @@ from kmesh_vllm.sharding import Sharding
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.v1.kv_cache_interface import KVCacheConfig
+
+logger = logging.getLogger(__name__)
 
 #: Fields of a model's config that decide the rotary embedding.
 _ROPE_FIELDS = (
@@ -46,12 +51,14 @@ class Identity:
         sharding: how the engine's ranks cut the KV heads.
         block_tokens: tokens of one block of the scheduler.
         num_blocks: blocks of the scheduler's pool.
+        order: where K and V lie in a block; None: a token's K lies before its V.
     """
 
     namespace: Namespace
     sharding: Sharding
     block_tokens: int
     num_blocks: int
+    order: BlockOrder | None = None
 
     def geometry(self, heads: int) -> SpanGeometry:
         """Sizes of a span that holds ``heads`` heads of every layer."""
@@ -87,6 +94,7 @@ def identify(config: VllmConfig, kv_cache: KVCacheConfig, settings: Settings) ->
         raise UnsupportedError(
             f"a rank holds {spec.num_kv_heads} KV heads, not {sharding.part_heads}"
         )
+    order, pages = block_order(config, spec)
     namespace = Namespace(
         model=str(model.model),
         weights=weights_digest(config, settings),
@@ -95,21 +103,36 @@ def identify(config: VllmConfig, kv_cache: KVCacheConfig, settings: Settings) ->
         kv_heads=heads,
         head_dim=spec.head_size,
         rope=rope_json(model.hf_text_config),
-        pages=pages(config.device_config.device_type, spec.block_size),
+        pages=pages,
     )
-    return Identity(namespace, sharding, spec.block_size, kv_cache.num_blocks)
+    return Identity(namespace, sharding, spec.block_size, kv_cache.num_blocks, order)
 
 
-def pages(device: str, block_tokens: int) -> str:
-    """How state lies in blocks, where it lies otherwise than rows of tokens; else empty.
+def block_order(config: VllmConfig, spec: Any) -> tuple[BlockOrder | None, str]:
+    """Where K and V lie in blocks, and, if that is not known, a name for it; else empty.
 
-    vLLM's CPU backend has K transposed within each block, in a way that depends on the version, the
-    CPU and the block's size. Whole blocks of it are moved as they are, so only engines that agree
-    on all of that share them.
+    What lies in an unknown way is moved as whole blocks, so only engines that agree on all that it
+    may depend on share it.
     """
-    if device != "cpu":
-        return ""
-    return f"vLLM {compat.vllm_version()} on a CPU, blocks of {block_tokens}"
+    if config.device_config.device_type != "cpu":
+        return None, ""
+    try:
+        return blockorder.find(
+            config.model_config.dtype,
+            spec.dtype,
+            spec.block_size,
+            spec.head_size,
+            str(config.cache_config.cache_dtype),
+        ), ""
+    except UnsupportedError as unknown:
+        pages = f"vLLM {compat.vllm_version()} on a CPU, blocks of {spec.block_size}"
+        _log_once(f"{pages}: {unknown}; state is shared with engines like that alone")
+        return None, pages
+
+
+@functools.cache
+def _log_once(message: str) -> None:
+    logger.warning("%s", message)
 
 
 def refuse_setup(config: VllmConfig) -> None:

@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
-from kmesh.errors import ConnectionClosed, KMeshError
+from kmesh.errors import ConnectionClosed, KMeshError, UnsupportedError
 from kmesh.layout import Shard
 from kmesh.session import Session
 from kmesh_vllm.config import Settings
@@ -59,7 +59,7 @@ class Loader:
     ) -> None:
         self._mover = mover
         self._identity = identity
-        self._clerk = Clerk(cache, identity, mine, counts, mover.reads_gpu)
+        self._clerk = Clerk(mover, cache, identity, mine, counts)
         self._current = current
         self._timeout = settings.load_timeout_ms / 1000
         self._counts = counts
@@ -67,6 +67,8 @@ class Loader:
         self._lock = threading.Lock()
         self._jobs: dict[str, LoadJob] = {}
         self._moving: list[tuple[Moving, list[LoadJob]]] = []
+        #: Loads that have ended, but whose memory is still to be given back by a thread of ours.
+        self._lending: list[LoadJob] = []
         self._epoch = 0
         #: A thread of ours has made a load ready, or has ended one.
         self._news = threading.Event()
@@ -93,6 +95,7 @@ class Loader:
         report = LoadReport()
         if not self._jobs:
             return requests, bad_blocks, report
+        self._lending = [job for job in self._lending if job.lent and not job.lent.closed]
         until = time.monotonic() + patience
         while not self._any_ended():
             left = until - time.monotonic()
@@ -104,6 +107,9 @@ class Loader:
                 continue
             del self._jobs[request]
             self._mover.end()
+            if job.lent is not None and not job.lent.closed:
+                self._lending.append(job)
+                self._threads.submit(job.close)
             requests.add(request)
             bad_blocks |= self._clerk.bad_blocks(job)
             if job.bad:
@@ -125,6 +131,10 @@ class Loader:
             time.sleep(0.001)
         if self._moving:
             logger.error("%d loads are still being written", len(self._moving))
+        for job in (*self._lending, *self._jobs.values()):
+            if job.state is State.DONE:
+                job.close()
+        self._lending.clear()
         self._jobs.clear()
 
     def _any_ended(self) -> bool:
@@ -155,16 +165,23 @@ class Loader:
 
     def _prepare(self, job: LoadJob) -> None:
         """Makes a job ready, in a thread that may be kept; moves it if the mover may."""
+        if job.state is not State.WAITING:
+            return
         try:
             session = self._session_of(job.plan.epoch)
-            self._clerk.write(job, lambda n: self._mover.attach(session, n, self._timeout))
+            self._clerk.write(
+                job, lambda n: self._mover.attach(session, n, self._timeout), self._timeout / 2
+            )
         except Exception as wrong:
             self._failed(job, wrong)
             return
         with self._lock:
-            if job.state is not State.WAITING:
-                return
-            job.state = State.READY if self._mover.starts_only else State.MOVING
+            late = job.state is not State.WAITING
+            if not late:
+                job.state = State.READY if self._mover.starts_only else State.MOVING
+        if late:
+            job.close()
+            return
         if job.state is State.MOVING:
             assert job.piece is not None
             self._end(_start(self._mover, [job]), [job])
@@ -179,7 +196,21 @@ class Loader:
                     job.state = State.MOVING
                     ready.append(job)
         if ready:
-            self._moving.append((_start(self._mover, ready), ready))
+            self._move(ready)
+
+    def _move(self, jobs: list[LoadJob]) -> None:
+        """Starts jobs that are moving from here on."""
+        try:
+            self._moving.append((_start(self._mover, jobs), jobs))
+        except UnsupportedError as wrong:
+            mirrored = [job for job in jobs if job.piece and job.piece.recipes]
+            with self._lock:
+                for job in mirrored:
+                    job.decoded, job.state = str(wrong), State.WAITING
+            for job in mirrored:
+                self._threads.submit(self._prepare, job)
+            if dense := [job for job in jobs if job.state is State.MOVING]:
+                self._move(dense)
 
     def _settle(self) -> None:
         """Ends what was started and is done."""
@@ -261,7 +292,15 @@ class _Refused:
 
 
 def _start(mover: Mover, jobs: list[LoadJob]) -> Moving:
+    """What was started of jobs, if anything.
+
+    Raises:
+        UnsupportedError: nothing was, since their recipes have to be decoded.
+    """
+    pieces = [job.piece for job in jobs if job.piece is not None]
     try:
-        return mover.restore([job.piece for job in jobs if job.piece is not None])
+        return mover.restore(pieces)
     except Exception as wrong:
+        if isinstance(wrong, UnsupportedError) and any(piece.recipes for piece in pieces):
+            raise
         return _Refused(wrong)

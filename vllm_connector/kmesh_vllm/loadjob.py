@@ -10,18 +10,21 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 
-from kmesh.errors import ProtocolError
 from kmesh.kernels.host import Status
-from kmesh.layout import TILE_BYTES, Shard
+from kmesh.layout import Shard
 from kmesh_vllm.counts import Counts
-from kmesh_vllm.decoding import Payload, decode_mirrors
 from kmesh_vllm.identity import Identity
+from kmesh_vllm.lending import Lent
+from kmesh_vllm.locating import Locator
 from kmesh_vllm.metadata import LoadPlan
-from kmesh_vllm.movers import Ids, Piece, Records, Slab, empty_records
+from kmesh_vllm.mirroring import MirrorClerk
+from kmesh_vllm.movers import Ids, Mover, Piece, Records, Slab, empty_records
 from kmesh_vllm.paged import PagedCache
 from kmesh_vllm.sharding import Sharding, overlaps
 
 logger = logging.getLogger("kmesh_vllm")
+
+_CORRUPT = (Status.BAD_ROOT, Status.BAD_TILE)
 
 
 class State(enum.Enum):
@@ -30,7 +33,8 @@ class State(enum.Enum):
     ::
 
         WAITING ──memory is there──▶ READY ──started──▶ MOVING ──ended──▶ DONE
-           └──────late, failed─────────┴──late──▶ DONE
+           ▲└──────late, failed─────────┼──late──▶ DONE
+           └────recipes are refused─────┘
     """
 
     WAITING = enum.auto()
@@ -45,135 +49,165 @@ class LoadJob:
 
     Attributes:
         deadline: by which it must have begun to move.
+        decoded: why its recipes are decoded, if the mover refused them.
         piece: what to move, from READY on.
         base: position from which the piece counts.
         entries: of the lease, behind each record.
+        mirrored: of each record, whether the daemon keeps it as a recipe.
         reach: position up to which the records go.
+        spoiled: (begin, end, entry) of recipes of which nothing is moved: they are wrong.
         bad: ranges of positions whose pages are not what they should be.
         corrupt: entries of the lease whose bytes were wrong.
-        slabs: memory that it reads. payloads: the same, of what was decoded for it.
+        slabs: memory that it reads. lent: the same, of what was decoded for it.
     """
 
     plan: LoadPlan
     deadline: float
     state: State = State.WAITING
+    decoded: str = ""
     piece: Piece | None = None
     base: int = 0
     entries: npt.NDArray[np.uint32] = field(default_factory=lambda: np.zeros(0, np.uint32))
+    mirrored: npt.NDArray[np.bool_] = field(default_factory=lambda: np.zeros(0, np.bool_))
     reach: int = 0
+    spoiled: list[tuple[int, int, int]] = field(default_factory=list)
     bad: list[tuple[int, int]] = field(default_factory=list)
     corrupt: list[int] = field(default_factory=list)
     slabs: list[Slab] = field(default_factory=list)
-    payloads: list[Payload] = field(default_factory=list)
+    lent: Lent | None = None
+
+    def close(self) -> None:
+        """Nothing reads its memory any more. May be called again, in any thread."""
+        self.slabs = []
+        if self.lent is not None:
+            self.lent.close()
 
 
 class Clerk:
     """Writes pieces for one rank, and reads what became of them.
 
     Args:
+        mover: for which pieces are.
         cache: the rank's pages.
         mine: the heads that it holds.
-        reads_gpu: whether a slab is GPU memory.
     """
 
     def __init__(
         self,
+        mover: Mover,
         cache: PagedCache,
         identity: Identity,
         mine: Shard,
         counts: Counts,
-        reads_gpu: Callable[[Slab], bool],
     ) -> None:
+        self._mirrors = MirrorClerk(mover, identity, counts)
+        self._reads_gpu = mover.reads_gpu
         self._cache = cache
         self._identity = identity
         self._mine = mine
         self._counts = counts
-        self._reads_gpu = reads_gpu
         self._heads: dict[int, tuple[Sharding, np.ndarray]] = {}
 
-    def write(self, job: LoadJob, slab_of: Callable[[int], Slab | None]) -> bool:
+    def write(
+        self, job: LoadJob, slab_of: Callable[[int], Slab | None], patience: float | None = None
+    ) -> bool:
         """Fills in the job's piece; False if ``slab_of`` had none of its slabs.
+
+        Args:
+            patience: seconds to wait until the mover takes recipes, before they are decoded; None:
+                nothing is waited for, and what has to be decoded makes it False.
 
         Raises:
             ProtocolError: the plan names bytes that no slab can have.
+            CudaError, OSError: there is no memory for what was decoded.
         """
         plan, names = job.plan, self._identity.namespace
         spans = plan.records()
         base = job.base = self._base(plan, spans)
         stored, table = self._overlaps(plan.tp)
         heads = table[spans["part"]]
-        wanted = heads[:, 2] > 0
-        decoded = decode_mirrors(plan, wanted, slab_of) if plan.mirrors else {}
-        numbered = np.flatnonzero(wanted)
-        if not wanted.all():
-            spans, heads = spans[wanted], heads[wanted]
+        numbered = np.flatnonzero(heads[:, 2])
+        spans, heads = spans[numbered], heads[numbered]
+        locator = Locator(slab_of, self._reads_gpu)
+        found = locator.locate(spans["slab"], spans["offset"], spans["length"])
+        if found is None:
+            return False
         records = empty_records(len(spans))
-        on_gpu = np.zeros(len(spans), np.bool_)
-        numbers, offsets, lengths = spans["slab"], spans["offset"], spans["length"]
-        if (offsets % TILE_BYTES).any():
-            raise ProtocolError("a lease names bytes that begin no tile")
-        sums = offsets // TILE_BYTES * 8
-        slabs = []
-        for number in set(numbers.tolist()):
-            slab = slab_of(number)
-            if slab is None:
-                return False
-            slabs.append(slab)
-            here = numbers == number
-            offset, length = offsets[here], lengths[here]
-            # Apart, then together, so that no sum can overflow.
-            largest = int(offset.max()), int(length.max())
-            if not all(slab.contains(0, n) for n in largest) or not slab.contains(
-                0, int((offset + length).max())
-            ):
-                raise ProtocolError(f"a lease names bytes outside slab {slab.slab}")
-            records["address"][here] = offset + np.uint64(slab.address)
-            records["sums_address"][here] = sums[here] + np.uint64(slab.sums_address(0))
-            on_gpu[here] = self._reads_gpu(slab)
+        records["address"], records["sums_address"] = found.address, found.sums_address
         start, tokens = spans["start"].astype(np.int64), spans["tokens"].astype(np.int64)
-        end = np.minimum(plan.end - start, tokens)
-        records["root"], records["length"], records["tokens"] = spans["root"], lengths, tokens
-        for number, payload in decoded.items():
-            record = records[np.searchsorted(numbered, number)]
-            record["address"], record["length"] = payload.data.ctypes.data, payload.data.size
-            record["sums_address"], record["root"] = payload.sums.ctypes.data, payload.root
-        job.payloads = list(decoded.values())
-        records["token_begin"], records["token_end"] = np.maximum(plan.begin - start, 0), end
+        for name in ("root", "length", "tokens"):
+            records[name] = spans[name]
+        records["token_begin"] = np.maximum(plan.begin - start, 0)
+        records["token_end"] = end = np.minimum(plan.end - start, tokens)
         records["position"] = start - base
         records["src_heads"] = stored.part_heads
         records["src_head_begin"], records["dst_head_begin"], records["heads"] = heads.T
         records["src_layers"] = records["layers"] = names.layers
-        job.piece = Piece(records, on_gpu, self._pages(plan, base))
-        job.entries = spans["entry"]
         job.reach = int((start + end).max(initial=0))
-        job.slabs = slabs
+        job.entries = spans["entry"]
+        job.mirrored = np.zeros(len(spans), np.bool_)
+        job.piece = Piece(records, found.on_gpu, self._pages(plan, base))
+        if plan.mirrors:
+            placed = self._mirrors.place(
+                plan, job.piece, numbered, stored, locator, job.decoded, patience
+            )
+            if placed is None:
+                return False
+            job.mirrored, job.lent = placed.mirrored, placed.lent
+            self._drop(job, placed.wrong)
+        job.slabs = list(locator.slabs.values())
         return True
+
+    def _drop(self, job: LoadJob, wrong: npt.NDArray[np.bool_]) -> None:
+        """Leaves out of a piece what must not be moved."""
+        piece = job.piece
+        assert piece is not None
+        if not wrong.any():
+            return
+        entries = job.entries[wrong].tolist()
+        ranges = self._ranges(job, piece.records[wrong])
+        job.spoiled = [(*span, entry) for span, entry in zip(ranges, entries, strict=True)]
+        job.entries, job.mirrored = job.entries[~wrong], job.mirrored[~wrong]
+        job.piece = piece.without(wrong)
+
+    def _ranges(self, job: LoadJob, records: Records) -> list[tuple[int, int]]:
+        """Positions that records fill."""
+        first = records["position"].astype(np.int64) + job.base
+        begin, end = (
+            first + records[name].astype(np.int64) for name in ("token_begin", "token_end")
+        )
+        return list(zip(begin.tolist(), end.tolist(), strict=True))
 
     def judge(self, job: LoadJob, status: bytes) -> None:
         """Takes down which pages of a job that was moved are bad, and counts."""
         plan, piece = job.plan, job.piece
         assert piece is not None
+        for begin, end, entry in job.spoiled:
+            job.bad.append((begin, end))
+            self._corrupt(job, entry)
         if any(status):
-            entries = job.entries.tolist()
-            for record, entry, code in zip(piece.records, entries, status, strict=True):
+            ranges = self._ranges(job, piece.records)
+            each = zip(ranges, job.entries.tolist(), job.mirrored.tolist(), status, strict=True)
+            for span, entry, mirrored, code in each:
                 if code == Status.DONE:
                     continue
-                begin = job.base + int(record["position"])
-                job.bad.append(
-                    (begin + int(record["token_begin"]), begin + int(record["token_end"]))
-                )
-                if code in (Status.BAD_ROOT, Status.BAD_TILE):
-                    job.corrupt.append(entry)
-                    self._counts.add("load_failed_corrupt")
+                job.bad.append(span)
+                # What a recipe names is not what the lease has: it is another's, or was changed.
+                if code in _CORRUPT or (mirrored and code == Status.BAD_RECORD):
+                    self._corrupt(job, entry)
                 else:
                     logger.error("a load was refused by the kernel: %s", code)
                     self._counts.add("load_failed_error")
         if job.reach < plan.end:
             job.bad.append((max(job.reach, plan.begin), plan.end))
             self._counts.add("load_failed_error")
-        self._counts.add(
-            "restored_bytes", moved_bytes(piece.records, status, self._cache.layout.row_bytes)
-        )
+        amount = bytes_each(piece.records, status, self._cache.layout.row_bytes)
+        self._counts.add("restored_bytes", int(amount.sum()))
+        self._counts.add("restored_bytes_recipes", int(amount[job.mirrored].sum()))
+
+    def _corrupt(self, job: LoadJob, entry: int) -> None:
+        job.corrupt.append(entry)
+        self._counts.add("load_failed_corrupt")
 
     def bad_blocks(self, job: LoadJob) -> set[int]:
         """Ids of the scheduler's blocks that a job left bad."""
@@ -211,9 +245,10 @@ class Clerk:
         return first // block * block
 
 
-def moved_bytes(records: Records, status: bytes, row_bytes: int) -> int:
-    """Bytes of pages that were written by the parts that are done."""
+def bytes_each(records: Records, status: bytes, row_bytes: int) -> npt.NDArray[np.int64]:
+    """Bytes of pages that each part has written, none where it is not done."""
     done = np.frombuffer(status, np.uint8) == Status.DONE
     tokens = records["token_end"] - records["token_begin"]
     rows = 2 * records["layers"] * records["heads"] * tokens
-    return int(rows[done].sum()) * row_bytes
+    amounts: npt.NDArray[np.int64] = np.where(done, rows, 0).astype(np.int64) * row_bytes
+    return amounts

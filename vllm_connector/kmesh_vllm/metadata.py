@@ -65,6 +65,7 @@ class LoadPlan:
         begin, end: positions in tokens; whole blocks.
         blocks: int64 ids of the blocks that hold [begin, end).
         mirrors, bases: packed ``MIRROR_RECORD`` and ``BASE_RECORD``, if spans are recipes.
+        namespace: 32-byte digest, that of the recipes, if spans are recipes.
     """
 
     request: str
@@ -76,6 +77,7 @@ class LoadPlan:
     blocks: bytes
     mirrors: bytes = b""
     bases: bytes = b""
+    namespace: bytes = bytes(32)
 
     def records(self) -> npt.NDArray[np.void]:
         """``spans``, unpacked."""

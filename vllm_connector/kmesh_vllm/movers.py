@@ -5,14 +5,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
 from kmesh.kernels.plan import RECORD
 from kmesh.session import Session, Staging
+
+if TYPE_CHECKING:
+    from kmesh_vllm.decoding import Payload
+    from kmesh_vllm.lending import Lent
 
 Ids = npt.NDArray[np.int64]
 Records = npt.NDArray[np.void]
@@ -29,19 +34,50 @@ class Slab(Protocol):
     def contains(self, offset: int, length: int) -> bool: ...
 
 
+class Readable(Slab, Protocol):
+    """A slab that this process itself reads; addresses are its own."""
+
+    def view(self, offset: int, length: int) -> memoryview: ...
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Recipes:
+    """How those records of a piece are moved that are recipes.
+
+    Attributes:
+        tables: u64, for each record the address of its recipe's tables; 0: it is dense.
+        bases: of ``kmesh.kernels.rounds.BASE``, what they refer to.
+        kept: what ``tables`` are addresses of.
+    """
+
+    tables: npt.NDArray[np.uint64]
+    bases: Records
+    kept: object
+
+
 @dataclass(eq=False, slots=True)
 class Piece:
     """Parts of spans for the pages of one request.
 
     Attributes:
-        records: of ``kmesh.kernels.plan.RECORD``.
+        records: of ``kmesh.kernels.plan.RECORD``; of a recipe, address, sums, root and length are
+            those of its file.
         on_gpu: for each of them, whether its payload is in a GPU's memory.
         pages: int64 ids of the tensors' blocks; -1 where a block must not be written.
+        recipes: if some of them are.
     """
 
     records: Records
     on_gpu: npt.NDArray[np.bool_]
     pages: Ids
+    recipes: Recipes | None = None
+
+    def without(self, dropped: npt.NDArray[np.bool_]) -> Piece:
+        """The same piece without some of its records."""
+        kept, recipes = ~dropped, self.recipes
+        if recipes is not None:
+            recipes = Recipes(recipes.tables[kept], recipes.bases, recipes.kept)
+        return Piece(self.records[kept], self.on_gpu[kept], self.pages, recipes)
 
     def part(self, on_gpu: bool) -> Records:
         """The records whose payloads are in a GPU's memory, or those whose are not."""
@@ -98,11 +134,14 @@ class Mover(Protocol):
     Attributes:
         starts_only: ``restore`` only starts something and is called in the engine's thread alone;
             otherwise it does it, and is called in threads that may be kept.
+        moves_recipes: ``restore`` takes recipes, if it ``takes_recipes`` by then.
         devices: whose memory it can read: UUIDs of GPUs, and "" for the daemon's host memory.
     """
 
     @property
     def starts_only(self) -> bool: ...
+    @property
+    def moves_recipes(self) -> bool: ...
     @property
     def devices(self) -> tuple[str, ...]: ...
 
@@ -119,8 +158,29 @@ class Mover(Protocol):
     def reads_gpu(self, slab: Slab) -> bool:
         """Whether a slab is GPU memory."""
 
+    def readable(self, slab: Slab) -> Readable:
+        """A slab as this process itself reads it, until ``end``.
+
+        Raises:
+            ProtocolError: it is GPU memory.
+        """
+
+    def takes_recipes(self, timeout: float) -> bool:
+        """Whether recipes may be restored as they are; waits a while until they may."""
+
+    def lend(self, payloads: Sequence[Payload]) -> Lent:
+        """Makes payloads of this process readable for ``restore``; may take long.
+
+        Raises:
+            CudaError, OSError: there is no memory for it.
+        """
+
     def restore(self, pieces: list[Piece]) -> Moving:
-        """Starts to move the pieces, behind all that the engine has started on its pages."""
+        """Starts to move the pieces, behind all that the engine has started on its pages.
+
+        Raises:
+            UnsupportedError: the recipes among them have to be decoded; nothing was started.
+        """
 
     def ready(self) -> bool:
         """Whether ``take`` takes anything yet. Never waits."""

@@ -10,6 +10,7 @@ import numpy as np
 
 from kmesh.errors import UnsupportedError
 from kmesh.kernels.host import PagedLayout
+from kmesh_vllm.blockorder import BlockOrder
 from kmesh_vllm.movers import Ids
 
 if TYPE_CHECKING:
@@ -38,9 +39,9 @@ def layer_order(names: Mapping[str, object]) -> list[str]:
 class PagedCache:
     """The KV cache of one worker.
 
-    Every tensor must have the logical shape [blocks, heads, tokens, 2 * head_dim], K before V in
-    the last dimension, and lie in host memory or all of them on one GPU. How it lies there is up to
-    its strides.
+    Every tensor must have the logical shape [blocks, heads, tokens, 2 * head_dim] and lie in host
+    memory or all of them on one GPU. How it lies there is up to its strides, with K before V in the
+    last dimension, unless an order says where K and V are in the last two.
 
     Attributes:
         layout: addresses are the device's.
@@ -51,6 +52,7 @@ class PagedCache:
         layers, heads, head_dim: as the rank holds them.
         element_bytes: bytes of one element.
         block_tokens, num_blocks: of the scheduler's blocks, which may be several of a tensor's.
+        order: as the identity has it.
 
     Raises:
         UnsupportedError: memory or shape is not served; says what was found.
@@ -66,6 +68,7 @@ class PagedCache:
         element_bytes: int,
         block_tokens: int,
         num_blocks: int,
+        order: BlockOrder | None = None,
     ) -> None:
         names = layer_order(tensors)
         if len(names) != layers:
@@ -96,19 +99,27 @@ class PagedCache:
                 f"{num_blocks} blocks of {block_tokens} tokens do not fit a KV cache of"
                 f" {first.shape[0]} blocks of {tokens}"
             )
+        if order is not None and (first.stride(2) != 2 * head_dim or self._ratio != 1):
+            raise UnsupportedError(
+                f"blocks of {tokens} tokens with strides {first.stride()} are not served: their"
+                f" order is known for whole blocks of {block_tokens}"
+            )
         strides = [stride * element_bytes for stride in first.stride()]
         row_bytes = head_dim * element_bytes
-        k_base = tuple(tensor.data_ptr() for tensor in self._tensors)
+        bases = [tensor.data_ptr() for tensor in self._tensors]
+        k_offset, v_offset = (order.k_offset, order.v_offset) if order else (0, row_bytes)
         self.layout = PagedLayout(
-            k_base=k_base,
-            v_base=tuple(base + row_bytes for base in k_base),
+            k_base=tuple(base + k_offset for base in bases),
+            v_base=tuple(base + v_offset for base in bases),
             block_stride=strides[0],
             head_stride=strides[1],
-            token_stride=strides[2],
+            token_stride=order.token_stride if order else strides[2],
             block_tokens=tokens,
             num_blocks=int(first.shape[0]),
             heads=heads,
             row_bytes=row_bytes,
+            k_order=order.k_order if order else None,
+            v_order=order.v_order if order else None,
         )
 
     def expand(self, blocks: Ids) -> Ids:

@@ -39,6 +39,7 @@ def load_plan(state: RequestState, restore: Restore, lease: Lease, blocks: list[
         blocks=packed_ids(blocks),
         mirrors=_mirrors(lease, len(records)),
         bases=_bases(lease),
+        namespace=state.namespace,
     )
 
 

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from kmesh.errors import UnsupportedError
 from kmesh.session import Session
+from kmesh_vllm import decoding
 from kmesh_vllm.config import Settings
 from kmesh_vllm.counts import Counts
 from kmesh_vllm.gpu import CudaGpu, Gpu
@@ -25,7 +26,7 @@ if TYPE_CHECKING:
 
 
 #: Seconds that a step in which nothing is computed waits for a load to end.
-_REST = 0.001
+_REST = 0.002
 #: Bytes of a GPU's memory through which is stored, at most, where nothing is set.
 _BUFFER = 1 << 30
 
@@ -91,6 +92,7 @@ class WorkerHalf:
             element_bytes=geometry.element_bytes,
             block_tokens=self._identity.block_tokens,
             num_blocks=self._identity.num_blocks,
+            order=self._identity.order,
         )
         mover = self._mover = self._make_mover(cache)
         common = (mover, cache, self._identity, self._mine, lambda: self._client.session)
@@ -117,6 +119,8 @@ class WorkerHalf:
             max_ctas=self._settings.max_ctas,
             buffer_bytes=self._buffer_bytes() if self._stores else 0,
             peers=self._settings.tier == "gpu",
+            calibrate=self._settings.calibrate,
+            recipes=self._settings.load and decoding.AVAILABLE,
         )
         self._client.on_change(mover.warm)
         return mover

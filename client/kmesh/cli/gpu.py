@@ -18,7 +18,7 @@ from kmesh.cli.render import size as shown
 from kmesh.cuda import driver as cuda
 from kmesh.cuda.device import Device, see_all
 from kmesh.cuda.memory import DeviceMemory
-from kmesh.cuda.proof import through_registration
+from kmesh.cuda.proof import through_export, through_registration
 from kmesh.cuda.slabs import DeviceSlabs
 from kmesh.errors import NotFound
 from kmesh.handles import HandleKind
@@ -26,8 +26,16 @@ from kmesh.session import Session
 
 #: What runs another process; its arguments follow.
 PEER = (sys.executable, "-m", "kmesh.cli.gpu_peer")
-RUNGS = ("export", "import", "read-only", "dma-buf", "exporter killed", "host", "slabs")
+RUNGS = (
+    *("export", "import", "read-only", "dma-buf", "exporter killed"),
+    *("host", "host vmm", "slabs"),
+)
 
+#: What helps engines on a GPU that reads no memory that is mapped read-only.
+_OTHER_TIER = (
+    "its engines restore nothing from host memory: give the daemon memory on the GPU, or for it in"
+    ' the host\'s (gpu, gpu_memory, gpu_place), and its engines "tier": "gpu"'
+)
 _PATTERN_BYTES = 1 << 20
 #: A process that starts CUDA may take so long.
 _START_SECONDS = 60.0
@@ -50,6 +58,10 @@ def examine(
         fix = "" if isinstance(failed, errors.ConfigError) else "install NVIDIA's driver"
         return [Check("gpu", "fail", str(failed), fix), *_skipped(RUNGS, "no GPU")]
     with device:
+        try:
+            device.check_whole()
+        except errors.UnsupportedError as failed:
+            return [Check("gpu", "fail", str(failed)), *_skipped(RUNGS, "a part of a GPU")]
         free, total = device.memory_info()
         version = driver.version()
         seen = (
@@ -61,6 +73,7 @@ def examine(
             Check("gpu", "ok", seen),
             *_between_processes(device, peer),
             attempt("gpu host", lambda: _host(device)),
+            attempt("gpu host vmm", lambda: _host_vmm(device)),
             attempt("gpu slabs", lambda: _slabs(device, session, timeout)),
         ]
 
@@ -217,11 +230,24 @@ def _host(device: Device) -> Check:
     try:
         back = through_registration(device, pattern)
     except errors.UnsupportedError as cannot:
-        return Check("gpu host", "warn", str(cannot), "host slabs are copied, not read in place")
+        return Check("gpu host", "warn", str(cannot), _OTHER_TIER)
     if back != pattern:
         return Check("gpu host", "fail", "the GPU read other bytes than host memory holds")
     seen = "the GPU read a memfd that is mapped read-only and registered"
     return Check("gpu host", "ok", seen)
+
+
+def _host_vmm(device: Device) -> Check:
+    pattern = os.urandom(_PATTERN_BYTES)
+    try:
+        node = device.host_node
+        back = through_export(device, pattern, node=node)
+    except (errors.UnsupportedError, errors.CudaError) as cannot:
+        return Check("gpu host vmm", "warn", str(cannot), 'gpu_place = "host" can\'t be had here')
+    if back != pattern:
+        return Check("gpu host vmm", "fail", "a pattern came out of the host's memory changed")
+    seen = f"memory that CUDA made on the host's NUMA node {node} was exported, imported and read"
+    return Check("gpu host vmm", "ok", seen)
 
 
 def _slabs(device: Device, session: Session | None, timeout: float) -> Check:

@@ -103,6 +103,7 @@ def status_json(
                 "hugepages": slab.hugepages,
                 "read_only": slab.read_only,
                 "device": slab.device,
+                "in_host": slab.in_host,
             }
             for slab in status.slabs
         ],
@@ -191,6 +192,8 @@ def gpus_table(gpus: Iterable[admin_pb2.GpuInfo]) -> Table:
 def _pages(slab: admin_pb2.SlabInfo) -> str:
     if slab.read_only:
         return "read-only"
+    if slab.in_host:
+        return "in host"
     return "huge" if slab.hugepages else "small"
 
 

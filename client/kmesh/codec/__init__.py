@@ -6,6 +6,7 @@ The format is ``docs/recipe-format.md``. Needs numpy and zstandard, the extra ``
 from kmesh.codec.decoder import MAX_PAYLOAD_BYTES, DecodePlan, decode
 from kmesh.codec.description import SpanDescription
 from kmesh.codec.encoder import Encoded, Encoder
+from kmesh.codec.many import ManyTables
 from kmesh.codec.provenance import Provenance
 from kmesh.codec.recipe import Recipe, RecipeTables
 from kmesh.codec.records import BLOCK_TOKENS, TURN_KERNEL, Form, Op, XorCode
@@ -20,6 +21,7 @@ __all__ = [
     "Encoded",
     "Encoder",
     "Form",
+    "ManyTables",
     "Op",
     "Provenance",
     "Recipe",

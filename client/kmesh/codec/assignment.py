@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import struct
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -11,6 +13,10 @@ from kmesh.codec.records import OP, UNIT, Op, XorCode, aligned
 
 #: As plain numbers: members of an enum are slow to look up.
 LITERAL, REF, REF_ROT, XOR = (int(op) for op in (Op.LITERAL, Op.REF, Op.REF_ROT, Op.XOR))
+
+
+#: A record of ``OP``.
+_OP = struct.Struct("<2BH7I")
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,6 +86,38 @@ class Assignment:
         holds = (ops["kind"] == LITERAL) | (ops["kind"] == XOR)
         place(ops, np.where(holds, units(ops["tokens"], token_bytes), 0))
         return ops
+
+
+def referring(pieces: Sequence[Piece], tokens: int, token_bytes: int) -> npt.NDArray[np.void]:
+    """The ops of ``Assignment`` if every token of every piece is what it is said to be.
+
+    Args:
+        pieces: in the order of their tokens, of which each is in one at most.
+    """
+    ops: list[list[int]] = []
+    data = end = 0
+
+    def literal(until: int) -> None:
+        nonlocal data
+        if until > end:
+            size = -(-(until - end) * token_bytes // UNIT)
+            ops.append([LITERAL, 0, 0, 0, end, until - end, 0, data, size, 0])
+            data += size
+
+    before: tuple[int, ...] = ()
+    for piece in pieces:
+        literal(piece.token)
+        same = piece.segment, piece.turn, piece.source - piece.token
+        if piece.token == end and same == before:
+            ops[-1][5] += piece.tokens
+        else:
+            kind = REF_ROT if piece.turn else REF
+            given = (piece.segment, piece.token, piece.tokens, piece.source)
+            ops.append([kind, 0, piece.turn, *given, data, 0, 0])
+        before, end = same, piece.token + piece.tokens
+    literal(tokens)
+    packed = b"".join([_OP.pack(*op) for op in ops])
+    return np.frombuffer(bytearray(packed), dtype=OP)
 
 
 def units(tokens: npt.NDArray[np.uint32], token_bytes: int) -> npt.NDArray[np.int64]:

@@ -155,7 +155,8 @@ def check_family(base: Base, rotary: Rotary | None, block_tokens: int) -> None:
 
 def check_member(member: SpanDescription, base: Base) -> None:
     """RecipeMismatch or RecipeError if a member can't be of this family; names the field."""
-    for segment in base:
+    # A base's segments have the same in common.
+    for segment in base.segments[:1]:
         check_shared(member, segment.description)
     if base.find(member.key) is not None:
         raise RecipeError("a segment of the base has it too", field="key")

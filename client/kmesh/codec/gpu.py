@@ -1,7 +1,8 @@
 """Recipes of members that lie in a GPU's memory, made there: the same bytes as ``Encoder``'s.
 
-The GPU compares, writes literals, decodes and compares again; the host makes the tables. Needs
-CuPy (extras ``cuda12`` and ``cuda13``) beside what the codec needs, or CUDA's compiler alone with
+The host makes the tables; the GPU writes literals, decodes and compares. What provenance says is
+taken for true at first, and what does not come back is looked at then. Needs CuPy (extras
+``cuda12`` and ``cuda13``) beside what the codec needs, or CUDA's compiler alone with
 ``kmesh.kernels.bare``.
 """
 
@@ -18,10 +19,10 @@ import numpy.typing as npt
 
 from kmesh.codec.assignment import XOR
 from kmesh.codec.description import SpanDescription
-from kmesh.codec.encoder import CLEARLY_SHARED, WORTH, check_family, check_member, spell_out
-from kmesh.codec.judging import AlonePlanner, JudgedPlanner, bits
+from kmesh.codec.encoder import CLEARLY_SHARED, WORTH, check_family, check_member
+from kmesh.codec.judging import AlonePlanner, ExpectingPlanner, JudgingPlanner
 from kmesh.codec.memory import address_of, root_of
-from kmesh.codec.passes import Passes
+from kmesh.codec.passes import Found, Passes
 from kmesh.codec.planning import expected_pieces
 from kmesh.codec.provenance import Provenance
 from kmesh.codec.recipe import Recipe
@@ -183,8 +184,9 @@ class GpuEncoder:
             stream: handle of a CUDA stream of the device. It is waited for.
             place: gives the address for a recipe of so many bytes, a multiple of 64, in memory of
                 the GPU or in the host's where the GPU may write it. What is there is a recipe
-                when this call has ended well. It is asked once more for what comes out smaller
-                without a base. By default memory of the GPU is allocated.
+                when this call has ended well. It is asked once more for each recipe that takes the
+                place of one: where provenance was wrong, and where one without a base is smaller.
+                By default memory of the GPU is allocated.
 
         Raises:
             RecipeError: as ``Encoder.encode``; or the payload changed meanwhile.
@@ -203,9 +205,8 @@ class GpuEncoder:
                 passes = Passes(device, slot, stream, member, payload.address, self._rotary)
                 turns = Turns(self._rotary)
                 expected = expected_pieces(provenance, member, self._base, turns)
-                found = passes.compare(expected, self._base.segments, turns.angles())
-                planner = JudgedPlanner(member, expected, found, passes)
-                writer = _Writer(device, passes, member, found.root, self._block, place)
+                planner = ExpectingPlanner(member, expected, passes)
+                writer = _Writer(device, passes, member, self._block, place)
                 encoded, tables = writer.write(planner, self._base, turns)
                 if encoded.depends and tables.referred < CLEARLY_SHARED:
                     encoded = writer.smaller(encoded)
@@ -227,34 +228,29 @@ class _Writer:
         device: Launcher,
         passes: Passes,
         member: SpanDescription,
-        root: int,
         block_tokens: int,
         place: Callable[[int], int] | None,
     ) -> None:
         self._device, self._passes, self._place = device, passes, place
-        self._member, self._root, self._block = member, root, block_tokens
+        self._member, self._block = member, block_tokens
+        self._root: int | None = None
 
-    def write(
-        self, planner: JudgedPlanner | AlonePlanner, base: Base, turns: Turns
-    ) -> tuple[GpuEncoded, Tables]:
-        """The recipe by these plans, with literals for what does not come back."""
+    def write(self, planner: JudgingPlanner, base: Base, turns: Turns) -> tuple[GpuEncoded, Tables]:
+        """The recipe by these plans, or others where something does not come back."""
         plans = planner.plans()
-        literal: dict[int, npt.NDArray[np.intp]] = {}
         while True:
             tables = lay_out(plans, base, turns)
             encoded = self._allocated(tables)
             try:
-                wrong = self._written(encoded, tables, base)
+                found = self._written(encoded, tables, base)
+                if not found.differing:
+                    encoded.payload_root, encoded.refused = found.root, len(planner.literal)
+                    return encoded, tables
+                plans = planner.again(plans, self._passes.marks())
             except BaseException:
                 encoded.free()
                 raise
-            if not wrong:
-                encoded.payload_root, encoded.refused = self._root, len(literal)
-                return encoded, tables
             encoded.free()
-            spell_out(wrong, literal)
-            for run in wrong:
-                plans[run] = planner.plan(run, literal[run])
 
     def smaller(self, encoded: GpuEncoded) -> GpuEncoded:
         """This one, or a recipe that refers to nothing if that is as well."""
@@ -272,29 +268,25 @@ class _Writer:
             raise RecipeError(f"{address:#x} is no multiple of {RUN_ALIGN}", field="place")
         return GpuEncoded(self._device, address, size, tables.used.tolist(), owned=owned)
 
-    def _written(
-        self, encoded: GpuEncoded, tables: Tables, base: Base
-    ) -> dict[int, npt.NDArray[np.intp]]:
-        """Writes it, with a head if all came back; for each run the tokens that did not."""
+    def _written(self, encoded: GpuEncoded, tables: Tables, base: Base) -> Found:
+        """Writes it, with a head if all came back."""
         member, middle = self._member, tables.tobytes(_NO_CHUNKS)
-        found = self._passes.write(
-            encoded.address, middle, tables, base.segments, _differences(tables)
-        )
-        if found.root != self._root:
+        self._passes.start(encoded.address, middle, tables, base.segments, _differences(tables))
+        # While the GPU works: what is needed afterwards.
+        tables_root, _ = root_of(middle), tables.referred
+        found = self._passes.finish()
+        if self._root not in (None, found.root):
             raise RecipeError("the payload changed while it was encoded", field="payload_root")
+        self._root = found.root
         if found.compared != member.payload_bytes:
             raise RecipeError(
                 f"{found.compared} of {member.payload_bytes} bytes were compared", field="tokens"
             )
-        all_of_them = np.packbits(np.ones(member.tokens, dtype=np.uint8), bitorder="little")
-        right = np.zeros(found.equal.shape[1], dtype=np.uint32)
-        right.view(np.uint8)[: len(all_of_them)] = all_of_them
-        wrong = np.flatnonzero((found.equal != right).any(axis=1)).tolist()
-        if not wrong:
-            given = (tables.literal_bytes, self._root, root_of(middle), found.stored_root)
+        if not found.differing:
+            given = (tables.literal_bytes, found.root, tables_root, found.stored_root)
             head = head_of(member, tables, Form.ADDRESSABLE, self._block, len(middle), 0, *given)
             self._passes.head(encoded.address, head)
-        return {run: np.flatnonzero(~bits(found.equal[run], member.tokens)) for run in wrong}
+        return found
 
 
 def check_size(description: SpanDescription, payload: GpuBytes) -> None:
@@ -307,24 +299,23 @@ def check_size(description: SpanDescription, payload: GpuBytes) -> None:
         )
 
 
-def _differences(tables: Tables) -> npt.NDArray[np.uint32]:
-    """[n, 2]: runs, and numbers of ops in their lists, that are differences."""
+def _differences(tables: Tables) -> list[tuple[int, int]]:
+    """Runs, and numbers of ops in their lists, that are differences."""
     at = np.flatnonzero(tables.ops["kind"] == XOR)
     if not len(at):
-        return np.empty((0, 2), dtype=np.uint32)
+        return []
     of_list = np.searchsorted(tables.lists["first"], at, side="right") - 1
     number = at - tables.lists["first"][of_list]
-    which = [
+    return [
         (run, op)
         for run, used in enumerate(tables.runs["list"].tolist())
         for op in number[of_list == used].tolist()
     ]
-    return np.array(which, dtype=np.uint32)
 
 
 def _size(tables: Tables) -> int:
     """Of the file."""
-    return tables.offsets()["literals"] + tables.literal_bytes
+    return tables.offsets["literals"] + tables.literal_bytes
 
 
 def _fetch(device: Launcher, address: int, size: int) -> npt.NDArray[np.uint8]:

@@ -82,7 +82,8 @@ def expected_pieces(
         if not given.delta:
             keys.append(piece)
         elif given.kernel == TURN_KERNEL:
-            keys.append(replace(piece, turn=turns.number(given.delta)))
+            given_by = (piece.token, piece.tokens, piece.segment, piece.source)
+            keys.append(Piece(*given_by, turns.number(given.delta)))
     return keys, values
 
 

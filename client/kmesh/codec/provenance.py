@@ -42,10 +42,9 @@ def locate(
         RecipeError: tokens are not the member's or not the segment's, two entries have a token in
             common, or the distance is not the one between the two frames.
     """
-    numbers = {one.description.key: number for number, one in enumerate(base)}
     located, end = [], 0
     for given in sorted(provenance, key=lambda one: one.token):
-        number = numbers.get(given.segment)
+        number = base.number(given.segment)
         if number is None:
             raise RecipeError("is not in the base", field="provenance.segment")
         segment = base.segments[number].description

@@ -51,6 +51,21 @@ HEAD_FIELDS = (
     *("stored_root", "head_root"),
 )
 HEAD_SUMMED = 248
+#: The head as an array has it.
+HEAD_RECORD = np.dtype(
+    [
+        *(("magic", "V8"), ("version", "<u2"), ("form", "u1"), ("dtype", "u1")),
+        *((name, "<u2") for name in ("block_tokens", "reserved")),
+        *((name, "<u4") for name in ("tokens", "position")),
+        *((name, "<u2") for name in ("layer_begin", "layer_end", "head_begin", "head_end")),
+        *((name, "<u4") for name in ("head_dim", "segments", "turns", "pairs")),
+        *((name, "<u4") for name in ("ops", "lists", "chunks", "reserved2")),
+        *((name, "<u8") for name in ("literal_bytes", "stored_bytes", "file_bytes", "generation")),
+        *(("namespace", "V32"), ("key", "V32")),
+        *((name, "<u8") for name in ("payload_root", "tables_root", "stored_root")),
+        *(("reserved3", "V64"), ("head_root", "<u8")),
+    ]
+)
 #: Of a turn, before its cosines and sines.
 TURN_HEAD = 8
 

@@ -58,12 +58,12 @@ class Base:
 
     def __init__(self, segments: Iterable[Segment] = ()) -> None:
         self.segments = tuple(segments)
-        self._by_key: dict[bytes, Segment] = {}
+        self._numbers: dict[bytes, int] = {}
         for number, segment in enumerate(self.segments):
             check_shared(segment.description, self.segments[0].description, "segments", number)
-            if segment.description.key in self._by_key:
+            if segment.description.key in self._numbers:
                 raise RecipeMismatch("is there twice", field="segments.key", record=number)
-            self._by_key[segment.description.key] = segment
+            self._numbers[segment.description.key] = number
 
     def __len__(self) -> int:
         return len(self.segments)
@@ -73,7 +73,12 @@ class Base:
 
     def find(self, key: bytes) -> Segment | None:
         """The segment of that key."""
-        return self._by_key.get(key)
+        number = self._numbers.get(key)
+        return None if number is None else self.segments[number]
+
+    def number(self, key: bytes) -> int | None:
+        """Of the segment of that key."""
+        return self._numbers.get(key)
 
 
 def check_shared(

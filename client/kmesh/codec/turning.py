@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import struct
+from functools import lru_cache
+
 import numpy as np
 import numpy.typing as npt
 
@@ -9,6 +12,10 @@ from kmesh import _host
 from kmesh.codec.records import TURN_KERNEL, turn_record
 from kmesh.errors import RecipeError
 from kmesh.kernels.rotary import ELEMENTS, Rotary, turns
+
+#: A record of ``turn_record`` in front of its table.
+_TURN = struct.Struct("<iHBx")
+_record_of = lru_cache(maxsize=16)(turn_record)
 
 
 class Turns:
@@ -48,10 +55,8 @@ class Turns:
         if self._rotary is None:
             return np.empty(0, dtype=turn_record(0))
         rotary, deltas = self._rotary, list(self._numbers)
-        table = np.zeros(len(used), dtype=turn_record(len(rotary.frequencies)))
-        for record, number in zip(table, used, strict=True):
+        written: list[bytes] = []
+        for number in used.tolist():
             delta = deltas[number - 1]
-            record["delta"], record["kernel"] = delta, TURN_KERNEL
-            record["interleaved"] = rotary.interleaved
-            record["table"] = np.frombuffer(turns(rotary, delta), dtype="<f4").reshape(-1, 2)
-        return table
+            written += (_TURN.pack(delta, TURN_KERNEL, rotary.interleaved), turns(rotary, delta))
+        return np.frombuffer(b"".join(written), dtype=_record_of(len(rotary.frequencies)))

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 import numpy.typing as npt
 
 from kmesh.codec import records
+from kmesh.codec.assignment import LITERAL, REF, REF_ROT
 from kmesh.codec.cold import freeze
 from kmesh.codec.description import SpanDescription
 from kmesh.codec.memory import root_of
@@ -17,6 +20,9 @@ from kmesh.codec.records import Form
 from kmesh.codec.segments import Base
 from kmesh.codec.turning import Turns
 from kmesh.kernels.rotary import ELEMENTS
+
+#: A record of ``records.SEGMENT``.
+_SEGMENT = struct.Struct("<32s32s2Q2I8x")
 
 
 @dataclass(frozen=True)
@@ -36,22 +42,21 @@ class Tables:
     ops: npt.NDArray[np.void]
     runs: npt.NDArray[np.void]
 
-    @property
+    @cached_property
     def literal_bytes(self) -> int:
         """Of the literal area, as ops see it."""
         return int(self.runs["offset"][-1]) + int(self.runs["length"][-1])
 
-    @property
+    @cached_property
     def referred(self) -> float:
         """Share of the payload that is not written out in any way."""
         ops, lists = self.ops, self.lists
-        plain = np.isin(ops["kind"], (records.Op.REF, records.Op.REF_ROT)) * ops["tokens"].astype(
-            int
-        )
-        of_list = np.add.reduceat(plain, lists["first"])
+        plain = (ops["kind"] == REF) | (ops["kind"] == REF_ROT)
+        of_list = np.add.reduceat(plain * ops["tokens"].astype(np.int64), lists["first"])
         tokens = int(ops["tokens"][: lists["count"][0]].sum())
         return float(of_list[self.runs["list"]].sum()) / (tokens * len(self.runs))
 
+    @cached_property
     def offsets(self) -> dict[str, int]:
         """Where in the file each table begins, and the literals."""
         found, at = {}, records.HEAD.size
@@ -71,13 +76,13 @@ class Tables:
 def lay_out(plans: Sequence[RunPlan], base: Base, turns: Turns) -> Tables:
     """The tables of a member's plans; only the segments and turns that they use are in them."""
     lists, ops, numbers = _lists(plans)
-    segments = _renumber(ops, "segment", ops["kind"] != records.Op.LITERAL)
+    segments = _renumber(ops, "segment", ops["kind"] != LITERAL)
     used = _renumber(ops, "turn", ops["turn"] != 0, first=1)
     table = turns.records(used) if len(used) else np.empty(0, records.turn_record(0))
+    lengths = np.array([plan.length for plan in plans])
+    spans = -(-lengths // records.RUN_ALIGN) * records.RUN_ALIGN
     runs = np.zeros(len(plans), dtype=records.RUN)
-    runs["list"], runs["length"] = numbers, [plan.length for plan in plans]
-    spans = (runs["length"].astype(np.int64) + records.RUN_ALIGN - 1) // records.RUN_ALIGN
-    runs["offset"] = (np.cumsum(spans) - spans) * records.RUN_ALIGN
+    runs["list"], runs["length"], runs["offset"] = numbers, lengths, np.cumsum(spans) - spans
     return Tables(_segments(base, segments), segments, table, lists, ops, runs)
 
 
@@ -168,9 +173,9 @@ def _lists(
     each = {id(plan): plan for plan in plans}
     of_plan = {at: known.setdefault(plan.ops.tobytes(), len(known)) for at, plan in each.items()}
     ops = np.frombuffer(bytearray(b"".join(known)), dtype=records.OP)
+    counts = np.array([len(one) // records.OP.itemsize for one in known])
     lists = np.zeros(len(known), dtype=records.LIST)
-    lists["count"] = [len(one) // records.OP.itemsize for one in known]
-    lists["first"] = np.cumsum(lists["count"]) - lists["count"]
+    lists["count"], lists["first"] = counts, np.cumsum(counts) - counts
     return lists, ops, [of_plan[id(plan)] for plan in plans]
 
 
@@ -178,17 +183,17 @@ def _renumber(
     ops: npt.NDArray[np.void], name: str, which: npt.NDArray[np.bool_], first: int = 0
 ) -> npt.NDArray[np.uint16]:
     """Numbers what ops use from ``first`` on, in the old order; returns the old numbers."""
-    used, numbers = np.unique(ops[name][which], return_inverse=True)
-    ops[name][which] = numbers + first
+    old = ops[name][which]
+    used = np.array(sorted(set(old.tolist())), dtype=old.dtype)
+    ops[name][which] = np.searchsorted(used, old) + first
     return used
 
 
 def _segments(base: Base, used: npt.NDArray[np.uint16]) -> npt.NDArray[np.void]:
-    table = np.zeros(len(used), dtype=records.SEGMENT)
-    for record, number in zip(table, used, strict=True):
+    written = []
+    for number in used.tolist():
         segment = base.segments[number]
-        record["key"], record["digest"] = segment.description.key, segment.digest
-        record["root"] = segment.root
-        for name in ("generation", "tokens", "position"):
-            record[name] = getattr(segment.description, name)
-    return table
+        is_ = segment.description
+        given = (segment.digest, segment.root, is_.generation, is_.tokens, is_.position)
+        written.append(_SEGMENT.pack(is_.key, *given))
+    return np.frombuffer(b"".join(written), dtype=records.SEGMENT)

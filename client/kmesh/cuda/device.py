@@ -15,14 +15,19 @@ _UUID = re.compile(
     r"GPU-[0-9a-f]{8}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{12}\Z", re.IGNORECASE
 )
 _NUMBER = re.compile(r"\d{1,4}\Z")
+_PART_UUID = re.compile(r"MIG-", re.IGNORECASE)
+#: In the driver's name of an instance: "NVIDIA H200 MIG 1g.18gb".
+_PART_NAME = re.compile(r" MIG \d")
 
 
 def check_name(name: str) -> str:
     """A GPU's name as it is compared: a number, or its UUID in lower case.
 
     Raises:
-        ValueError: it is neither.
+        ValueError: it is neither, or an instance of a GPU that is split (MIG).
     """
+    if _PART_UUID.match(name):
+        raise ValueError(f"{name!r} is a part of a GPU (MIG): only whole GPUs are served")
     if _NUMBER.match(name):
         return str(int(name))
     if _UUID.match(name):
@@ -70,6 +75,8 @@ class Device:
         ordinal: as the driver counts.
         uuid: of the GPU. name: as its maker calls it.
         rdma: NICs may reach memory that is made with ``DeviceMemory.create``.
+        part: it is an instance of a GPU that is split (MIG). Its UUID is not the GPU's, and of its
+            siblings the driver shows none.
 
     Args:
         name: number or UUID.
@@ -85,11 +92,24 @@ class Device:
         self.ordinal = find(driver, name)
         self.uuid = driver.device_uuid(self.ordinal)
         self.name = driver.device_name(self.ordinal)
+        self.part = bool(_PART_NAME.search(self.name))
         for needed in (Attribute.VIRTUAL_MEMORY, Attribute.POSIX_FD):
             if not self.can(needed):
                 raise UnsupportedError(f"{self.name} ({self.uuid}) has no {needed.name}")
         self.rdma = self.can(Attribute.RDMA_WITH_VMM)
         self._context: int | None = driver.retain_context(self.ordinal)
+
+    def check_whole(self) -> None:
+        """For whoever shares memory of it with other processes.
+
+        Raises:
+            UnsupportedError: it is a part of a GPU: how processes share that is not known.
+        """
+        if self.part:
+            raise UnsupportedError(
+                f"gpu: {self.name} is a part of a GPU (MIG): only whole GPUs are served;"
+                " end MIG mode (nvidia-smi -mig 0) or name another GPU"
+            )
 
     def can(self, attribute: Attribute) -> bool:
         """Whether the GPU has it."""
@@ -136,10 +156,28 @@ class Device:
         with self.current() as driver:
             return driver.memory_info()
 
+    def granularity_on(self, node: int | None) -> int:
+        """Sizes of memory that is made there are multiples of it; None: on the GPU."""
+        return self.driver.granularity(self.ordinal, rdma=self.rdma, node=node)
+
     @property
     def granularity(self) -> int:
         """Sizes of memory that is made here are multiples of it."""
-        return self.driver.granularity(self.ordinal, rdma=self.rdma)
+        return self.granularity_on(None)
+
+    @property
+    def host_node(self) -> int:
+        """The host's NUMA node that is next to the GPU, in which ``DeviceMemory`` can be made.
+
+        Raises:
+            UnsupportedError: the driver knows of none (before CUDA 12.2).
+        """
+        try:
+            return max(self.driver.attribute(self.ordinal, Attribute.HOST_NUMA_ID), 0)
+        except CudaError as refused:
+            raise UnsupportedError(
+                f"{self.name}'s driver makes no memory in the host's (CUDA 12.2 does): {refused}"
+            ) from None
 
     def close(self) -> None:
         """Gives the context back; memory made with it must be closed before."""

@@ -18,6 +18,7 @@ class Attribute(enum.IntEnum):
     RDMA_WITH_VMM = 110
     READ_ONLY_REGISTER = 113
     DMA_BUF = 124
+    HOST_NUMA_ID = 134
 
 
 class Driver(Protocol):
@@ -64,14 +65,15 @@ class Driver(Protocol):
     def memory_info(self) -> tuple[int, int]:
         """Free bytes and all bytes of the current context's GPU."""
 
-    def granularity(self, device: int, *, rdma: bool) -> int:
-        """Sizes of ``create`` are multiples of it."""
+    def granularity(self, device: int, *, rdma: bool, node: int | None = None) -> int:
+        """Sizes of ``create`` are multiples of it; arguments as there."""
 
-    def create(self, device: int, size: int, *, rdma: bool) -> int:
+    def create(self, device: int, size: int, *, rdma: bool, node: int | None = None) -> int:
         """Physical memory on a GPU that can be exported; its handle. Needs no context.
 
         Args:
             rdma: a NIC may reach it.
+            node: NUMA node of the host in whose memory it is made, instead of the GPU's.
         """
 
     def release(self, handle: int) -> None:
@@ -146,6 +148,9 @@ class Driver(Protocol):
     def copy_async(self, target: int, source: int, size: int, stream: int) -> None:
         """Starts a copy between addresses of GPUs or of this process. From or to memory that is
         not registered it may be done when this returns."""
+
+    def fill_async(self, address: int, value: int, size: int, stream: int) -> None:
+        """Starts to set bytes of GPU memory."""
 
     def load_module(self, image: bytes) -> int:
         """Compiled kernels (a cubin)."""

@@ -17,7 +17,7 @@ _OLDEST = 11030
 
 _PINNED = 1
 _POSIX_FD = 1
-_ON_DEVICE = 1
+_ON_DEVICE, _ON_HOST_NODE = 1, 3
 _READ, _READ_WRITE = 1, 3
 _DMA_BUF_FD = 1
 _OVER_PCIE = 1
@@ -92,6 +92,7 @@ _SIGNATURES: dict[str, tuple[Any, ...]] = {
     "cuMemcpyDtoH_v2": (c_void_p, _Address, c_size_t),
     "cuMemcpyDtoD_v2": (_Address, _Address, c_size_t),
     "cuMemcpyAsync": (_Address, _Address, c_size_t, c_void_p),
+    "cuMemsetD8Async": (_Address, ctypes.c_ubyte, c_size_t, c_void_p),
     "cuStreamCreate": (POINTER(c_void_p), c_uint),
     "cuStreamDestroy_v2": (c_void_p,),
     "cuStreamSynchronize": (c_void_p,),
@@ -102,9 +103,10 @@ _SIGNATURES: dict[str, tuple[Any, ...]] = {
 }
 
 
-def _allocation(device: int, rdma: bool) -> _Allocation:
-    place = _Location(_ON_DEVICE, device)
-    return _Allocation(_PINNED, _POSIX_FD, place, None, _Flags(0, rdma))
+def _allocation(device: int, rdma: bool, node: int | None) -> _Allocation:
+    place = _Location(_ON_DEVICE, device) if node is None else _Location(_ON_HOST_NODE, node)
+    # NICs need no leave to reach host memory.
+    return _Allocation(_PINNED, _POSIX_FD, place, None, _Flags(0, rdma and node is None))
 
 
 class LibCuda:
@@ -192,15 +194,15 @@ class LibCuda:
         self._call("cuMemGetInfo_v2", byref(free), byref(total))
         return free.value, total.value
 
-    def granularity(self, device: int, *, rdma: bool) -> int:
+    def granularity(self, device: int, *, rdma: bool, node: int | None = None) -> int:
         value = c_size_t()
-        wanted = _allocation(device, rdma)
+        wanted = _allocation(device, rdma, node)
         self._call("cuMemGetAllocationGranularity", byref(value), byref(wanted), 0)
         return value.value
 
-    def create(self, device: int, size: int, *, rdma: bool) -> int:
+    def create(self, device: int, size: int, *, rdma: bool, node: int | None = None) -> int:
         handle = c_ulonglong()
-        wanted = _allocation(device, rdma)
+        wanted = _allocation(device, rdma, node)
         self._call("cuMemCreate", byref(handle), size, byref(wanted), 0)
         return handle.value
 
@@ -289,6 +291,9 @@ class LibCuda:
 
     def copy_async(self, target: int, source: int, size: int, stream: int) -> None:
         self._call("cuMemcpyAsync", target, source, size, stream)
+
+    def fill_async(self, address: int, value: int, size: int, stream: int) -> None:
+        self._call("cuMemsetD8Async", address, value, size, stream)
 
     def load_module(self, image: bytes) -> int:
         module = c_void_p()

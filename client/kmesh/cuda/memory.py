@@ -33,7 +33,8 @@ def _steps() -> Iterator[ExitStack]:
 
 
 class DeviceMemory:
-    """Memory of a GPU, mapped on it, or on another one that can read it (``Device.peers``).
+    """Memory of a GPU, mapped on it, or on another one that can read it (``Device.peers``); or
+    memory of the host that CUDA made for it.
 
     Attributes:
         device: that it is mapped on.
@@ -58,21 +59,25 @@ class DeviceMemory:
                 driver.set_access(self.address, size, device.ordinal, writable=writable)
 
     @classmethod
-    def create(cls, device: Device, size: int, peer: int | None = None) -> DeviceMemory:
+    def create(
+        cls, device: Device, size: int, peer: int | None = None, node: int | None = None
+    ) -> DeviceMemory:
         """New memory, mapped writable.
 
         Args:
             peer: ordinal of the GPU whose memory it is, if not of ``device``.
+            node: NUMA node of the host in whose memory it is made (``Device.host_node``); None: it
+                is the GPU's.
 
         Raises:
             ConfigError: the size is no multiple of ``device.granularity``.
             CudaError: the driver refuses, for instance for want of memory.
         """
-        step = device.granularity
+        step = device.granularity_on(node)
         if size <= 0 or size % step:
             raise ConfigError(f"{size} bytes are no multiple of {step}, as {device.uuid} wants")
         owner = device.ordinal if peer is None else peer
-        handle = device.driver.create(owner, size, rdma=device.rdma)
+        handle = device.driver.create(owner, size, rdma=device.rdma, node=node)
         return cls(device, size, handle, writable=True)
 
     @classmethod

@@ -15,37 +15,43 @@ from kmesh.mapping import Mapping, importable
 _PATTERN_BYTES = 1 << 16
 
 _lock = threading.Lock()
-_proved: set[tuple[str, HandleKind, int | None]] = set()
+_proved: set[tuple[str, HandleKind, int | None, bool]] = set()
 
 
-def prove(device: Device, kind: HandleKind, peer: int | None = None) -> None:
+def prove(
+    device: Device, kind: HandleKind, peer: int | None = None, *, in_host: bool = False
+) -> None:
     """Proves a kind on a GPU, once in a process.
 
     Args:
         peer: ordinal of the GPU whose memory is read, if not of ``device``.
+        in_host: it is memory of the host that CUDA made.
 
     Raises:
         UnsupportedError: it does not work here; says why.
         CudaError: the driver refuses.
     """
     with _lock:
-        if (device.uuid, kind, peer) in _proved:
+        if (device.uuid, kind, peer, in_host) in _proved:
             return
         pattern = os.urandom(_PATTERN_BYTES)
         if kind == HandleKind.CUDA_VMM_FD:
-            seen = through_export(device, pattern, peer)
+            node = device.host_node if in_host else None
+            seen = through_export(device, pattern, peer, node)
         elif kind == HandleKind.MEMFD:
             seen = through_registration(device, pattern)
         else:
             raise UnsupportedError(f"{device.name} reads no {kind.name}")
         if seen != pattern:
             raise UnsupportedError(f"{kind.name}: {device.name} read other bytes than were written")
-        _proved.add((device.uuid, kind, peer))
+        _proved.add((device.uuid, kind, peer, in_host))
 
 
-def through_export(device: Device, pattern: bytes, peer: int | None = None) -> bytes:
+def through_export(
+    device: Device, pattern: bytes, peer: int | None = None, node: int | None = None
+) -> bytes:
     """The pattern as it comes through an export and a read-only import."""
-    with DeviceMemory.create(device, device.granularity, peer) as made:
+    with DeviceMemory.create(device, device.granularity_on(node), peer, node) as made:
         made.write(pattern)
         fd = made.export()
         try:

@@ -39,21 +39,14 @@ _registered: dict[tuple[Device, int, int], _Registered] = {}
 _lock = threading.Lock()
 
 
-class DeviceSlab:
-    """One slab. It may be read as long as the ``DeviceSlabs`` is open that it came from.
+class _Laid:
+    """A slab that begins at an address."""
 
-    Attributes:
-        slab: its id. kind: what it was made of.
-        address: of byte 0, as the GPU sees it.
-        size: bytes, payloads and sums.
-    """
+    __slots__ = ("address", "size", "slab")
 
-    __slots__ = ("address", "kind", "size", "slab")
-
-    def __init__(self, slab: int, handle: Handle, address: int) -> None:
+    def __init__(self, slab: int, size: int, address: int) -> None:
         self.slab = slab
-        self.kind = handle.kind
-        self.size = handle.size
+        self.size = size
         self.address = address
 
     def sums_address(self, offset: int) -> int:
@@ -64,6 +57,44 @@ class DeviceSlab:
         """Whether a span may lie at ``offset``: on a tile, and before the sums."""
         end = offset + length
         return offset >= 0 <= length and not offset % TILE_BYTES and end <= sums_offset(self.size)
+
+
+class HostSide(_Laid):
+    """A slab of host memory as this process itself reads it; addresses are the process's."""
+
+    __slots__ = ("_mapping",)
+
+    def __init__(self, slab: int, mapping: Mapping) -> None:
+        super().__init__(slab, mapping.size, mapping.address)
+        self._mapping = mapping
+
+    def view(self, offset: int, length: int) -> memoryview:
+        """Read-only bytes; ValueError if no span can lie there."""
+        if not self.contains(offset, length):
+            raise ValueError(f"no span of {length} bytes can lie at {offset}")
+        return self._mapping.view(offset, length)
+
+
+class DeviceSlab(_Laid):
+    """One slab. It may be read as long as the ``DeviceSlabs`` is open that it came from.
+
+    Attributes:
+        slab: its id. kind: what it was made of.
+        in_host: the GPU reaches its memory over the bus.
+        address: of byte 0, as the GPU sees it.
+        size: bytes, payloads and sums.
+        host: the same memory for this process; None where this process can't read it.
+    """
+
+    __slots__ = ("host", "in_host", "kind")
+
+    def __init__(
+        self, slab: int, handle: Handle, address: int, mapping: Mapping | None = None
+    ) -> None:
+        super().__init__(slab, handle.size, address)
+        self.kind = handle.kind
+        self.in_host = handle.in_host or not handle.device
+        self.host = None if mapping is None else HostSide(slab, mapping)
 
 
 class DeviceSlabs:
@@ -82,7 +113,7 @@ class DeviceSlabs:
         self._device = device
         self._slabs: dict[int, DeviceSlab] = {}
         self._imported: list[DeviceMemory] = []
-        self._shared: list[tuple[Device, int, int]] = []
+        self._shared: dict[int, tuple[Device, int, int]] = {}
         self._attaching = threading.Lock()
 
     def slab(self, number: int, timeout: float | None = None) -> DeviceSlab:
@@ -111,9 +142,10 @@ class DeviceSlabs:
             handle = self._session.export_slab(number, timeout, same)
         try:
             peer = self._peer(handle.device, number)
-            prove(self._device, handle.kind, peer)
+            prove(self._device, handle.kind, peer, in_host=handle.in_host)
             if handle.kind == HandleKind.MEMFD:
-                return DeviceSlab(number, handle, self._share(handle))
+                shared = self._share(number, handle)
+                return DeviceSlab(number, handle, shared.seen.address, shared.mapping)
             memory = DeviceMemory.open(self._device, handle.fd, handle.size)
             self._imported.append(memory)
             return DeviceSlab(number, handle, memory.address)
@@ -131,7 +163,7 @@ class DeviceSlabs:
             )
         return peer
 
-    def _share(self, handle: Handle) -> int:
+    def _share(self, number: int, handle: Handle) -> _Registered:
         file = os.fstat(handle.fd)
         key = self._device, file.st_dev, file.st_ino
         with _lock:
@@ -139,24 +171,27 @@ class DeviceSlabs:
             if found is None:
                 found = _registered[key] = _Registered(self._device, handle)
             found.users += 1
-        self._shared.append(key)
-        return found.seen.address
+        self._shared[number] = key
+        return found
+
+    def drop(self, number: int) -> None:
+        """Lets go of a slab of host memory, which the GPU must not read any more."""
+        with self._attaching:
+            self._slabs.pop(number, None)
+            key = self._shared.pop(number, None)
+        if key is not None:
+            _let_go(key)
 
     def close(self) -> None:
         """The GPU must not read any of it any more. May be called again."""
         with self._attaching:
             imported, self._imported = self._imported, []
-            shared, self._shared = self._shared, []
+            shared, self._shared = self._shared, {}
             self._slabs.clear()
         for memory in imported:
             memory.close()
-        for key in shared:
-            with _lock:
-                found = _registered[key]
-                found.users -= 1
-                if not found.users:
-                    del _registered[key]
-                    found.close()
+        for key in shared.values():
+            _let_go(key)
 
     def __enter__(self) -> DeviceSlabs:
         return self
@@ -168,3 +203,13 @@ class DeviceSlabs:
         trace: TracebackType | None,
     ) -> None:
         self.close()
+
+
+def _let_go(key: tuple[Device, int, int]) -> None:
+    """One user less of a registered slab."""
+    with _lock:
+        found = _registered[key]
+        found.users -= 1
+        if not found.users:
+            del _registered[key]
+            found.close()

@@ -72,6 +72,7 @@ class BareDevice(Launcher):
         parts: tuple[int, int] | None,
         stream: int,
         threads: int = 0,
+        told: int = 0,
     ) -> None:
         if parts is not None:
             raise ValueError(f"{name} takes parts")
@@ -141,6 +142,9 @@ class _Runtime:
 
     def memcpyAsync(self, to: int, source: int, size: int, _kind: int, stream: int) -> None:
         self._driver.copy_async(to, source, size, stream)
+
+    def memsetAsync(self, to: int, value: int, size: int, stream: int) -> None:
+        self._driver.fill_async(to, value, size, stream)
 
     def memcpy(self, to: int, source: int, size: int, _kind: int) -> None:
         self._driver.copy_async(to, source, size, self._stream)

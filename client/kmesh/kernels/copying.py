@@ -10,60 +10,118 @@ import logging
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import Any
+from itertools import pairwise
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
 
 from kmesh.kernels.device import Device
 from kmesh.kernels.plan import Load
 
 logger = logging.getLogger(__name__)
 
-_TO_DEVICE = 1
+#: By what the addresses are: memory of the host may be CUDA's own or registered.
+_BY_ADDRESS = 4
 _OUT_OF_MEMORY = 2
 _NO_TIMING = 2
 _NON_BLOCKING = 1
 _LAST_BYTES = 4 << 20
+_ALIGN = 256
+#: Fewer copies than these are not worth looking at.
+_ROWS = 4
 
 
-@dataclass(frozen=True, slots=True)
+class Copy(NamedTuple):
+    """Bytes for a buffer: ``rows`` times ``size``.
+
+    Attributes:
+        offset, address: where the first row goes in the buffer, and where it is in memory.
+        there, here: bytes from one row to the next in the buffer, and in memory.
+    """
+
+    offset: int
+    address: int
+    size: int
+    rows: int = 1
+    there: int = 0
+    here: int = 0
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class Chunk:
-    """Parts that are copied together: half-open, with the copies (offset, address, bytes)."""
+    """Parts that are copied together: half-open.
+
+    Attributes:
+        copies: by which they get to a buffer.
+        offsets: int64, of each part in the chunk's buffer.
+        size: bytes of the parts.
+    """
 
     begin: int
     end: int
-    copies: list[tuple[int, int, int]]
-    offsets: list[int]
+    copies: list[Copy]
+    offsets: npt.NDArray[np.int64]
+    size: int
 
 
 def chunks_of(
-    addresses: Sequence[int], lengths: Sequence[int], room: int, smallest: int
+    addresses: npt.ArrayLike, lengths: npt.ArrayLike, room: int, smallest: int
 ) -> Iterator[Chunk]:
     """Payloads in chunks that fit ``room``; none may be larger.
 
     Towards the end they get smaller, down to ``smallest`` bytes: what has come last is scattered
-    when the bus has nothing left to bring. Neighbours in memory are one copy.
+    when the bus has nothing left to bring. Neighbours in memory are one copy, and so are equal ones
+    that lie equally far apart.
     """
-    left, begin = sum(lengths), 0
-    while begin < len(lengths):
-        target = min(room, max(left // 2, smallest))
-        copies: list[tuple[int, int, int]] = []
-        offsets: list[int] = []
-        offset, end = 0, begin
-        while end < len(lengths) and (end == begin or offset + lengths[end] <= target):
-            address, length = addresses[end], lengths[end]
-            if copies and copies[-1][1] + offset - copies[-1][0] == address:
-                copies[-1] = (*copies[-1][:2], offset + length - copies[-1][0])
-            else:
-                copies.append((offset, address, length))
-            offsets.append(offset)
-            offset += _whole(length)
-            left -= length
-            end += 1
-        yield Chunk(begin, end, copies, offsets)
+    sizes = np.asarray(lengths, dtype=np.int64)
+    taken = (sizes + _ALIGN - 1) // _ALIGN * _ALIGN
+    starts = np.cumsum(taken) - taken
+    # What lies one behind the other in memory as well as in a buffer is as far from both.
+    apart = np.asarray(addresses, dtype=np.int64) - starts
+    ends, left, begin = starts + sizes, int(sizes.sum()), 0
+    while begin < len(sizes):
+        target, at = min(room, max(left // 2, smallest)), int(starts[begin])
+        end = max(int(np.searchsorted(ends, at + target, side="right")), begin + 1)
+        offsets = starts[begin:end] - at
+        copies = _copies(offsets, sizes[begin:end], apart[begin:end] + at)
+        size = int(sizes[begin:end].sum())
+        left -= size
+        yield Chunk(begin, end, copies, offsets, size)
         begin = end
 
 
-def _whole(length: int) -> int:
-    return -(-length // 256) * 256
+def _copies(
+    offsets: npt.NDArray[np.int64], sizes: npt.NDArray[np.int64], apart: npt.NDArray[np.int64]
+) -> list[Copy]:
+    """Of payloads that go to ``offsets``, and are ``apart`` bytes further in memory."""
+    steps = np.diff(apart)
+    breaks = np.flatnonzero(steps)
+    if not len(breaks):
+        return [Copy(int(offsets[0]), int(apart[0] + offsets[0]), int(offsets[-1] + sizes[-1]))]
+    if len(sizes) >= _ROWS and (sizes == sizes[0]).all() and (steps == steps[0]).all():
+        there = int(offsets[1])
+        if there + int(steps[0]) > 0:
+            rows = (int(sizes[0]), len(sizes), there, there + int(steps[0]))
+            return [Copy(0, int(apart[0]), *rows)]
+    made: list[Copy] = []
+    for one, behind in pairwise([0, *(breaks + 1).tolist(), len(sizes)]):
+        offset = int(offsets[one])
+        size = int(offsets[behind - 1] + sizes[behind - 1]) - offset
+        _add(made, Copy(offset, int(apart[one]) + offset, size))
+    return made
+
+
+def _add(made: list[Copy], copy: Copy) -> None:
+    """One more copy, as a row of the last one if it is such a row."""
+    last = made[-1] if made else copy
+    there, here = copy.offset - last.offset, copy.address - last.address
+    each = (there, here) if last.rows == 1 else (last.there, last.here)
+    expected = (last.rows * each[0], last.rows * each[1])
+    if copy.size == last.size and (there, here) == expected and here > 0:
+        made[-1] = Copy(*last[:3], last.rows + 1, *each)
+    else:
+        made.append(copy)
 
 
 class Copier:
@@ -157,29 +215,29 @@ class Trip:
     def __init__(self, copier: Copier, runtime: Any, loads: Sequence[Load]) -> None:
         self._copier = copier
         self._runtime = runtime
-        lengths = [n for load in loads for n in load.records["length"].tolist()]
-        addresses = [a for load in loads for a in load.records["address"].tolist()]
         self._chunks: list[Chunk] = []
         self._first = copier.next
         self._started = 0
-        moved: list[int] = []
-        for chunk in chunks_of(addresses, lengths, copier.room, _LAST_BYTES):
+        whole = [load.records for load in loads]
+        records = np.concatenate(whole) if len(whole) != 1 else whole[0].copy()
+        moved = records["address"]
+        for chunk in chunks_of(moved.copy(), records["length"], copier.room, _LAST_BYTES):
             self._chunks.append(chunk)
             # The bus is at work while the rest is thought about.
             if len(self._chunks) <= len(copier.buffers):
                 self._copy()
             buffer = copier.buffers[self._buffer(len(self._chunks) - 1)]
-            moved += [buffer + offset for offset in chunk.offsets]
-        self.loads = [Load(load.records.copy(), load.requests) for load in loads]
-        at = 0
-        for load in self.loads:
-            load.records["address"] = moved[at : at + len(load.records)]
-            at += len(load.records)
+            moved[chunk.begin : chunk.end] = buffer + chunk.offsets
+        edges = np.cumsum([0, *map(len, whole)]).tolist()
+        self.loads = [
+            Load(records[begin:end], load.requests)
+            for load, (begin, end) in zip(loads, pairwise(edges), strict=True)
+        ]
 
     @property
-    def count(self) -> int:
-        """Of chunks; there is one at least."""
-        return len(self._chunks)
+    def sizes(self) -> list[int]:
+        """Bytes of each chunk; there is one at least."""
+        return [chunk.size for chunk in self._chunks]
 
     def chunks(self, stream: int) -> Iterator[tuple[int, int]]:
         """Parts of the job whose payloads are there when the stream gets to them.
@@ -214,9 +272,14 @@ class Trip:
         number = self._started
         buffer = self._buffer(number)
         runtime.streamWaitEvent(copier.stream, copier.scattered[buffer])
-        for offset, address, size in self._chunks[number].copies:
-            runtime.memcpyAsync(
-                copier.buffers[buffer] + offset, address, size, _TO_DEVICE, copier.stream
-            )
+        for copy in self._chunks[number].copies:
+            to = copier.buffers[buffer] + copy.offset
+            if copy.rows == 1:
+                runtime.memcpyAsync(to, copy.address, copy.size, _BY_ADDRESS, copier.stream)
+            else:
+                runtime.memcpy2DAsync(
+                    to, copy.there, copy.address, copy.here, copy.size, copy.rows, _BY_ADDRESS,
+                    copier.stream,
+                )  # fmt: skip
         runtime.eventRecord(copier.copied[buffer], copier.stream)
         self._started += 1

@@ -163,6 +163,9 @@ class Restorer:
         rotary: how keys are turned, where a request asks for it.
         rates: what the choice between kernel and copy engine is made by.
         options: more for the compiler, for comparisons.
+
+    Attributes:
+        rates: the same, which may be set at any time.
     """
 
     def __init__(
@@ -179,7 +182,7 @@ class Restorer:
         self._device = Device(device, options)
         self._rotary = rotary
         self._settings = settings or Settings()
-        self._rates = rates
+        self.rates = rates
         self._buffers = Buffers(self._device, self._settings.chunk_bytes, self._settings.chunks)
 
     def restore(
@@ -240,7 +243,7 @@ class Restorer:
         size = sum(int(load.records["length"].sum()) for load in loads)
         if not size or not requests:
             return Route.KERNEL
-        return choose(size, requests, grid.blocks, self._rates)
+        return choose(size, requests, grid.blocks, self.rates)
 
     def _by_copies(
         self, loads: Sequence[Load], requests: int, stream: int, copier: Copier

@@ -22,6 +22,10 @@ from kmesh.kernels.rounds import Round, RoundStatuses
 
 __all__ = ["PendingRound", "RoundRestorer", "RoundSettings"]
 
+_UPLOAD_BLOCKS = 32
+#: Of what the bus brings, how much of it is there when all that was in the GPU's memory is moved.
+_HERE_DONE = 0.8
+
 
 @dataclass(frozen=True, slots=True)
 class RoundSettings:
@@ -41,8 +45,8 @@ class RoundSettings:
     max_ctas: int | None = None
     slow_ctas: int = 64
     stages: int = 4
-    chunk_bytes: int = 32 << 20
-    chunks: int = 3
+    chunk_bytes: int = 16 << 20
+    chunks: int = 8
 
     def __post_init__(self) -> None:
         if self.chunks < 2:
@@ -108,8 +112,14 @@ class RoundRestorer:
         self._layout = layout
         self._device = Device(device, options)
         self._settings = settings or RoundSettings()
-        self._rates = rates
+        self.rates = rates
         self._buffers = Buffers(self._device, self._settings.chunk_bytes, self._settings.chunks)
+
+    def prepare(self) -> None:
+        """Compiles the kernel, so that no round waits for it. May be called in any thread, of an
+        object of that thread's own."""
+        with self._device:
+            self._device.prepare("round", "kmesh_round_16")
 
     def restore(self, round: Round, stream: int, *, route: Route | None = None) -> PendingRound:
         """Starts a round on a stream: one launch, or by the copy engine one for each chunk.
@@ -150,7 +160,7 @@ class RoundRestorer:
         if not len(lengths) or int(lengths.max()) > self._settings.chunk_bytes:
             return False
         if route is None:
-            route = choose(int(lengths.sum()), 1, self._blocks, self._rates)
+            route = choose(int(lengths.sum()), 1, self._blocks, self.rates)
         return route is Route.COPY
 
     def _copied(self, host: rounds.HostBytes, stream: int, copier: Copier) -> PendingRound:
@@ -159,17 +169,21 @@ class RoundRestorer:
         try:
             with self._device.job(stream) as slot:
                 job = self._write(slot, host.moved(trip.loads[0].records["address"]), 0)
-                slot.upload(job.upload_bytes, stream)
+                # The copy engine would bring the job behind all that it has been asked for.
+                self._device.launch(
+                    "round", "kmesh_round_upload", _UPLOAD_BLOCKS, 0, slot,
+                    (0, -(-job.upload_bytes // 16)), stream, told=slot.host,
+                )  # fmt: skip
                 slot.expect(job.parts)
-                # What is there already, in as many turns: the bus waits for buffers, not for it.
+                # What is there already is moved while the bus is at work, and done before it ends.
                 here = int(np.searchsorted(job.orders, 1))
-                turns = np.ceil(np.linspace(0, here, trip.count + 1)).astype(int).tolist()
-                self._launch(job, slot, (0, turns[1]), stream)
-                for number, (begin, end) in enumerate(trip.chunks(stream), 2):
+                brought = np.cumsum(trip.sizes)
+                share = np.minimum(brought / (_HERE_DONE * brought[-1]), 1)
+                turns = [0, *np.ceil(here * share).astype(int).tolist()]
+                for number, (begin, end) in enumerate(trip.chunks(stream)):
                     first, behind = np.searchsorted(job.orders, (begin + 1, end + 1)).tolist()
                     self._launch(job, slot, (first, behind), stream)
-                    if number <= trip.count:
-                        self._launch(job, slot, (turns[number - 1], turns[number]), stream)
+                    self._launch(job, slot, (turns[number], turns[number + 1]), stream)
         except BaseException:
             # Whoever hears of it may give payloads and recipes up at once.
             copier.wait()

@@ -66,7 +66,12 @@ def _most_shared(device: int) -> int:
 
 
 class Slot:
-    """Memory of one job: pinned on the host, where it is written, and its copy on the device."""
+    """Memory of one job: pinned on the host, where it is written, and its copy on the device.
+
+    Attributes:
+        host, job: where these are; 0 before anything was reserved.
+        told: where a kernel tells its results, on the host.
+    """
 
     def __init__(self, runtime: Any, allocate_pinned: Any) -> None:
         self._runtime = runtime
@@ -77,7 +82,12 @@ class Slot:
         self._told_pinned: Any = None
         self._told: npt.NDArray[np.uint32] = np.zeros(0, dtype=np.uint32)
         self.job = 0
+        self.host = 0
         self.told = 0
+        self._values = (ctypes.c_uint64 * 2)()
+        first = ctypes.addressof(self._values)
+        self._pointers = (ctypes.c_void_p * 2)(first, first + 8)
+        self._pointers_at = ctypes.addressof(self._pointers)
 
     def reserve(self, size: int) -> npt.NDArray[np.uint8]:
         """Pinned memory for a job of that size or more; as much room on the device.
@@ -91,13 +101,13 @@ class Slot:
             job = self._runtime.malloc(room)
             if self.job:
                 self._runtime.free(self.job)
-            self.job, self._pinned = job, pinned
+            self.job, self._pinned, self.host = job, pinned, pinned.ptr
             self._host = np.frombuffer(pinned, dtype=np.uint8, count=room)
         return self._host
 
     def upload(self, size: int, stream: int) -> None:
         """Starts to copy the job's first ``size`` bytes."""
-        self._runtime.memcpyAsync(self.job, self._pinned.ptr, size, _TO_DEVICE, stream)
+        self._runtime.memcpyAsync(self.job, self.host, size, _TO_DEVICE, stream)
 
     def expect(self, words: int) -> None:
         """Room for that many 32-bit words of results, which say 'not done' until they come."""
@@ -112,6 +122,11 @@ class Slot:
         """What the kernel told."""
         told: npt.NDArray[Any] = self._told.view(dtype)
         return told[:count]
+
+    def arguments(self) -> int:
+        """Address of what ``launchKernel`` takes for a kernel of job and results."""
+        self._values[0], self._values[1] = self.job, self.told
+        return self._pointers_at
 
     def record(self, stream: int) -> None:
         """What was started on the stream up to now is what ``done`` and ``wait`` are about."""
@@ -171,12 +186,14 @@ class Launcher(ABC):
         parts: tuple[int, int] | None,
         stream: int,
         threads: int = 0,
+        told: int = 0,
     ) -> None:
         """Starts a kernel on a slot's job.
 
         Args:
             parts: of the job, half-open, for a kernel that takes them.
             threads: of a block; 0: as ``THREADS`` says.
+            told: address for the kernel, of a kernel that takes parts; 0: of the slot's results.
         """
 
     @contextmanager
@@ -224,6 +241,7 @@ class Device(Launcher):
         self.ordinal = ordinal
         self.options = options
         self._before = 0
+        self._kernels: dict[tuple[str, str], tuple[Any, int]] = {}
         with self:
             attributes = module.cuda.Device(ordinal).attributes
             self._most_shared = _most_shared(ordinal)
@@ -244,6 +262,10 @@ class Device(Launcher):
         """Bytes of shared memory for each of so many blocks on one multiprocessor."""
         return min(self._shared // blocks - _RESERVED, self._most_shared)
 
+    def prepare(self, program: str, name: str) -> None:
+        """Compiles a kernel, if that was not done before."""
+        _function(self.ordinal, program, name, self.options)
+
     def launch(
         self,
         program: str,
@@ -254,13 +276,20 @@ class Device(Launcher):
         parts: tuple[int, int] | None,
         stream: int,
         threads: int = 0,
+        told: int = 0,
     ) -> None:
-        function = _function(self.ordinal, program, name, self.options)
-        values: list[Any] = [ctypes.c_uint64(slot.job), ctypes.c_uint64(slot.told)]
-        if parts is not None:
-            values.append((ctypes.c_uint32 * 2)(*parts))
-        pointers = (ctypes.c_void_p * len(values))(*map(ctypes.addressof, values))
+        known = self._kernels.get((program, name))
+        if known is None:
+            function = _function(self.ordinal, program, name, self.options)
+            known = self._kernels[program, name] = function, function.kernel.ptr
+        if parts is None:
+            arguments = slot.arguments()
+        else:
+            range_ = (ctypes.c_uint32 * 2)(*parts)
+            values = (ctypes.c_uint64 * 2)(slot.job, told or slot.told)
+            first = ctypes.addressof(values)
+            pointers = (ctypes.c_void_p * 3)(first, first + 8, ctypes.addressof(range_))
+            arguments = ctypes.addressof(pointers)
         self._driver.launchKernel(
-            function.kernel.ptr, blocks, 1, 1, threads or THREADS[program], 1, 1, shared, stream,
-            ctypes.addressof(pointers), 0,
-        )  # fmt: skip
+            known[1], blocks, 1, 1, threads or THREADS[program], 1, 1, shared, stream, arguments, 0
+        )

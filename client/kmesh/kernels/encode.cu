@@ -1,4 +1,4 @@
-// Recipes out of payloads: what a base has too is found, the rest is written down, and all of it is
+// Recipes out of payloads: what a recipe's tables do not refer to is written down, and all of it is
 // decoded and compared. The file is docs/recipe-format.md's, and lies in memory as it will be kept.
 #include "turning.cuh"
 
@@ -6,23 +6,18 @@
 struct Encoding {
     u64 payload, file, literals;  // addresses
     u64 literal_bytes;
-    u64 pieces, keys, values;     // Piece; for each token its number or NONE, of K and of V
-    u64 turns;                    // angles of all turns of pieces
     u64 segments, differences;    // Source of each segment in the file; Difference
-    u64 counts;                   // u32 for each run and token: elements that differ
     u64 sums, stored_sums;        // of the tiles of the payload and of the literals
-    u64 compared;                 // bytes
-    u64 cleared, cleared_bytes;   // the last four
+    u64 compared;                 // bytes; behind it, elements that differ
+    u64 counts;                   // u32 for each run and token: elements that differ
     u32 runs, heads, tokens, row_bytes;
-    u32 rows, item_rows, items, tiles, stored_tiles, differences_count;
+    u32 rows, item_rows, items, differences_count;
     u32 worth;                    // a token with no more differing elements is worth a difference
     u32 lists_at, ops_at, runs_at, turns_at, turn_bytes;  // in the file
     u32 rotary_dim, interleaved, element;
     Divisor by_tokens, by_heads, by_vectors;
 };
 
-// Tokens that are said to be those of a segment, `shift` further on in it.
-struct Piece { u64 address; u32 tokens, shift, turn, spare; };
 struct Source { u64 address; u32 tokens, spare; };
 // An op of one run that is a difference: its number in the run's list.
 struct Difference { u32 run, op; };
@@ -51,7 +46,7 @@ __device__ inline const T *in_file(const Encoding *job, u64 offset) {
     return (const T *)(job->file + offset);
 }
 
-// A row of the payload, and what it is compared with or copied to: 0 is nothing.
+// A row of the payload.
 struct Row {
     u32 run, head, token;
     __device__ Row(const Encoding *job, u32 index) {
@@ -66,22 +61,12 @@ struct Row {
     }
 };
 
+// What a row is compared with; 0 is nothing.
 struct Other {
     u64 row;
     const float2 *turns;
     u32 counter;
 };
-
-// What a row was recovered from.
-__device__ inline Other recovered(const Encoding *job, const Row &row) {
-    Other other = {0, 0, row.counter(job)};
-    u32 number = in<u32>(job, row.run & 1 ? job->values : job->keys)[row.token];
-    if (number == NONE) return other;
-    const Piece *piece = in<Piece>(job, job->pieces) + number;
-    other.row = row.of_segment(job, piece->address, piece->tokens, row.token + piece->shift);
-    if (piece->turn != NONE) other.turns = in<float2>(job, job->turns) + piece->turn;
-    return other;
-}
 
 __device__ inline const RecipeOp *op_of(const Encoding *job, const Row &row) {
     RecipeList list =
@@ -118,51 +103,19 @@ __device__ inline u64 literal(const Encoding *job, const Row &row, const RecipeO
     return data_of(job, row.run, op) + within * job->row_bytes;
 }
 
-enum Pass { COMPARE, GATHER, VERIFY };
-
-template <u32 pass>
-__device__ inline Other other_of(const Encoding *job, u32 index) {
+__device__ inline Other decoded(const Encoding *job, u32 index) {
     Row row(job, index);
-    if (pass == COMPARE) return recovered(job, row);
     const RecipeOp *op = op_of(job, row);
     if (op->kind == LITERAL) return Other{literal(job, row, op), 0, row.counter(job)};
-    if (pass == GATHER || op->kind == XOR) return Other{0, 0, 0};
+    if (op->kind == XOR) return Other{0, 0, 0};
     return referred(job, row, op);
-}
-
-// A vector of one half of a row, turned with its partners in the other half.
-template <u32 element, typename V>
-__device__ inline V turned_half(const V &own, const V &partner, bool second, const float2 *angle) {
-    V out;
-#pragma unroll
-    for (u32 w = 0; w < sizeof(V) / 4; w++) {
-        u32 a = own.word[w], b = partner.word[w];
-        if (element == FLOAT32) {
-            out.word[w] = turned_pair(element, a, b, second, angle[w]);
-            continue;
-        }
-        u32 low = turned_pair(element, a & 0xFFFF, b & 0xFFFF, second, angle[2 * w]);
-        u32 high = turned_pair(element, a >> 16, b >> 16, second, angle[2 * w + 1]);
-        out.word[w] = low | high << 16;
-    }
-    return out;
 }
 
 // A vector of a row as it is wanted; `own` is what the base has there.
 template <typename V>
 __device__ inline V wanted(const Encoding *job, const Other &other, u32 within, const V &own) {
-    const u32 bytes = job->element == FLOAT32 ? 4 : 2, half = job->rotary_dim / 2 * bytes;
-    if (!other.turns || within >= 2 * half) return own;
-    const u8 *row = (const u8 *)other.row;
-    if (job->interleaved || half % sizeof(V)) return turned<V>(job, row, within, other.turns);
-    bool second = within >= half;
-    u32 first = second ? within - half : within;
-    V partner = load((const V *)(row + (second ? first : within + half)));
-    const float2 *angle = other.turns + first / bytes;
-    // One branch for a vector, not some for each element.
-    if (job->element == BFLOAT16) return turned_half<BFLOAT16>(own, partner, second, angle);
-    if (job->element == FLOAT16) return turned_half<FLOAT16>(own, partner, second, angle);
-    return turned_half<FLOAT32>(own, partner, second, angle);
+    if (!other.turns) return own;
+    return turned_vector(job, (const u8 *)other.row, within, own, other.turns);
 }
 
 template <typename V>
@@ -184,13 +137,25 @@ __device__ inline void give(const Sums &taken, u64 *sums) {
     }
 }
 
+struct Tally {
+    u64 compared, differing;
+};
+
+__device__ inline void give(const Encoding *job, const Tally &tally) {
+    u64 *to = in<u64>(job, job->compared);
+    u64 compared = warp_sum(tally.compared), differing = warp_sum(tally.differing);
+    if (lane() != 0) return;
+    add(to, compared);
+    if (differing) add(to + 1, differing);
+}
+
 // One item: whole rows, whose others are known.
-template <typename V, u32 pass>
-__device__ inline u32 move(const Encoding *job, const Other *others, const Item &item) {
+template <typename V>
+__device__ inline void compare(const Encoding *job, const Other *others, const Item &item,
+                               Tally &tally) {
     const u32 in_row = job->by_vectors.value, count = item.bytes / sizeof(V), at_once = 2;
     const V *payload = (const V *)(job->payload + item.begin);
     Sums sums(item);
-    u32 compared = 0;
     for (u32 begin = thread(); begin < count; begin += at_once * threads()) {
         V mine[at_once], own[at_once];
 #pragma unroll
@@ -199,8 +164,8 @@ __device__ inline u32 move(const Encoding *job, const Other *others, const Item 
             if (i >= count) continue;
             u32 row = job->by_vectors.divide(i), within = (i - row * in_row) * sizeof(V);
             u64 from = others[row].row;
-            if (pass != GATHER || from) mine[k] = load_once(payload + i);
-            if (pass != GATHER && from) own[k] = load((const V *)(from + within));
+            mine[k] = load_once(payload + i);
+            if (from) own[k] = load((const V *)(from + within));
         }
 #pragma unroll
         for (u32 k = 0; k < at_once; k++) {
@@ -208,19 +173,116 @@ __device__ inline u32 move(const Encoding *job, const Other *others, const Item 
             if (i >= count) continue;
             u32 row = job->by_vectors.divide(i), within = (i - row * in_row) * sizeof(V);
             Other other = others[row];
-            if (pass != GATHER) sums.take(mine[k], i * (sizeof(V) / 4));
+            sums.take(mine[k], i * (sizeof(V) / 4));
             if (!other.row) continue;
-            compared += sizeof(V);
-            if (pass == GATHER) {
-                store_once((V *)(other.row + within), mine[k]);
-                continue;
-            }
+            tally.compared += sizeof(V);
             u32 found = differing(mine[k], wanted(job, other, within, own[k]), job->element);
-            if (found) add(in<u32>(job, job->counts) + other.counter, found);
+            if (!found) continue;
+            tally.differing += found;
+            add(in<u32>(job, job->counts) + other.counter, found);
         }
     }
-    if (pass != GATHER) give(sums, in<u64>(job, job->sums) + item.begin / TILE);
-    return compared;
+    give(sums, in<u64>(job, job->sums) + item.begin / TILE);
+}
+
+// Decodes all that is no difference, and compares.
+template <typename V>
+__device__ inline void verify(const Encoding *job) {
+    __shared__ Other others[MOST_ROWS];
+    Tally tally = {0, 0};
+    for (u32 at = block(); at < job->items; at += blocks()) {
+        u32 first = at * job->item_rows;
+        u32 left = job->rows - first, rows = left < job->item_rows ? left : job->item_rows;
+        barrier();
+        for (u32 r = thread(); r < rows; r += threads()) others[r] = decoded(job, first + r);
+        barrier();
+        Item item;
+        item.begin = (u64)first * job->row_bytes;
+        item.bytes = rows * job->row_bytes;
+        compare<V>(job, others, item, tally);
+    }
+    give(job, tally);
+}
+
+// A stretch of the literal area, and what lies there: bytes from one address on, or zeros (0).
+struct Stretch {
+    u64 begin, end, from;
+
+    __device__ Stretch() : begin(0), end(0), from(0) {}
+
+    // The one that the byte at `at` is in.
+    __device__ Stretch(const Encoding *job, u64 at) {
+        const RecipeRun *runs = in_file<RecipeRun>(job, job->runs_at);
+        u32 number = 0;
+        // Runs and ops without data begin where the next one does: the last that begins is it.
+        for (u32 high = job->runs; high - number > 1;) {
+            u32 middle = (number + high) / 2;
+            if (runs[middle].offset <= at) number = middle;
+            else high = middle;
+        }
+        const RecipeRun run = runs[number];
+        begin = run.offset + run.length, from = 0;
+        end = number + 1 < job->runs ? runs[number + 1].offset : job->literal_bytes;
+        if (at >= begin) return;
+        const RecipeList list = in_file<RecipeList>(job, job->lists_at)[run.list];
+        const RecipeOp *ops = in_file<RecipeOp>(job, job->ops_at) + list.first;
+        const u32 unit = (u32)((at - run.offset) / UNIT);
+        u32 low = 0;
+        for (u32 high = list.count; high - low > 1;) {
+            u32 middle = (low + high) / 2;
+            if (ops[middle].data <= unit) low = middle;
+            else high = middle;
+        }
+        const RecipeOp op = ops[low];
+        begin = run.offset + (u64)op.data * UNIT, end = begin + (u64)op.size * UNIT;
+        if (op.kind != LITERAL) {
+            from = job->literals + begin;
+            return;
+        }
+        const u32 size = op.tokens * job->row_bytes, head = (u32)(at - begin) / size;
+        begin += (u64)head * size;
+        if (head >= job->heads) return;
+        end = begin + size;
+        u64 row = (u64)(number * job->heads + head) * job->tokens + op.token;
+        from = job->payload + row * job->row_bytes;
+    }
+};
+
+// Writes the literal area but for differences, which are there, and sums it.
+template <typename V>
+__device__ inline void gather(const Encoding *job) {
+    const u32 at_once = 4;
+    for (u64 begin = (u64)block() * CHUNK; begin < job->literal_bytes;
+         begin += (u64)blocks() * CHUNK) {
+        const u64 left = job->literal_bytes - begin;
+        Item item;
+        item.begin = begin;
+        item.bytes = left < CHUNK ? (u32)left : CHUNK;
+        Sums sums(item);
+        Stretch stretch;
+        const u32 count = item.bytes / sizeof(V);
+        V *to = (V *)(job->literals + begin);
+        for (u32 first = thread(); first < count; first += at_once * threads()) {
+            V v[at_once];
+#pragma unroll
+            for (u32 k = 0; k < at_once; k++) {
+                u32 i = first + k * threads();
+                if (i >= count) continue;
+                u64 at = begin + i * sizeof(V);
+                if (at >= stretch.end) stretch = Stretch(job, at);
+                if (stretch.from) v[k] = load_once((const V *)(stretch.from + at - stretch.begin));
+                else v[k] = V{};
+            }
+#pragma unroll
+            for (u32 k = 0; k < at_once; k++) {
+                u32 i = first + k * threads();
+                if (i >= count) continue;
+                store_once(to + i, v[k]);
+                sums.take(v[k], i * (sizeof(V) / 4));
+            }
+        }
+        give(sums, in<u64>(job, job->stored_sums) + begin / TILE);
+    }
 }
 
 // An op that is a difference, by one warp: each lane has 32 elements, which is one word of the
@@ -234,6 +296,14 @@ __device__ inline void difference(const Encoding *job, const Difference &which) 
     const u32 elements = op->tokens * job->heads * in_row, words = (elements + 31) / 32;
     u32 *bitmap = (u32 *)data_of(job, which.run, op);
     u8 *data = (u8 *)(bitmap + words);
+    // A payload that changed has more elements that differ than there is room for.
+    const u32 room = (u32)(((u64)op->size * UNIT - 4 * (u64)words) / bytes);
+    auto put = [&](u32 at, u32 value) {
+        if (at >= room) return;
+        if (bytes == 4) ((u32 *)data)[at] = value;
+        else ((unsigned short *)data)[at] = (unsigned short)value;
+    };
+    Tally tally = {0, 0};
     u32 before = 0;
     for (u32 begin = 0; begin < words; begin += lanes()) {
         u32 word = begin + lane(), bits = 0, all;
@@ -263,34 +333,22 @@ __device__ inline void difference(const Encoding *job, const Difference &which) 
             u32 mine;
             Other other = look(e, &mine);
             u32 own = (u32)other.row;
-            if (writes && bytes == 4) ((u32 *)data)[at++] = mine ^ own;
-            else if (writes) ((unsigned short *)data)[at++] = (unsigned short)(mine ^ own);
-            else if (mine != (there ? own ^ element_of(data, at++, bytes) : own))
-                add(in<u32>(job, job->counts) + other.counter, 1u);
+            if (writes) {
+                put(at++, mine ^ own);
+                continue;
+            }
+            if (there && at < room) own ^= element_of(data, at, bytes);
+            at += there;
+            if (mine == own) continue;
+            tally.differing++;
+            add(in<u32>(job, job->counts) + other.counter, 1u);
         }
         before += all;
     }
-    if (!writes && lane() == 0) add(in<u64>(job, job->compared), (u64)elements * bytes);
-}
-
-template <typename V, u32 pass>
-__device__ inline void walk(const Encoding *job) {
-    __shared__ Other others[MOST_ROWS];
-    u64 compared = 0;
-    for (u32 at = block(); at < job->items; at += blocks()) {
-        u32 first = at * job->item_rows;
-        u32 left = job->rows - first, rows = left < job->item_rows ? left : job->item_rows;
-        barrier();
-        for (u32 r = thread(); r < rows; r += threads()) others[r] = other_of<pass>(job, first + r);
-        barrier();
-        Item item;
-        item.begin = (u64)first * job->row_bytes;
-        item.bytes = rows * job->row_bytes;
-        compared += move<V, pass>(job, others, item);
-    }
-    if (pass != VERIFY) return;
-    u64 all = warp_sum(compared);
-    if (lane() == 0) add(in<u64>(job, job->compared), all);
+    for (u32 at = before + lane(); writes && at < room; at += lanes()) put(at, 0);
+    if (writes) return;
+    if (lane() == 0) tally.compared = (u64)elements * bytes;
+    give(job, tally);
 }
 
 // All ops that are differences.
@@ -302,45 +360,12 @@ __device__ inline void differences(const Encoding *job) {
         difference<writes>(job, in<Difference>(job, job->differences)[at]);
 }
 
-__device__ inline void clear_range(u64 address, u64 bytes) {
-    u64 step = (u64)threads() * blocks();
-    for (u64 i = block() * (u64)threads() + thread(); i < bytes / sizeof(Vec16); i += step)
-        store_once((Vec16 *)address + i, Vec16{{0, 0, 0, 0}});
-}
-
-__device__ inline void clear(const Encoding *job) {
-    clear_range((u64)job + job->cleared, job->cleared_bytes);
-    clear_range(job->literals, job->literal_bytes);
-}
-
-// Sums of the literals as they lie in the file.
-__device__ inline void sum_stored(const Encoding *job) {
-    for (u64 begin = (u64)block() * CHUNK; begin < job->literal_bytes;
-         begin += (u64)blocks() * CHUNK) {
-        u64 left = job->literal_bytes - begin;
-        Item item;
-        item.begin = begin;
-        item.bytes = left < CHUNK ? (u32)left : CHUNK;
-        Sums sums(item);
-        const Vec16 *from = (const Vec16 *)(job->literals + begin);
-        for (u32 i = thread(); i < item.bytes / sizeof(Vec16); i += threads())
-            sums.take(load(from + i), 4 * i);
-        give(sums, in<u64>(job, job->stored_sums) + begin / TILE);
-    }
-}
-
-// For the host: sums of the payload and of the literals, compared bytes, and for each run a bit for
-// each token that is as it should be, and then one for each that is worth a difference.
+// For the host: for each run a bit for each token that is as it should be, and then one for each that
+// is worth a difference.
 __device__ inline void tell(const Encoding *job, u32 *results) {
     const u32 step = threads() * blocks(), from = block() * threads() + thread();
-    volatile u64 *sums = (volatile u64 *)results;
-    for (u32 i = from; i < job->tiles; i += step) sums[i] = in<u64>(job, job->sums)[i];
-    for (u32 i = from; i < job->stored_tiles; i += step)
-        sums[job->tiles + i] = in<u64>(job, job->stored_sums)[i];
-    u32 at = job->tiles + job->stored_tiles;
-    if (from == 0) sums[at] = *in<u64>(job, job->compared);
     const u32 words = (job->tokens + 31) / 32;
-    u32 *equal = results + 2 * (at + 1), *worth = equal + job->runs * words;
+    u32 *worth = results + job->runs * words;
     for (u32 i = from; i < job->runs * words; i += step) {
         u32 run = i / words, first = (i - run * words) * 32, same = 0, near = 0;
         const u32 *counts = in<u32>(job, job->counts) + (u64)run * job->tokens + first;
@@ -348,7 +373,7 @@ __device__ inline void tell(const Encoding *job, u32 *results) {
             same |= (u32)(counts[t] == 0) << t;
             near |= (u32)(counts[t] - 1 < job->worth) << t;
         }
-        tell_host(equal + i, same);
+        tell_host(results + i, same);
         tell_host(worth + i, near);
     }
     system_fence();
@@ -361,14 +386,10 @@ __device__ inline void tell(const Encoding *job, u32 *results) {
     }
 #endif
 
-KM_ENTRY(kmesh_encode_clear, clear(job))
-KM_ENTRY(kmesh_encode_tell, tell(job, results))
-KM_ENTRY(kmesh_encode_stored, sum_stored(job))
 KM_ENTRY(kmesh_encode_pack, differences<true>(job))
+KM_ENTRY(kmesh_encode_gather_16, gather<Vec16>(job))
+KM_ENTRY(kmesh_encode_gather_4, gather<Vec4>(job))
+KM_ENTRY(kmesh_encode_verify_16, verify<Vec16>(job))
+KM_ENTRY(kmesh_encode_verify_4, verify<Vec4>(job))
 KM_ENTRY(kmesh_encode_unpack, differences<false>(job))
-KM_ENTRY(kmesh_encode_compare_16, (walk<Vec16, COMPARE>(job)))
-KM_ENTRY(kmesh_encode_compare_4, (walk<Vec4, COMPARE>(job)))
-KM_ENTRY(kmesh_encode_gather_16, (walk<Vec16, GATHER>(job)))
-KM_ENTRY(kmesh_encode_gather_4, (walk<Vec4, GATHER>(job)))
-KM_ENTRY(kmesh_encode_verify_16, (walk<Vec16, VERIFY>(job)))
-KM_ENTRY(kmesh_encode_verify_4, (walk<Vec4, VERIFY>(job)))
+KM_ENTRY(kmesh_encode_tell, tell(job, results))

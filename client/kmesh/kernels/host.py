@@ -6,7 +6,7 @@ import enum
 import struct
 from array import array
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING
 
@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from typing_extensions import Buffer
 
 _LAYOUT = struct.Struct("<8Q")
+_ORDER = struct.Struct("<6Q")
 _PART = struct.Struct("<16Q")
 
 
@@ -29,6 +30,34 @@ class Status(enum.IntEnum):
     BAD_RECORD = 4
 
 
+@dataclass(frozen=True, slots=True)
+class PlaneOrder:
+    """Where K (or V) of one head lies in a block in which tokens are not rows. Strides are bytes.
+
+    A block is cut into tiles of tokens, a token's row into atoms, and those into groups. The same
+    atoms of the tokens of a tile are neighbours: atom a of token t, counted in the block, is at
+
+        t // tile_tokens * tile_stride + t % tile_tokens * atom_bytes
+        + a // group_atoms * group_stride + a % group_atoms * atom_stride
+
+    Attributes:
+        atom_bytes: 2 or 4; a row is some.
+        tile_tokens: a block is some tiles.
+        group_atoms: a row is some groups.
+    """
+
+    atom_bytes: int
+    tile_tokens: int
+    tile_stride: int
+    group_atoms: int
+    group_stride: int
+    atom_stride: int
+
+
+#: Tokens are rows.
+_ROWS = PlaneOrder(0, 0, 0, 0, 0, 0)
+
+
 @dataclass(frozen=True)
 class PagedLayout:
     """Where an engine's KV pages lie. All sizes and strides are bytes.
@@ -39,7 +68,9 @@ class PagedLayout:
         block_tokens: tokens of a block.
         num_blocks: of each layer.
         heads: KV heads of this rank.
-        row_bytes: one token of one head, K or V; these bytes are contiguous.
+        row_bytes: one token of one head, K or V; contiguous, unless there is an order.
+        k_order, v_order: None: the tokens of a block are ``token_stride`` apart. Only pages in host
+            memory may have an order.
     """
 
     k_base: tuple[int, ...]
@@ -51,6 +82,8 @@ class PagedLayout:
     num_blocks: int
     heads: int
     row_bytes: int
+    k_order: PlaneOrder | None = None
+    v_order: PlaneOrder | None = None
 
     def __post_init__(self) -> None:
         if len(self.k_base) != len(self.v_base):
@@ -69,7 +102,8 @@ class PagedLayout:
             self.head_stride,
             self.token_stride,
         )
-        return head + array("Q", self.k_base + self.v_base).tobytes()
+        orders = (_ORDER.pack(*astuple(o or _ROWS)) for o in (self.k_order, self.v_order))
+        return head + b"".join(orders) + array("Q", self.k_base + self.v_base).tobytes()
 
 
 @dataclass(slots=True)

@@ -122,26 +122,38 @@ struct Consumer {
 #endif
             u32 row = job->by_vectors.divide(i), within = (i - row * in_row) * sizeof(V);
             const u64 *entries = table + row;
+            bool turning = false;
             u32 r = 0;
             for (; r + 4 <= requests; r += 4, entries += 4 * rows) {
                 u64 entry[4] = {entries[0], entries[rows], entries[2 * rows], entries[3 * rows]};
 #pragma unroll
-                for (u32 k = 0; k < 4; k++)
-                    put(origin, item, stage, row, within, share.first + r + k, entry[k], v);
+                for (u32 k = 0; k < 4; k++) turning |= put(origin, within, entry[k], v);
             }
-            for (; r < requests; r++, entries += rows)
-                put(origin, item, stage, row, within, share.first + r, *entries, v);
+            for (; r < requests; r++, entries += rows) turning |= put(origin, within, *entries, v);
+            // Written out once: turning is much code.
+            if (turning) turn(share, item, table + row, stage + (u64)row * job->row_bytes, within, v);
         }
     }
 
-    __device__ void put(u64 origin, const Item &item, const u8 *stage, u32 row, u32 within,
-                        u32 request, u64 entry, const V &v) const {
-        V *to = (V *)(origin + Rows::above(entry) + within);
-        if (Rows::turns(entry))
-            store_once(to, turned<V>(job, stage + (u64)row * job->row_bytes, within,
-                                     Rows::turn(job, item, request, entry)));
-        else if (entry)
-            store_once(to, v);
+    // To a page as it is; whether it is to be turned before.
+    __device__ bool put(u64 origin, u32 within, u64 entry, const V &v) const {
+        if (Rows::turns(entry)) return true;
+        if (entry) store_once((V *)(origin + Rows::above(entry) + within), v);
+        return false;
+    }
+
+    // A vector to the pages of those for whom it is turned.
+    __device__ void turn(const Share &share, const Item &item, const u64 *entries, const u8 *row,
+                         u32 within, const V &v) const {
+        const u64 origin = Rows::origin(job);
+#pragma unroll 1
+        for (u32 r = 0; r < share.requests; r++) {
+            u64 entry = entries[r * share.rows];
+            if (!Rows::turns(entry)) continue;
+            const float2 *turns = Rows::turn(job, item, share.first + r, entry);
+            store_once((V *)(origin + Rows::above(entry) + within),
+                       turned_vector(job, row, within, v, turns));
+        }
     }
 };
 

@@ -10,6 +10,7 @@ import numpy as np
 import numpy.typing as npt
 from numpy.lib.stride_tricks import as_strided
 
+from kmesh.errors import UnsupportedError
 from kmesh.kernels.host import PagedLayout, Status
 from kmesh.kernels.plan import Load, Request, check
 from kmesh.kernels.rotary import Rotary, turns
@@ -164,7 +165,13 @@ def _verify(record: np.void) -> Status:
 
 
 def plane(layout: PagedLayout, layer: int, kind: int) -> npt.NDArray[np.uint8]:
-    """K (0) or V (1) of a layer's pages: [block, head, slot, byte]."""
+    """K (0) or V (1) of a layer's pages: [block, head, slot, byte].
+
+    Raises:
+        UnsupportedError: tokens are no rows.
+    """
+    if layout.k_order is not None or layout.v_order is not None:
+        raise UnsupportedError("pages are not served: a token's row must be contiguous")
     shape = (layout.num_blocks, layout.heads, layout.block_tokens, layout.row_bytes)
     strides = (layout.block_stride, layout.head_stride, layout.token_stride, 1)
     reach = sum((n - 1) * s for n, s in zip(shape, strides, strict=True)) + 1

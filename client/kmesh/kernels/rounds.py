@@ -19,7 +19,6 @@ from kmesh.errors import UnsupportedError
 from kmesh.kernels.host import PagedLayout, SpanPart
 from kmesh.kernels.plan import RECORD, Bytes, Memory, Request, wanted_record
 from kmesh.kernels.rotary import ELEMENTS
-from kmesh.layout import TILE_BYTES
 
 if TYPE_CHECKING:
     from kmesh.codec.description import SpanDescription
@@ -157,13 +156,13 @@ class Round:
         bases: an array of ``BASE``.
         members: an array of ``MEMBER``.
         requests: whose pages they are for; none of them turns keys.
-        kept: tables that ``members`` has addresses of.
+        kept: what ``members`` has addresses of tables of.
     """
 
     bases: npt.NDArray[np.void]
     members: npt.NDArray[np.void]
     requests: Sequence[Request]
-    kept: tuple[RecipeTables, ...] = ()
+    kept: tuple[object, ...] = ()
 
     @classmethod
     def of(
@@ -195,47 +194,37 @@ class HostBytes:
     Attributes:
         records: a copy of each, in the order of their addresses, as an array of ``RECORD`` of which
             only address and length mean something. Where one begins on the tile behind another,
-            as in a slab, what is between them is part of the first: they are one copy then.
+            as in a slab, what is between them is part of the first: they are one copy then. Not
+            so where many of one length follow each other: these are one copy of rows.
     """
 
     def __init__(self, round: Round) -> None:
         self._round = round
-        bases, part = round.bases, round.members["part"]
-        layers, heads = (
-            np.diff(bases[n].astype(np.int64)).reshape(-1) for n in ("layers", "heads")
-        )
-        rows = 2 * layers * heads * bases["tokens"]
-        lengths = rows * bases["head_dim"] * np.where(bases["dtype"] == ELEMENTS["float32"], 4, 2)
-        self._bases = np.flatnonzero(bases["order"] == _ORDER[Memory.HOST])
-        self._members = np.flatnonzero(round.members["order"] == _ORDER[Memory.HOST])
-        addresses = np.concatenate([bases["address"][self._bases], part["address"][self._members]])
-        lengths = np.concatenate([lengths[self._bases], part["length"][self._members]])
-        order = np.lexsort((lengths, addresses))
-        addresses, lengths = addresses[order], lengths[order].astype(np.uint64)
-        new = np.ones(len(order), dtype=bool)
-        new[1:] = (addresses[1:] != addresses[:-1]) | (lengths[1:] != lengths[:-1])
-        self._number = np.empty(len(order), dtype=np.intp)
-        self._number[order] = np.cumsum(new) - 1
-        self.records = np.zeros(int(new.sum()), dtype=RECORD)
-        self.records["address"], lengths = addresses[new], lengths[new]
-        # As spans of one slab lie: between slabs there are sums, so none reaches into the next.
-        tile, apart = np.uint64(TILE_BYTES), np.diff(self.records["address"])
-        near = apart == (lengths[:-1] + tile - np.uint64(1)) // tile * tile
-        lengths[:-1] = np.where(near, apart, lengths[:-1])
-        self.records["length"] = lengths
+        reads, numbers = _host.round_reads(round.members.data, round.bases.data)
+        found = np.frombuffer(reads, dtype=np.uint64).reshape(-1, 3)
+        self.records = np.zeros(len(found), dtype=RECORD)
+        self.records["address"], self.records["length"] = found[:, 0], found[:, 1]
+        self._numbers = np.frombuffer(numbers, dtype=np.uint32)
 
     def moved(self, addresses: npt.NDArray[np.uint64]) -> Round:
         """The same round with these addresses for ``records``. Parts of its job that are not
         copies have order 0; a copy's order is its number in ``records``, from 1."""
-        round, split = self._round, len(self._bases)
+        round = self._round
         bases, members = round.bases.copy(), round.members.copy()
-        bases["order"] = members["order"] = 0
-        at = addresses[self._number]
-        bases["address"][self._bases] = at[:split]
-        bases["order"][self._bases] = self._number[:split] + 1
-        members["part"]["address"][self._members] = at[split:]
-        members["order"][self._members] = self._number[split:] + 1
+        split = len(bases)
+        _move(bases, self._numbers[:split], addresses, bases)
+        _move(members["part"], self._numbers[split:], addresses, members)
         return Round(bases, members, round.requests, round.kept)
+
+
+def _move(
+    places: npt.NDArray[np.void], numbers: npt.NDArray[np.uint32],
+    addresses: npt.NDArray[np.uint64], records: npt.NDArray[np.void],
+) -> None:  # fmt: skip
+    """Gives places the addresses of their numbers, and records the orders that follow."""
+    which = numbers < len(addresses)
+    places["address"][which] = addresses[numbers[which]]
+    records["order"] = np.where(which, numbers + np.uint32(1), 0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -283,6 +272,8 @@ class RoundJob:
     def statuses(self, results: npt.NDArray[np.uint32]) -> RoundStatuses:
         """What the results of the kernel, one for each part, say of members and bases."""
         members = len(self._checked)
+        if not results.any():
+            return RoundStatuses(self._checked.tobytes(), bytes(self._bases))
         codes = np.zeros(members + self._bases, dtype=np.uint32)
         np.maximum.at(codes, self._uses["owner"], results[self._uses["part"]])
         found = codes.astype(np.uint8)

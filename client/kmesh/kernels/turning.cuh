@@ -60,3 +60,38 @@ __device__ V turned(const J *job, const u8 *row, u32 within, const float2 *turns
     }
     return out;
 }
+
+// A vector of one half of a row, turned with its partners in the other half.
+template <u32 element, typename V>
+__device__ inline V turned_half(const V &own, const V &partner, bool second, const float2 *angle) {
+    V out;
+#pragma unroll
+    for (u32 w = 0; w < sizeof(V) / 4; w++) {
+        u32 a = own.word[w], b = partner.word[w];
+        if (element == FLOAT32) {
+            out.word[w] = turned_pair(element, a, b, second, angle[w]);
+            continue;
+        }
+        u32 low = turned_pair(element, a & 0xFFFF, b & 0xFFFF, second, angle[2 * w]);
+        u32 high = turned_pair(element, a >> 16, b >> 16, second, angle[2 * w + 1]);
+        out.word[w] = low | high << 16;
+    }
+    return out;
+}
+
+// The vector of a key's row at byte `within`, which is `own`, turned by the angles of `turns`.
+template <typename V, typename J>
+__device__ inline V turned_vector(const J *job, const u8 *row, u32 within, const V &own,
+                                  const float2 *turns) {
+    const u32 bytes = job->element == FLOAT32 ? 4 : 2, half = job->rotary_dim / 2 * bytes;
+    if (within >= 2 * half) return own;
+    if (job->interleaved || half % sizeof(V)) return turned<V>(job, row, within, turns);
+    bool second = within >= half;
+    u32 first = second ? within - half : within;
+    V partner = load((const V *)(row + (second ? first : within + half)));
+    const float2 *angle = turns + first / bytes;
+    // One branch for a vector, not some for each element.
+    if (job->element == BFLOAT16) return turned_half<BFLOAT16>(own, partner, second, angle);
+    if (job->element == FLOAT16) return turned_half<FLOAT16>(own, partner, second, angle);
+    return turned_half<FLOAT32>(own, partner, second, angle);
+}

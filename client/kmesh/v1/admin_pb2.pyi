@@ -178,6 +178,7 @@ class SlabInfo(_message.Message):
     TENANT_FIELD_NUMBER: _builtins.int
     READ_ONLY_FIELD_NUMBER: _builtins.int
     DEVICE_FIELD_NUMBER: _builtins.int
+    IN_HOST_FIELD_NUMBER: _builtins.int
     slab: _builtins.int
     kind: _builtins.str
     """a HandleKind name"""
@@ -196,6 +197,8 @@ class SlabInfo(_message.Message):
     """an earlier daemon sealed it: its spans are served, none is written"""
     device: _builtins.str
     """UUID of the GPU that it is on; empty: host memory"""
+    in_host: _builtins.bool
+    """it lies in the host's memory, made by CUDA for that GPU"""
     def __init__(
         self,
         *,
@@ -209,10 +212,11 @@ class SlabInfo(_message.Message):
         tenant: _builtins.str = ...,
         read_only: _builtins.bool = ...,
         device: _builtins.str = ...,
+        in_host: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["capacity", b"capacity", "device", b"device", "hugepages", b"hugepages", "kind", b"kind", "populated", b"populated", "read_only", b"read_only", "size", b"size", "slab", b"slab", "tenant", b"tenant", "used", b"used"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["capacity", b"capacity", "device", b"device", "hugepages", b"hugepages", "in_host", b"in_host", "kind", b"kind", "populated", b"populated", "read_only", b"read_only", "size", b"size", "slab", b"slab", "tenant", b"tenant", "used", b"used"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

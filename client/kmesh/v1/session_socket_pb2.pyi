@@ -140,7 +140,10 @@ Global___Request: _TypeAlias = Request  # noqa: Y015
 
 @_typing.final
 class Response(_message.Message):
-    """Every Request gets exactly one Response, or the connection ends."""
+    """Every Request gets exactly one Response, or the connection ends. Id 0 is no
+    request's: with a status it says why the connection ends, without it is a
+    notice (Hello.notices).
+    """
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -153,6 +156,7 @@ class Response(_message.Message):
     STAGING_FIELD_NUMBER: _builtins.int
     PONG_FIELD_NUMBER: _builtins.int
     SPAN_FIELD_NUMBER: _builtins.int
+    SLABS_GONE_FIELD_NUMBER: _builtins.int
     ACQUIRE_FIELD_NUMBER: _builtins.int
     RELEASE_FIELD_NUMBER: _builtins.int
     RESERVE_FIELD_NUMBER: _builtins.int
@@ -188,6 +192,8 @@ class Response(_message.Message):
     def pong(self) -> _sessions_pb2.Pong: ...
     @_builtins.property
     def span(self) -> _sessions_pb2.SpanHandle: ...
+    @_builtins.property
+    def slabs_gone(self) -> _sessions_pb2.SlabsGone: ...
     @_builtins.property
     def acquire(self) -> _spans_pb2.AcquireResponse: ...
     @_builtins.property
@@ -232,6 +238,7 @@ class Response(_message.Message):
         staging: _sessions_pb2.StagingHandle | None = ...,
         pong: _sessions_pb2.Pong | None = ...,
         span: _sessions_pb2.SpanHandle | None = ...,
+        slabs_gone: _sessions_pb2.SlabsGone | None = ...,
         acquire: _spans_pb2.AcquireResponse | None = ...,
         release: _spans_pb2.ReleaseResponse | None = ...,
         reserve: _spans_pb2.ReserveResponse | None = ...,
@@ -249,11 +256,11 @@ class Response(_message.Message):
         describe_family: _families_pb2.DescribeFamilyResponse | None = ...,
         list_families: _families_pb2.ListFamiliesResponse | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["abort", b"abort", "acquire", b"acquire", "await_flight", b"await_flight", "body", b"body", "claim", b"claim", "commit", b"commit", "declare_family", b"declare_family", "describe_family", b"describe_family", "dissolve_family", b"dissolve_family", "fork_member", b"fork_member", "index", b"index", "join_family", b"join_family", "land", b"land", "leave", b"leave", "list_families", b"list_families", "pong", b"pong", "release", b"release", "report_corrupt", b"report_corrupt", "reserve", b"reserve", "slab", b"slab", "span", b"span", "staging", b"staging", "status", b"status", "welcome", b"welcome"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["abort", b"abort", "acquire", b"acquire", "await_flight", b"await_flight", "body", b"body", "claim", b"claim", "commit", b"commit", "declare_family", b"declare_family", "describe_family", b"describe_family", "dissolve_family", b"dissolve_family", "fork_member", b"fork_member", "index", b"index", "join_family", b"join_family", "land", b"land", "leave", b"leave", "list_families", b"list_families", "pong", b"pong", "release", b"release", "report_corrupt", b"report_corrupt", "reserve", b"reserve", "slab", b"slab", "slabs_gone", b"slabs_gone", "span", b"span", "staging", b"staging", "status", b"status", "welcome", b"welcome"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["abort", b"abort", "acquire", b"acquire", "await_flight", b"await_flight", "body", b"body", "claim", b"claim", "commit", b"commit", "declare_family", b"declare_family", "describe_family", b"describe_family", "dissolve_family", b"dissolve_family", "epoch", b"epoch", "fork_member", b"fork_member", "id", b"id", "index", b"index", "join_family", b"join_family", "land", b"land", "leave", b"leave", "list_families", b"list_families", "pong", b"pong", "release", b"release", "report_corrupt", b"report_corrupt", "reserve", b"reserve", "slab", b"slab", "span", b"span", "staging", b"staging", "status", b"status", "welcome", b"welcome"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["abort", b"abort", "acquire", b"acquire", "await_flight", b"await_flight", "body", b"body", "claim", b"claim", "commit", b"commit", "declare_family", b"declare_family", "describe_family", b"describe_family", "dissolve_family", b"dissolve_family", "epoch", b"epoch", "fork_member", b"fork_member", "id", b"id", "index", b"index", "join_family", b"join_family", "land", b"land", "leave", b"leave", "list_families", b"list_families", "pong", b"pong", "release", b"release", "report_corrupt", b"report_corrupt", "reserve", b"reserve", "slab", b"slab", "slabs_gone", b"slabs_gone", "span", b"span", "staging", b"staging", "status", b"status", "welcome", b"welcome"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_body: _TypeAlias = _typing.Literal["welcome", "index", "slab", "staging", "pong", "span", "acquire", "release", "reserve", "commit", "abort", "report_corrupt", "claim", "await_flight", "leave", "land", "declare_family", "join_family", "fork_member", "dissolve_family", "describe_family", "list_families"]  # noqa: Y015
+    _WhichOneofReturnType_body: _TypeAlias = _typing.Literal["welcome", "index", "slab", "staging", "pong", "span", "slabs_gone", "acquire", "release", "reserve", "commit", "abort", "report_corrupt", "claim", "await_flight", "leave", "land", "declare_family", "join_family", "fork_member", "dissolve_family", "describe_family", "list_families"]  # noqa: Y015
     _WhichOneofArgType_body: _TypeAlias = _typing.Literal["body", b"body"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_body) -> _WhichOneofReturnType_body | None: ...
 

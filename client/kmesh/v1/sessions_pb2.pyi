@@ -85,6 +85,7 @@ class Hello(_message.Message):
     NAMESPACE_FIELD_NUMBER: _builtins.int
     PID_FIELD_NUMBER: _builtins.int
     HANDLES_FIELD_NUMBER: _builtins.int
+    NOTICES_FIELD_NUMBER: _builtins.int
     protocol_version: _builtins.int
     layout_version: _builtins.int
     role: Global___Role.ValueType
@@ -95,6 +96,10 @@ class Hello(_message.Message):
     client_version: _builtins.str
     pid: _builtins.int
     """for people only; nothing is keyed by it"""
+    notices: _builtins.bool
+    """The client takes notices: Responses with id 0 and a body of that kind,
+    which answer nothing.
+    """
     @_builtins.property
     def namespace(self) -> _containers.ScalarMap[_builtins.str, _builtins.str]:
         """The engine's base namespace, a field each. Sessions of one engine must
@@ -119,10 +124,11 @@ class Hello(_message.Message):
         namespace: _abc.Mapping[_builtins.str, _builtins.str] | None = ...,
         pid: _builtins.int = ...,
         handles: _abc.Iterable[Global___HandlePreference] | None = ...,
+        notices: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["client_name", b"client_name", "client_version", b"client_version", "engine_id", b"engine_id", "handles", b"handles", "layout_version", b"layout_version", "namespace", b"namespace", "pid", b"pid", "protocol_version", b"protocol_version", "role", b"role"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["client_name", b"client_name", "client_version", b"client_version", "engine_id", b"engine_id", "handles", b"handles", "layout_version", b"layout_version", "namespace", b"namespace", "notices", b"notices", "pid", b"pid", "protocol_version", b"protocol_version", "role", b"role"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -289,6 +295,7 @@ class SlabHandle(_message.Message):
     SIZE_FIELD_NUMBER: _builtins.int
     SUMS_OFFSET_FIELD_NUMBER: _builtins.int
     DEVICE_FIELD_NUMBER: _builtins.int
+    IN_HOST_FIELD_NUMBER: _builtins.int
     slab: _builtins.int
     kind: _common_pb2.HandleKind.ValueType
     size: _builtins.int
@@ -298,6 +305,10 @@ class SlabHandle(_message.Message):
     """
     device: _builtins.str
     """UUID of the GPU that the memory is on, "GPU-…"; empty: host memory."""
+    in_host: _builtins.bool
+    """It lies in the host's memory, made by CUDA for that GPU, which reaches it
+    over the bus.
+    """
     def __init__(
         self,
         *,
@@ -306,14 +317,39 @@ class SlabHandle(_message.Message):
         size: _builtins.int = ...,
         sums_offset: _builtins.int = ...,
         device: _builtins.str = ...,
+        in_host: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["device", b"device", "kind", b"kind", "size", b"size", "slab", b"slab", "sums_offset", b"sums_offset"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["device", b"device", "in_host", b"in_host", "kind", b"kind", "size", b"size", "slab", b"slab", "sums_offset", b"sums_offset"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___SlabHandle: _TypeAlias = SlabHandle  # noqa: Y015
+
+@_typing.final
+class SlabsGone(_message.Message):
+    """A notice: slabs that the session was given are no slabs any more. Nothing is
+    leased there. Their memory is free when nobody has it mapped.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SLAB_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def slab(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
+    def __init__(
+        self,
+        *,
+        slab: _abc.Iterable[_builtins.int] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["slab", b"slab"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___SlabsGone: _TypeAlias = SlabsGone  # noqa: Y015
 
 @_typing.final
 class ExportSpan(_message.Message):
@@ -380,7 +416,9 @@ Global___SpanHandle: _TypeAlias = SpanHandle  # noqa: Y015
 
 @_typing.final
 class AttachStaging(_message.Message):
-    """Gives the session a staging memfd of its own, once. Never recycled."""
+    """Gives the session a staging memfd of its own; the same one when it asks for as much again. Never
+    recycled.
+    """
 
     DESCRIPTOR: _descriptor.Descriptor
 

@@ -213,13 +213,14 @@ def test_exports_leave_their_descriptor_to_the_caller(daemon: FakeDaemon) -> Non
             session.export_slab(99)
 
 
-def test_staging_is_given_once(daemon: FakeDaemon) -> None:
+def test_a_session_has_one_staging(daemon: FakeDaemon) -> None:
     with daemon.connect() as session:
         staging = session.staging(5000)
         assert staging.size >= 5000
         staging.view()[:4] = b"abcd"
+        assert session.staging(5000).view()[:4] == b"abcd"
         with pytest.raises(errors.InvalidArgument):
-            session.staging(5000)
+            session.staging(50_000)
 
 
 def test_batches_over_the_limits_are_split_and_joined() -> None:

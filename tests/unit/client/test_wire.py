@@ -344,3 +344,37 @@ def test_a_call_may_take_for_ever(exchange: Exchange) -> None:
     call = exchange.request(sessions_pb2.Ping(), now=5.0, deadline=math.inf, done=Caller())
     assert read(call.packet).deadline_ms > 86_400_000
     assert exchange.next_deadline(5.0) * 1000 < 2**31
+
+
+def gone(*slabs: int, epoch: int = EPOCH, number: int = 0) -> bytes:
+    notice = sessions_pb2.SlabsGone(slab=slabs)
+    return frames.Response(id=number, epoch=epoch, slabs_gone=notice).SerializeToString()
+
+
+def test_a_notice_answers_nothing(exchange: Exchange) -> None:
+    told: list[int] = []
+    exchange.gone = told.extend
+    caller = Caller()
+    call = ask(exchange, caller)
+    exchange.receive(acquired(ask(exchange, Caller())), [])
+    assert exchange.receive(gone(3, 4), []) == []
+    assert (told, caller.ends, exchange.pending) == ([3, 4], 0, 1)
+    exchange.receive(acquired(call), [])
+    assert caller.answers
+
+
+def test_what_is_no_notice_breaks_the_protocol() -> None:
+    fd = open_fd()
+    first = respond(0, pong=sessions_pb2.Pong())
+    wrong = ((gone(1), [fd]), (gone(1, epoch=1), []), (gone(1, number=9), []), (first, []))
+    for packet, fds in wrong:
+        exchange, told = Exchange(), list[int]()
+        exchange.gone = told.extend
+        exchange.receive(acquired(ask(exchange, Caller())), [])
+        with pytest.raises(errors.ProtocolError):
+            exchange.receive(packet, fds)
+        assert told == []
+    assert not is_open(fd)
+    # Nothing can be given up before anything was given.
+    with pytest.raises(errors.ProtocolError):
+        Exchange().receive(gone(1), [])

@@ -32,6 +32,9 @@ class Memory:
     def memcpy(self, to: int, source: int, size: int, _kind: int) -> None:
         ctypes.memmove(to, source, size)
 
+    def memsetAsync(self, to: int, value: int, size: int, _stream: int) -> None:
+        ctypes.memset(to, value, size)
+
     def memcpyAsync(self, to: int, source: int, size: int, kind: int, _stream: int) -> None:
         self.memcpy(to, source, size, kind)
 
@@ -42,18 +45,19 @@ class Slot:
     def __init__(self, runtime: Memory) -> None:
         self._runtime = runtime
         self._host = self._told = np.zeros(0, dtype=np.uint8)
-        self.job = self.told = 0
+        self.job = self.host = self.told = 0
 
     def reserve(self, size: int) -> np.ndarray:
         if size > len(self._host):
             self._host = np.full(size, 0xD3, dtype=np.uint8)
+            self.host = self._host.ctypes.data
             if self.job:
                 self._runtime.free(self.job)
             self.job = self._runtime.malloc(size)
         return self._host
 
     def upload(self, size: int, _stream: int) -> None:
-        ctypes.memmove(self.job, self._host.ctypes.data, size)
+        ctypes.memmove(self.job, self.host, size)
 
     def expect(self, words: int) -> None:
         self._told = np.full(8 * (words // 2 + 1), 0xFF, dtype=np.uint8)

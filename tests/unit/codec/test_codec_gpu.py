@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import dataclasses
+import itertools
 from collections.abc import Iterator
 
 import numpy as np
@@ -16,8 +17,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from kmesh.codec import Encoder, Op, Provenance, Recipe, XorCode, decode
+from kmesh.codec.assignment import Piece
 from kmesh.codec.gpu import GpuBytes, GpuEncoder, GpuSegment
-from kmesh.codec.passes import worth_limit
+from kmesh.codec.judging import ExpectingPlanner
+from kmesh.codec.passes import Marks, worth_limit
 from kmesh.codec.records import UNIT
 from kmesh.errors import RecipeError, RecipeMismatch, UnsupportedError
 from kmesh.kernels.rotary import Rotary
@@ -104,16 +107,51 @@ def test_a_difference_is_worth_it_up_to_the_same_element(
 def test_vectors_are_as_large_as_everything_is_aligned(
     device: CpuDevice, head_dim: int, off: int, vector: int
 ) -> None:
-    names: list[str] = []
-    device.before = names.append
+    names = started(device)
     same(device, recovered(Geometry(head_dim=head_dim), 3, segments=[30]), off=off)
-    assert names == [
-        f"kmesh_encode_{name}"
-        for name in (
-            *("clear", f"compare_{vector}", "tell"),
-            *("clear", f"gather_{vector}", "stored", f"verify_{vector}", "tell"),
+    assert names == [f"gather_{vector}", f"verify_{vector}"]
+
+
+def started(device: CpuDevice) -> list[str]:
+    """Kernels that are started from now on."""
+    names: list[str] = []
+    device.before = lambda name: names.append(name.removeprefix("kmesh_encode_"))
+    return names
+
+
+def test_what_provenance_says_is_written_at_once(device: CpuDevice) -> None:
+    """Only what is wrong takes another pass; one more if differences are worth it."""
+    once = ["gather_16", "verify_16"]
+    family = recovered(Geometry(head_dim=16), 3, segments=[100, 60])
+    names = started(device)
+    same(device, family)
+    assert names == once
+    names.clear()
+    family.state[0, 1, :, 50] ^= 0x5A5A
+    same(device, family)
+    assert names == [*once, "tell", *once]
+    names.clear()
+    family.state[1, 0, 0, 60, :3] ^= 0x5A5A
+    same(device, family)
+    assert names == [*once, "tell", "pack", *once, "unpack"]
+
+
+def test_pieces_that_continue_one_another_are_one_op(device: CpuDevice) -> None:
+    """Also where they are given in another order."""
+    family = recovered(Geometry(head_dim=16), 3, segments=[100])
+    (whole,) = family.provenance
+    parts = [
+        dataclasses.replace(
+            whole, token=whole.token + at, source=whole.source + at, tokens=min(30, 100 - at)
         )
+        for at in (60, 0, 90, 30)
     ]
+    found = same(device, dataclasses.replace(family, provenance=tuple(parts)))
+    assert len(found.recipe.ops) == 2 * 3
+    # A hole, and one that does not continue.
+    del parts[0]
+    found = same(device, dataclasses.replace(family, provenance=tuple(parts)))
+    assert len(found.recipe.ops) == 2 * 5
 
 
 @pytest.mark.parametrize("plane", [0, 1])
@@ -153,14 +191,13 @@ def test_one_token_and_one_row(device: CpuDevice) -> None:
 
 
 def change_once(
-    device: CpuDevice, kernel: str, address: int, times: int = 1, bits: int = 1
+    device: CpuDevice, kernel: str, address: int, times: int = 1, bits: int = 1, run: int = 0
 ) -> None:
-    """Flips bits before a kernel runs, for so many of its runs."""
-    left = [times]
+    """Flips bits before a kernel runs, for so many of its runs, the first of them that one."""
+    runs = itertools.count()
 
     def before(name: str) -> None:
-        if name.startswith(kernel) and left[0]:
-            left[0] -= 1
+        if name.startswith(kernel) and run <= next(runs) < run + times:
             ctypes.c_uint8.from_address(address).value ^= bits
 
     device.before = before
@@ -168,10 +205,13 @@ def change_once(
 
 def test_what_does_not_come_back_is_written_out(device: CpuDevice) -> None:
     family = recovered(Geometry(head_dim=16), 3, segments=[100], own=[5, 4])
+    family.state[0, 1, :, 50] ^= 0x5A5A
     placed = Placed(device, family)
-    # Run 2 begins with another row when the recipe is decoded: no reference to that one holds.
+    # Run 2 begins with another row when the recipe is decoded that has what was found then: no
+    # reference to that row holds.
     kept = family.base.segments[0].rows
-    change_once(device, "kmesh_encode_verify", placed.base.segments[0].address + 2 * kept[0].nbytes)
+    changed = placed.base.segments[0].address + 2 * kept[0].nbytes
+    change_once(device, "kmesh_encode_verify", changed, run=1)
     encoder = GpuEncoder(placed.base, family.rotary, device=device)
     with encoder.encode(family.member, placed.payload, family.provenance, 0) as found:
         assert found.refused == 1
@@ -199,15 +239,18 @@ def test_data_that_were_damaged_are_noticed(
     at = len(recipe.file) - len(recipe.stored) + int(recipe.runs["offset"][run])
     data = recipe.file[at + int(op["data"]) * UNIT :][: int(op["size"]) * UNIT]
     within = byte if byte >= 0 else int(np.flatnonzero(data)[-1])
-    first, second = (device.runtime.malloc(2 * len(recipe.file)) for _ in range(2))
-    change_once(device, "kmesh_encode_verify", first + at + int(op["data"]) * UNIT + within)
-    placed, rooms = Placed(device, family), iter([first, second])
+    # For one as provenance says, for one by what was found, and for one with literals instead.
+    held = [device.runtime.malloc(2 * len(recipe.file)) for _ in range(3)]
+    damaged = held[1] + at + int(op["data"]) * UNIT + within
+    change_once(device, "kmesh_encode_verify", damaged, run=1)
+    placed, rooms = Placed(device, family), iter(held)
     found = GpuEncoder(placed.base, family.rotary, device=device).encode(
         family.member, placed.payload, family.provenance, 0, place=lambda _size: next(rooms)
     )
     assert found.refused == 1
     assert decode(found.data, family.base).tobytes() == family.state.tobytes()
-    for address in (first, second):
+    assert next(rooms, None) is None
+    for address in held:
         device.runtime.free(address)
     placed.free()
 
@@ -253,16 +296,69 @@ def test_a_row_that_nobody_compares_is_an_error(device: CpuDevice) -> None:
     device.runtime.free(room)
 
 
-@pytest.mark.parametrize("kernel", ["gather", "verify"])
-def test_a_payload_that_changes_meanwhile_is_an_error(device: CpuDevice, kernel: str) -> None:
-    family = recovered(Geometry(head_dim=16), 3, segments=[100])
+@pytest.mark.parametrize(
+    ("kernel", "run"), [("verify", 0), ("pack", 0), ("gather", 1), ("verify", 1)]
+)
+@pytest.mark.parametrize("token", [0, 50])
+def test_a_payload_that_changes_meanwhile_is_an_error(
+    device: CpuDevice, kernel: str, run: int, token: int
+) -> None:
+    """Of a literal, and of a token that is near what the base has."""
+    family = nearly(recovered(Geometry(head_dim=16), 3, segments=[100]), 1.0, 1, 3)
     placed = Placed(device, family)
     encoder = GpuEncoder(placed.base, family.rotary, device=device)
-    change_once(device, f"kmesh_encode_{kernel}", placed.payload.address)
-    with pytest.raises(RecipeError, match="changed") as raised:
-        encoder.encode(family.member, placed.payload, family.provenance, 0)
-    assert raised.value.field == "payload_root"
+    address = placed.payload.address + token * family.member.row_bytes
+    change_once(device, f"kmesh_encode_{kernel}", address, run=run)
+    if (kernel, run, token) == ("verify", 0, 50):
+        # Nothing has read it yet.
+        with encoder.encode(family.member, placed.payload, family.provenance, 0) as found:
+            decoded = decode(found.data, family.base)
+        assert decoded.tobytes() == ctypes.string_at(placed.payload.address, placed.payload.size)
+        assert decoded.tobytes() != family.state.tobytes()
+    else:
+        with pytest.raises(RecipeError, match="changed") as raised:
+            encoder.encode(family.member, placed.payload, family.provenance, 0)
+        assert raised.value.field == "payload_root"
     placed.free()
+
+
+def test_a_payload_that_comes_to_differ_more_writes_no_further(device: CpuDevice) -> None:
+    """Than its differences were given room for."""
+    family = recovered(Geometry(head_dim=16), 3, segments=[100], own=[0, 0])
+    family.state[:, :, :, 40, :2] ^= 1
+    size = same(device, family).size
+    placed = Placed(device, family)
+    room = device.runtime.malloc(size)
+    ctypes.memset(room, 0x5C, size + 64)
+    (op,) = {40 * family.member.row_bytes}
+
+    def before(name: str) -> None:
+        if name == "kmesh_encode_pack":
+            for run in range(family.member.runs * family.member.shard.heads):
+                at = run * family.member.tokens * family.member.row_bytes + op
+                ctypes.memset(placed.payload.address + at, 0xA6, family.member.row_bytes)
+
+    device.before = before
+    with pytest.raises(RecipeError, match="changed"):
+        GpuEncoder(placed.base, family.rotary, device=device).encode(
+            family.member, placed.payload, family.provenance, 0, place=lambda _size: room
+        )
+    assert ctypes.string_at(room + size, 64) == b"\x5c" * 64
+    device.runtime.free(room)
+    placed.free()
+
+
+def test_differences_in_no_token_end_in_an_error() -> None:
+    """Instead of another pass, and another."""
+    member = recovered(Geometry(head_dim=16), 3, segments=[100], own=[0, 0]).member
+    piece = Piece(0, member.tokens, 0, 0)
+    planner = ExpectingPlanner(member, ([piece], [piece]), None)
+    nothing = np.zeros((member.runs, -(-member.tokens // 32)), dtype=np.uint32)
+    equal = np.full_like(nothing, 0xFFFFFFFF)
+    equal[:, -1] = (1 << member.tokens % 32) - 1
+    plans = planner.again(planner.plans(), Marks(equal, nothing))
+    with pytest.raises(RecipeError, match="no token"):
+        planner.again(plans, Marks(equal, nothing))
 
 
 def test_a_gpu_that_refuses_leaves_nothing(device: CpuDevice) -> None:
@@ -271,12 +367,9 @@ def test_a_gpu_that_refuses_leaves_nothing(device: CpuDevice) -> None:
     encoder = GpuEncoder(placed.base, family.rotary, device=device)
 
     for kernel in (
-        "clear",
-        "compare_16",
         "gather_16",
-        "pack",
-        "stored",
         "verify_16",
+        "pack",
         "unpack",
         "tell",
     ):

@@ -10,18 +10,26 @@ import threading
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 from fake_cuda import FakeDriver, Gpu
 
+from kmesh.codec import RecipeTables, SpanDescription
+from kmesh.codec.recipe import _tables_end
+from kmesh.codec.records import HEAD as RECIPE_HEAD
+from kmesh.codec.records import HEAD_FIELDS
 from kmesh.cuda.device import Device
 from kmesh.errors import CudaError
-from kmesh.kernels import reference
-from kmesh.kernels.chooser import Route
-from kmesh.kernels.cuda import Load, Memory, Request
-from kmesh.kernels.host import PagedLayout, Status
+from kmesh.kernels import reference, round_reference
+from kmesh.kernels.chooser import Rates, Route
+from kmesh.kernels.cuda import H200, Load, Memory, Request
+from kmesh.kernels.host import PagedLayout, SpanPart, Status
+from kmesh.kernels.rotary import ELEMENTS
+from kmesh.kernels.rounds import BaseSpan, Member, Place, Round, RoundStatuses
+from kmesh.layout import Shard
 
 #: The stream on which the engine computes.
 COMPUTE = 1
@@ -43,6 +51,7 @@ class FakeGpu:
         refuse: called with a call's name before it does anything; raises what it likes.
         dead: every wait for what was started fails.
         asked: how often each event was asked for.
+        seen: what ``rates`` gives.
     """
 
     def __init__(self, driver: FakeDriver | None = None, **attributes: Any) -> None:
@@ -58,6 +67,7 @@ class FakeGpu:
         self._events: dict[int, _Mark] = {}
         self._last = COMPUTE
         self.open = 0
+        self.seen: Rates | None = None
 
     def called(self, name: str) -> None:
         """A call, of whichever thread, that this GPU may refuse."""
@@ -165,9 +175,17 @@ class FakeGpu:
         self.called("restorer")
         return _Restorer(self, layout)
 
+    def round_restorer(self, layout: PagedLayout, settings: Any) -> _RoundRestorer:
+        self.called("round_restorer")
+        return _RoundRestorer(self, layout)
+
     def storer(self, layout: PagedLayout, settings: Any) -> _Storer:
         self.called("storer")
         return _Storer(self, layout)
+
+    def rates(self) -> Rates | None:
+        self.called("rates")
+        return self.seen
 
     def close(self) -> None:
         self.device.close()
@@ -207,6 +225,7 @@ class _Kernels:
     def __init__(self, gpu: FakeGpu, layout: PagedLayout) -> None:
         self._gpu = gpu
         self._layout = layout
+        self.rates = H200
         gpu.open += 1
 
     def close(self) -> None:
@@ -237,6 +256,69 @@ def _restore(layout: PagedLayout, loads: Sequence[Load]) -> list[list[bytes]]:
                     record["sums_address"] = sums.ctypes.data
                     assert reference.restore(layout, [Load(record, [request])]) == [[b"\0"]]
     return found
+
+
+class _RoundRestorer(_Kernels):
+    def prepare(self) -> None:
+        self._gpu.called("prepare_rounds")
+
+    def restore(self, wanted: Round, stream: int) -> _Pending:
+        gpu = self._gpu
+        gpu.called("round")
+        memory = Memory.GPU if wanted.members["order"].any() else Memory.HOST
+        gpu.launches.append(("round", memory, len(wanted.bases), len(wanted.requests)))
+        return _Pending(gpu, stream, lambda: _restore_round(self._layout, wanted), Route.KERNEL)
+
+
+def _restore_round(layout: PagedLayout, wanted: Round) -> RoundStatuses:
+    """As the reference, but pages of bad members hold rubbish then, as those of a GPU do."""
+    bases, members, requests = unpacked(wanted)
+    found = round_reference.restore(layout, bases, members, requests)
+    for member, code in zip(members, found.members, strict=True):
+        if code in (Status.BAD_ROOT, Status.BAD_TILE):
+            part = member.part
+            size = 2 * part.src_layers * part.src_heads * part.tokens * layout.row_bytes
+            rubbish = np.full(size, 0xEE, np.uint8)
+            sums = reference.tile_sums(rubbish)
+            part = replace(
+                part,
+                address=rubbish.ctypes.data,
+                length=size,
+                sums_address=sums.ctypes.data,
+                root=reference.fold(sums.tolist()),
+            )
+            load = Load.of([part], [requests[member.request]])
+            assert reference.restore(layout, [load]) == [[b"\0"]]
+    return found
+
+
+def unpacked(wanted: Round) -> tuple[list[BaseSpan], list[Member], Sequence[Request]]:
+    """What a round was made of."""
+    memories = (Memory.HOST, Memory.GPU)
+    dtypes = {number: name for name, number in ELEMENTS.items()}
+    bases = []
+    for base in wanted.bases:
+        where = (int(base[name]) for name in ("address", "sums_address", "root"))
+        what = SpanDescription(
+            key=base["key"].tobytes(),
+            namespace=base["namespace"].tobytes(),
+            dtype=dtypes[int(base["dtype"])],
+            shard=Shard(*base["layers"].tolist(), *base["heads"].tolist()),
+            head_dim=int(base["head_dim"]),
+            **{name: int(base[name]) for name in ("tokens", "position", "generation")},
+        )
+        digest = base["digest"].tobytes() if base["known"] else None
+        bases.append(BaseSpan(Place(*where, memories[int(base["order"])]), what, digest))
+    members = []
+    for member in wanted.members:
+        part = SpanPart(**{n: int(member["part"][n]) for n in member["part"].dtype.names})
+        tables = None
+        if at := int(member["tables"]):
+            head = RECIPE_HEAD.unpack(reference.at(at, RECIPE_HEAD.size))
+            size = _tables_end(dict(zip(HEAD_FIELDS, head, strict=True)))
+            tables = RecipeTables(reference.at(at, size))
+        members.append(Member(part, int(member["request"]), tables, memories[int(member["order"])]))
+    return bases, members, wanted.requests
 
 
 class _Storer(_Kernels):

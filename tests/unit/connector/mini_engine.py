@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import wait
 from dataclasses import dataclass, field
 from typing import Any
@@ -59,7 +59,8 @@ class Outcome:
 
 
 class MiniEngine:
-    """A scheduler half and the workers of ``tp`` ranks, with KV pages of their own.
+    """A scheduler half and the workers of ``tp`` ranks, with KV pages of their own, in host memory
+    or on the GPU of each.
 
     A token's KV is a function of its position and of the prompt's seed, so that a wrong byte
     anywhere is seen.
@@ -78,7 +79,7 @@ class MiniEngine:
         sharing: bool = True,
         patience: float = 0.0,
         recipes: bool = True,
-        gpu: Gpu | None = None,
+        gpu: Gpu | Sequence[Gpu] | None = None,
         clock: Callable[[], float] = time.monotonic,
         **settings: Any,
     ) -> None:
@@ -89,6 +90,7 @@ class MiniEngine:
                     "socket_dir": "-",
                     "min_restore_tokens": 1,
                     "min_flight_tokens": 0,
+                    "calibrate": False,
                     "staging_bytes": 4 << 20,
                     "acquire_timeout_ms": 60_000,
                     "load_timeout_ms": 60_000,
@@ -106,7 +108,7 @@ class MiniEngine:
             self.client,
             sharing=sharing,
             patience=patience,
-            recipes=recipes and gpu is None,
+            recipes=recipes,
             clock=clock,
         )
         self.pages: list[dict[str, torch.Tensor]] = []
@@ -132,7 +134,8 @@ class MiniEngine:
             )
             worker = WorkerHalf(self.identity, self.settings, client, rank=rank, step_tokens=1024)
             if gpu is not None:
-                worker.make_gpu = lambda ordinal: gpu
+                own = gpu[rank] if isinstance(gpu, Sequence) else gpu
+                worker.make_gpu = lambda ordinal, own=own: own  # type: ignore[misc]
             worker.register({n: OnGpu(t) for n, t in pages.items()} if gpu else pages)  # type: ignore[misc]
             self.pages.append(pages)
             self.workers.append(worker)

@@ -167,6 +167,32 @@ def test_memory_of_a_daemon_that_is_gone_is_given_back_when_nothing_reads_it(
     until(lambda: not gpu.driver._registered, WAIT)
 
 
+def test_a_slab_that_the_daemon_gives_up_is_let_go_when_nothing_reads(
+    engine: Make, daemon: FakeDaemon
+) -> None:
+    stored_by(engine("a"), daemon, prompt(192))
+    gpu = FakeGpu()
+    other = engine("b", gpu=gpu)
+    warm(other, daemon)
+    mover: Any = other.workers[0]._mover
+    assert promised(other, "r", prompt(192)) == 160
+    gpu.held = True
+    other.scheduler.allocated("r", [1, 2, 3, 4, 5], 160)
+    other.run(other.scheduler.plan([], []))
+    session = other.workers_client.session
+    assert session is not None
+    session._slabs.forget([0])
+    until(lambda: mover._memory._held_up, WAIT)
+    assert len(gpu.driver._registered) == 1, "memory went while it was read"
+    gpu.run()
+    assert not other.settle("r", WAIT).bad_blocks
+    assert other.wrong(7, [1, 2, 3, 4, 5], 0, 160) == []
+    # Without a further step, and for good: the daemon has no such slab.
+    until(lambda: not gpu.driver._registered, WAIT)
+    assert mover._memory._attach_filled(session) == 0
+    assert not gpu.driver._registered
+
+
 def test_host_memory_that_the_gpu_can_not_read(
     engine: Make, daemon: FakeDaemon, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -12,10 +12,11 @@ import torch
 
 from kmesh.errors import ConfigError, UnsupportedError
 from kmesh.keys import Namespace
-from kmesh_vllm import compat, content
+from kmesh_vllm import blockorder, compat, content
 from kmesh_vllm.adapters import Adapters
+from kmesh_vllm.blockorder import BlockOrder
 from kmesh_vllm.config import Settings
-from kmesh_vllm.identity import identify, rope_json
+from kmesh_vllm.identity import Identity, identify, rope_json
 from kmesh_vllm.paged import PagedCache, layer_order
 
 SETTINGS = Settings(socket_dir="-")
@@ -84,6 +85,7 @@ def config(
         parallel_config=SimpleNamespace(**(sizes | (parallel or {}))),
         load_config=SimpleNamespace(load_format="auto", download_dir=None),
         device_config=SimpleNamespace(device_type=device),
+        cache_config=SimpleNamespace(cache_dtype="auto"),
     )
 
 
@@ -108,17 +110,42 @@ def test_an_engine_is_identified(checkpoint: Path) -> None:
     assert (identity.block_tokens, identity.num_blocks) == (32, 100)
 
 
-def test_blocks_of_the_cpu_backend_are_shared_only_as_they_lie(checkpoint: Path) -> None:
-    def namespace(device: str, block: int) -> Namespace:
+def test_blocks_of_any_size_are_shared(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def identity(device: str, block: int) -> Identity:
         cache = kv_cache(spec(block_size=block))
-        return identify(config(checkpoint, device=device), cache, SETTINGS).namespace
+        return identify(config(checkpoint, device=device), cache, SETTINGS)
 
-    small, large = namespace("cpu", 32), namespace("cpu", 64)
+    asked = []
+
+    def found(*sizes: Any) -> BlockOrder:
+        asked.append(sizes)
+        return BlockOrder("some", 0, 1, 2, None, None)
+
+    monkeypatch.setattr(blockorder, "find", found)
+    small, large = identity("cpu", 32), identity("cpu", 64)
+    assert small.namespace == large.namespace == identity("cuda", 16).namespace
+    assert not small.namespace.pages
+    assert small.order is not None
+    assert identity("cuda", 16).order is None
+    both = torch.bfloat16, torch.bfloat16
+    assert asked == [(*both, 32, 64, "auto"), (*both, 64, 64, "auto")]
+
+
+def test_blocks_of_unknown_order_are_shared_only_as_they_lie(
+    checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def namespace(block: int) -> Namespace:
+        cache = kv_cache(spec(block_size=block))
+        return identify(config(checkpoint, device="cpu"), cache, SETTINGS).namespace
+
+    def unknown(*sizes: Any) -> BlockOrder:
+        raise UnsupportedError("nobody knows")
+
+    monkeypatch.setattr(blockorder, "find", unknown)
+    small, large = namespace(32), namespace(64)
     assert small.differing(large) == ["pages"]
     assert "blocks of 32" in small.pages
-    assert small == namespace("cpu", 32)
-    assert namespace("cuda", 16) == namespace("cuda", 32)
-    assert not namespace("cuda", 16).pages
+    assert small == namespace(32)
 
 
 def test_weights_are_known_by_content(checkpoint: Path) -> None:

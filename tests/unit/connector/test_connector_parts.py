@@ -30,6 +30,7 @@ def test_settings_have_defaults() -> None:
         "staging_bytes": 0,
         "store_buffer_bytes": 0,
         "max_ctas": 0,
+        "calibrate": True,
         "weights_digest": "",
         "min_restore_tokens": 64,
         "acquire_timeout_ms": 1000,

@@ -7,10 +7,12 @@ one number, so that the one that fails can be made again alone: ``make model-che
 from __future__ import annotations
 
 import argparse
+import datetime
 import json
 import multiprocessing
 import os
 import random
+import shlex
 import signal
 import sys
 import time
@@ -19,6 +21,10 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+sys.path += [str(path) for path in Path(__file__).resolve().parents[3:4]]
 
 from hypothesis import Phase, settings
 from test_disk_machine import DISK_MUST_REACH, DiskMachine
@@ -103,55 +109,101 @@ def rounds(first: int, steps: int, processes: int) -> Iterator[Round]:
             raise
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Returns the exit status: 0, 1 (a walk failed, or they reached too little) or 2 (usage)."""
-    parser = argparse.ArgumentParser(prog="model_check.py", description=__doc__)
-    parser.add_argument("--steps", type=int, default=1_000_000, help="at least so many [1000000]")
-    parser.add_argument("--seed", type=int, help="number of the first round [random, printed]")
-    parser.add_argument("--processes", type=int, default=os.cpu_count() or 1)
-    parser.add_argument("--json", action="store_true", help="the result as JSON on stdout")
-    options = parser.parse_args(argv)
-    if options.steps < 1 or options.processes < 1 or (options.seed or 0) < 0:
-        parser.error("numbers must be positive")
-    first = random.SystemRandom().getrandbits(32) if options.seed is None else options.seed
+def check(first: int, steps: int, processes: int) -> tuple[dict[str, Any], bool]:
+    """What rounds from number ``first`` on did, and whether all held and they were everywhere.
+
+    Raises:
+        KeyboardInterrupt: told to stop.
+    """
     print(f"SEED={first}", file=sys.stderr)
     began, total, made = time.monotonic(), Counter[str](), 0
     failures = []
     try:
-        for one in rounds(first, options.steps, options.processes):
+        for one in rounds(first, steps, processes):
             total.update(one.reached)
             made += 1
             if one.failure:
                 failures.append(one)
             if sys.stderr.isatty():
-                print(f"\r{total['steps']:,} of {options.steps:,} steps", end="", file=sys.stderr)
+                print(f"\r{total['steps']:,} of {steps:,} steps", end="", file=sys.stderr)
     except KeyboardInterrupt:
         print(f"\nstopped after {total['steps']:,} steps", file=sys.stderr)
-        return 130
+        raise
     if sys.stderr.isatty():
         print(file=sys.stderr)
-    must = (*MUST_REACH, *DISK_MUST_REACH) if options.steps >= ENOUGH else ()
+    must = (*MUST_REACH, *DISK_MUST_REACH) if steps >= ENOUGH else ()
     missed = [name for name in must if not total[name]]
     for one in failures:
         again = f"make model-check STEPS=1 SEED={one.seed}"
         print(f"{one.failure}\nround {one.seed} failed; again: {again}", file=sys.stderr)
     if missed:
         print(f"no walk reached: {', '.join(missed)}", file=sys.stderr)
-    steps = total.pop("steps")
-    seconds = round(time.monotonic() - began, 1)
     result = {
         "seed": first,
-        "steps": steps,
+        "steps": total.pop("steps"),
         "rounds": made,
-        "seconds": seconds,
+        "seconds": round(time.monotonic() - began, 1),
         "failed_rounds": [one.seed for one in failures],
+        "missed": missed,
         "reached": dict(sorted(total.items())),
     }
+    return result, not failures and not missed
+
+
+def evidence(checks: Sequence[dict[str, Any]], command: str) -> dict[str, Any]:
+    """Checks in the form of evidence/README.md."""
+    from demo.evidence import _git, hardware, versions
+    from tools.verify_evidence import derive
+
+    made: dict[str, Any] = {
+        "kind": "model-check",
+        "label": "functional, CPU",
+        "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
+        "command": command,
+        "commit": _git("rev-parse", "HEAD"),
+        "clean": not _git("status", "--porcelain", "--untracked-files=no"),
+        "hardware": hardware(),
+        "versions": versions(),
+        "raw": {"checks": list(checks)},
+    }
+    return {**made, "derived": derive(made)}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Returns the exit status: 0, 1 (a walk failed, or they reached too little) or 2 (usage)."""
+    parser = argparse.ArgumentParser(prog="model_check.py", description=__doc__)
+    parser.add_argument("--steps", type=int, default=1_000_000, help="at least so many [1000000]")
+    parser.add_argument(
+        "--seed", type=int, action="append", help="number of the first round; may be repeated"
+    )
+    parser.add_argument("--processes", type=int, default=os.cpu_count() or 1)
+    parser.add_argument("--json", action="store_true", help="the result as JSON on stdout")
+    parser.add_argument(
+        "--out", type=Path, help="write what was done to a file, as evidence, after each seed"
+    )
+    options = parser.parse_args(argv)
+    seeds = options.seed or [random.SystemRandom().getrandbits(32)]
+    if options.steps < 1 or options.processes < 1 or min(seeds) < 0:
+        parser.error("numbers must be positive")
+    command = shlex.join(["python", "tests/unit/core/model_check.py", *(argv or sys.argv[1:])])
+    done: list[dict[str, Any]] = []
+    for seed in seeds:
+        try:
+            result, held = check(seed, options.steps, options.processes)
+        except KeyboardInterrupt:
+            return 130
+        done.append(result)
+        if options.out is not None:
+            text = json.dumps(evidence(done, command), indent=1)
+            options.out.write_text(text + "\n", encoding="utf-8")
+        if not options.json and held:
+            steps, count, seconds = result["steps"], result["rounds"], result["seconds"]
+            print(f"{steps:,} steps in {count} rounds, {seconds:,.0f} s: everything held")
+        if not held:
+            break
     if options.json:
-        print(json.dumps(result, indent=1))
-    elif not failures:
-        print(f"{steps:,} steps in {made} rounds, {seconds:,.0f} s: everything held")
-    return 1 if failures or missed else 0
+        print(json.dumps(done, indent=1))
+    return 0 if held else 1
 
 
 if __name__ == "__main__":

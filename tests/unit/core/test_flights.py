@@ -10,6 +10,8 @@ from kmesh.layout import Shard
 from kmesh_spand.core import effects as fx
 from kmesh_spand.core import events as ev
 from kmesh_spand.core.codes import Arrival, Code, FlightCause, Standing
+from kmesh_spand.core.config import CoreConfig
+from kmesh_spand.core.core import Core
 from kmesh_spand.core.tenants import Tenancy
 
 LANDED = fx.AwaitResult(Arrival.LANDED)
@@ -95,6 +97,60 @@ def test_the_first_that_waits_leads_when_the_leader_fails(world: World, how: str
     assert answer(world, third, two) == LANDED
     assert world.core.counters["flight_promotions"] == 1
     world.core.check()
+
+
+def advance(world: World, leader: int, flight: int, state: str) -> list[int]:
+    """Brings a flight over A and B into a state; reservations that are still open."""
+    if state == "partly landed":
+        world.store(leader, [A])
+    if state not in ("reserved", "copying", "landing"):
+        return []
+    reserved = list(world.reserve(leader, [A]).reservation)
+    if state == "reserved":
+        return reserved
+    world.commit(leader, reserved)
+    if state == "landing":
+        assert world.land(leader, flight)
+    return []
+
+
+@pytest.mark.parametrize("how", ["closed", "aborted", "preempted"])
+@pytest.mark.parametrize(
+    "state", ["claimed", "reserved", "copying", "partly landed", "landing", "promoted"]
+)
+def test_a_leader_is_cancelled_in_each_state(world: World, state: str, how: str) -> None:
+    """The first that waits leads, or all are told what has come of it; nobody is stranded."""
+    leader, second, third = world.connect(), world.connect(), world.connect()
+    flight = world.claim(leader, [A, B]).flight
+    waits = {session: join(world, session, [A, B]) for session in (second, third)}
+    reserved = advance(world, leader, flight, state)
+    if state == "promoted":
+        # Two that die would have the keys left alone.
+        assert world.land(leader, flight, FlightCause.ABORTED)
+        leader = second
+        assert answer(world, second, waits.pop(second)) == LEAD
+    if how == "closed":
+        world.close(leader)
+    else:
+        # One that has said that it is done leads nothing any more.
+        assert world.land(leader, flight, FlightCause[how.upper()]) == (state != "landing")
+    world.check()
+    world.settle()
+    leads = [session for session, number in waits.items() if answer(world, session, number) == LEAD]
+    assert leads == ([] if state == "landing" else [next(iter(waits))])
+    for session in leads:
+        taken = world.reserve(session, [A, B]).reservation
+        world.commit(session, [number for number in taken if number])
+    if reserved and how != "closed":
+        world.commit(leader, reserved)
+    world.settle()
+    world.check()
+    told = {answer(world, session, number) for session, number in waits.items()} - {LEAD}
+    assert None not in told
+    # With its session goes what is being copied, and nothing has landed.
+    nothing = state == "landing" and how == "closed"
+    assert told <= {ended(FlightCause.NOT_STORED) if nothing else LANDED}
+    assert not world.core.flights
 
 
 def test_without_waiters_a_failed_flight_is_gone(world: World) -> None:
@@ -452,6 +508,33 @@ def test_many_joins_cost_their_sessions_and_nobody_else() -> None:
     world.store(leader, [A])
     assert all(answer(world, other, number) == LANDED for number in numbers)
     world.core.check()
+
+
+@pytest.mark.slow
+def test_a_million_joins_leave_nothing() -> None:
+    core = Core(CoreConfig(max_spans=8, max_waits=1000))
+    for session in (1, 2):
+        core.handle(ev.SessionOpened(session, 0, f"{session}", 1), 0)
+    keys = A + B
+    core.handle(ev.Claim(1, 1, keys, [SHARD]), 0)
+    (claimed,) = core.handle(ev.Claim(2, 2, keys, [SHARD]), 0)
+    assert isinstance(claimed, fx.Reply)
+    found = claimed.result
+    assert isinstance(found, fx.ClaimResult)
+    request = 2
+    for _ in range(1000):
+        for _ in range(1000):
+            request += 1
+            wait = ev.Await(2, request, found.flight, found.first, found.covered, [SHARD])
+            assert core.handle(wait, 0) == []
+        request += 1
+        answers = core.handle(ev.Leave(2, request, found.flight), 0)
+        assert len(answers) == 1001
+    core.check()
+    assert core.counters["flight_joins"] == core.counters["flight_leaves"] == 1_000_000
+    assert [row.waiters for row in core.flight_rows(0, 9, now_ms=0)] == [0]
+    core.handle(ev.SessionClosed(1), 0)
+    assert not core.flights
 
 
 def test_a_promoted_leader_promises_what_it_wanted_in_its_own_shards(world: World) -> None:

@@ -29,9 +29,7 @@ from kmesh_spand.core.tags import scope, splitmix64, tag
 
 u32 = st.integers(0, 2**32 - 1)
 u64 = st.integers(0, 2**64 - 1)
-records = st.builds(
-    Record,
-    state=st.sampled_from([State.FREE, State.COMMITTED, State.ALIAS]),
+fields = dict(
     generation=u32,
     tokens=u32,
     start=u32,
@@ -43,7 +41,11 @@ records = st.builds(
     root=u64,
     key=st.binary(min_size=32, max_size=32),
     namespace=st.binary(min_size=32, max_size=32),
-    primary=u32,
+)
+records = st.one_of(
+    st.builds(Record, state=st.just(State.FREE), **fields),
+    st.builds(Record, state=st.just(State.COMMITTED), born=u32, **fields),
+    st.builds(Record, state=st.just(State.ALIAS), primary=u32, **fields),
 )
 
 

@@ -212,3 +212,39 @@ def test_spans_above_the_populated_memory_are_not_evicted_in_vain(world: World) 
     assert effects == [fx.Reply(1, 1, fx.ReserveResult([Reason.POOL_FULL], [0]))]
     assert core.counters["evicted"] == 0
     core.check()
+
+
+def ages(world: World) -> dict[bytes, tuple[int, int]]:
+    """Age and time without a lease of each span, in ms."""
+    return {row.key: (row.age_ms, row.idle_ms) for row in world.core.spans(now_ms=world.now)}
+
+
+def test_ages_go_on_over_restarts(world: World) -> None:
+    world.store(world.connect(), [A])
+    world.now += 3_600_000
+    world.store(world.connect(), [B], tokens=48, sub_keys=(E, F))
+    for lives in (1, 2):
+        world.restart()
+        world.settle()
+        world.check()
+        aged = ages(world)
+        assert abs(aged[A][0] - 3_600_000 - (lives - 1) * 60_000) < 200
+        assert abs(aged[B][0] - (lives - 1) * 60_000) < 200
+        # When it was leased last is not written down.
+        assert aged[A][1] < 200
+        world.now += 60_000
+    part = world.core.sweep.part(0, 64, min_age_ms=3_600_000, now_ms=world.now)
+    assert {world.record(slot).key for slot in part.slots} == {A}
+    assert reasons(world.acquire(world.connect(), [A, B, E])) == [0, 0, 0]
+
+
+def test_what_is_of_the_future_is_new(world: World) -> None:
+    """As a daemon of another time namespace may have it."""
+    world.now += 3_600_000
+    world.store(world.connect(), [A])
+    world.now -= 1_800_000
+    world.restart()
+    world.settle()
+    assert ages(world)[A] == (0, 0)
+    world.now += 10_000
+    assert abs(ages(world)[A][0] - 10_000) < 200

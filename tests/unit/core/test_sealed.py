@@ -234,3 +234,29 @@ def test_slabs_are_not_given_up_one_after_another_while_no_memory_comes() -> Non
     assert len(places(world, 12)) == 8
     world.send(ev.Populated(heir_of(slab), TILES * TILE_BYTES))
     assert reserve(world) == Reason.OK
+
+
+def test_a_spare_is_not_taken_for_the_memory_of_a_daemon_that_was_broken_off() -> None:
+    """One that took over wrote into a slab of this number, which went with it."""
+    world = world_of(1, slabs=1)
+    sizes, memory, sealed = dict(world.sizes), dict(world.memory), set(world.sealed)
+    # The one that takes over: it gives the slab up, and stores in its own spare.
+    world.restart()
+    world.settle()
+    world.send(ev.GraceEnded())
+    world.send(ev.Evict([row.slot for row in world.core.spans(now_ms=world.now)]))
+    world.replace(0)
+    world.store(world.connect(), [key("theirs")])
+    assert world.sizes == {heir_of(0): TILES}
+    # It is broken off. Control of the one before starts anew, with the catalog as it is.
+    world.sizes, world.memory, world.sealed = sizes, memory, sealed
+    world.restart()
+    assert world.given_up == {0: TILES}
+    world.replace(0)
+    assert world.core.counters["recovered_dropped"] == 1
+    world.check()
+    # Nothing was visible in that memory, so that nothing waits for anybody.
+    world.store(world.connect(), [key("theirs")])
+    world.send(ev.GraceEnded())
+    world.store(world.connect(), [key(n) for n in range(1, TILES)])
+    world.check()

@@ -17,6 +17,7 @@ from kmesh_spand.core.batch import Batch
 from kmesh_spand.core.codes import Arrival, FlightCause, Standing
 from kmesh_spand.core.config import CoreConfig, DiskConfig
 from kmesh_spand.core.core import Core
+from kmesh_spand.core.holding import TICK_SHIFT
 from kmesh_spand.core.mirrors import BaseFact, RecipeFacts
 from kmesh_spand.core.policy import Policy
 from kmesh_spand.core.record import Record
@@ -716,6 +717,8 @@ class World:
                 "generation",
             ):
                 assert getattr(row, name) == getattr(record, name), name
+            # The next life says the same.
+            assert row.age_ms == (self.now >> TICK_SHIFT) - record.born << TICK_SHIFT
             assert (row.state == "committed") == (self._name_of(record) in self.index)
 
     def _name_of(self, record: Record) -> tuple[int, int, int]:

@@ -1,0 +1,553 @@
+"""Spans that are kept as recipes, restored on a GPU: rounds by one launch, decoded where not."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+from fake_gpu_streams import FakeGpu
+from gpu_cases import DIGEST, Make, promised, prompt, warm
+from mini_engine import DIM, HEADS, LAYERS, WAIT, MiniEngine, until
+from test_connector_halves import stored_by
+
+from kmesh import _host, fake_families
+from kmesh.codec import Base, Encoder, Form, Segment, SpanDescription
+from kmesh.errors import CudaError, UnsupportedError
+from kmesh.fake_state import FakeRecipe, Span
+from kmesh.families import Family
+from kmesh.kernels.cuda import Memory
+from kmesh.keys import KeyChain
+from kmesh.layout import TILE_BYTES, Shard, sums_offset
+from kmesh.testing import FakeDaemon
+from kmesh_vllm import mirroring
+from kmesh_vllm.decoding import decode_mirrors
+from kmesh_vllm.metadata import BASE_RECORD
+
+WHOLE = Shard(0, LAYERS, 0, HEADS)
+TOKENS = 200
+SIBLINGS = (5, 6, 7)
+#: Of each span's tokens, those from here on are a sibling's own.
+OWN = 40
+
+
+def chain(tokens: list[int]) -> KeyChain:
+    made = KeyChain(DIGEST)
+    made.extend(tokens)
+    return made
+
+
+def own(position: int) -> bool:
+    return position % 64 >= OWN and position < 192
+
+
+def stored(engine: MiniEngine, daemon: FakeDaemon, seed: int) -> None:
+    """A sibling's state: the base's but for its own tokens."""
+    before, tokens, name = daemon.spans, prompt(TOKENS, seed), f"sibling {seed}"
+    engine.scheduler.add(name, tokens, DIGEST)
+    assert engine.match(name, 0, TOKENS) == 0
+    blocks = list(range(1, -(-TOKENS // engine.block) + 1))
+    engine.scheduler.allocated(name, blocks, 0)
+
+    def others() -> None:
+        for begin in range(OWN, 192, 64):
+            engine.compute(seed, blocks, begin, begin + 64 - OWN)
+
+    engine.prefill(name, 7, blocks, 0, TOKENS, others)
+    until(lambda: daemon.spans == before + 3 * len(engine.identity.sharding.shards) + 0)
+    engine.scheduler.finished(name)
+
+
+def round_of_siblings(
+    daemon: FakeDaemon, engine: MiniEngine, seeds: Sequence[int] = SIBLINGS
+) -> None:
+    """Prompts, all of whose full spans are recipes over those of ``prompt(TOKENS)``."""
+    stored_by(engine, daemon, prompt(TOKENS))
+    for seed in seeds:
+        stored(engine, daemon, seed)
+    session = engine.client.session
+    assert session is not None
+    shards = engine.identity.sharding.shards
+    base = chain(prompt(TOKENS)).keys
+    session.families.declare(Family("round", DIGEST, "float32", DIM, shards, base))
+    for seed in seeds:
+        session.families.join("round", str(seed), chain(prompt(TOKENS, seed)).keys, DIGEST)
+    assert daemon.encode("round") == 3 * len(shards) * len(seeds)
+
+
+def wrong(engine: MiniEngine, seed: int, blocks: list[int]) -> set[int]:
+    """Positions of a sibling's pages that do not hold its state."""
+    ours = {p for p in engine.wrong(seed, blocks, 0, 192) if own(p)}
+    return ours | {p for p in engine.wrong(7, blocks, 0, 192) if not own(p)}
+
+
+def ready(engine: MiniEngine, daemon: FakeDaemon) -> None:
+    """Its memory and its kernels are there."""
+    warm(engine, daemon)
+    mover: Any = engine.workers[0]._mover
+    until(lambda: mover.takes_recipes(0))
+
+
+def start(engine: MiniEngine, names: dict[str, list[int]]) -> dict[str, list[int]]:
+    """Loads of these prompts, in one step; the blocks of each."""
+    places, at = {}, 1
+    for name, tokens in names.items():
+        found = promised(engine, name, tokens)
+        assert found == 192
+        places[name] = list(range(at, at + 6))
+        at += 6
+        engine.scheduler.allocated(name, places[name], found)
+    engine.run(engine.scheduler.plan([], []))
+    return places
+
+
+def ends(engine: MiniEngine, names: Any) -> set[int]:
+    """Waits for all of them; the bad blocks."""
+    (worker,) = engine.workers
+    ended: set[str] = set()
+    bad: set[int] = set()
+
+    def some() -> bool:
+        ended.update(worker.finished())
+        bad.update(worker.bad_blocks())
+        return ended == set(names)
+
+    until(some)
+    engine.scheduler.worked(worker.report(), ended)
+    return bad
+
+
+def test_siblings_of_a_step_are_one_launch(engine: Make, daemon: FakeDaemon) -> None:
+    round_of_siblings(daemon, engine("a"))
+    gpu = FakeGpu()
+    other = engine("b", gpu=gpu)
+    ready(other, daemon)
+    names = {str(seed): prompt(TOKENS, seed) for seed in SIBLINGS}
+    places = start(other, names)
+    # Three bases, though each of three requests has a lease of its own on them.
+    assert gpu.launches == [("round", Memory.HOST, 3, 3)]
+    assert ends(other, names) == set()
+    for name in names:
+        assert wrong(other, int(name), places[name]) == set()
+    counted = other.workers[0].counts.take()
+    assert counted["restored_bytes_recipes"] == counted["restored_bytes"] > 0
+    assert counted["restored_bytes_kernel"] == counted["restored_bytes"]
+    assert "recipes_decoded" not in counted
+    until(lambda: daemon.leases == 0)
+
+
+@pytest.mark.parametrize(("stored", "read"), [(1, 1), (2, 1), (1, 2), (2, 2)])
+def test_of_other_shards(engine: Make, daemon: FakeDaemon, stored: int, read: int) -> None:
+    round_of_siblings(daemon, engine("a", tp=stored), (5,))
+    other = engine("b", tp=read, gpu=[FakeGpu() for _ in range(read)])
+    assert promised(other, "r", prompt(TOKENS, 5)) == 192
+    blocks = [11, 3, 8, 2, 9, 4]
+    assert not other.load("r", blocks, 192).bad_blocks
+    assert wrong(other, 5, blocks) == set()
+    for worker in other.workers:
+        assert "recipes_decoded" not in worker.counts.take()
+
+
+def test_dense_spans_and_recipes_of_a_step_are_one_launch(engine: Make, daemon: FakeDaemon) -> None:
+    """Prompts that are recipes, that are dense, and that have a dense tail."""
+    one = engine("a")
+    round_of_siblings(daemon, one, (5,))
+    stored_by(one, daemon, prompt(100, seed=4), seed=9)
+    gpu = FakeGpu()
+    other = engine("b", block=16, gpu=gpu)
+    ready(other, daemon)
+    wanted = {
+        "base": (prompt(TOKENS), 192, 7),
+        "mirror": (prompt(TOKENS, 5), 192, 5),
+        "dense": (prompt(100, 4), 96, 9),
+    }
+    places, at = {}, 1
+    for name, (tokens, found, _) in wanted.items():
+        assert promised(other, name, tokens) == found
+        places[name] = list(range(at, at + found // 16))
+        at += found // 16
+        other.scheduler.allocated(name, places[name], found)
+    other.run(other.scheduler.plan([], []))
+    assert gpu.launches == [("round", Memory.HOST, 3, 3)]
+    assert ends(other, wanted) == set()
+    assert wrong(other, 5, places.pop("mirror")) == set()
+    for name, blocks in places.items():
+        _, found, seed = wanted[name]
+        assert other.wrong(seed, blocks, 0, found) == []
+    counted = other.workers[0].counts.take()
+    rows = {name: found for name, (_, found, _) in wanted.items()}
+    assert counted["restored_bytes"] * rows["mirror"] == counted["restored_bytes_recipes"] * sum(
+        rows.values()
+    )
+    # A step without recipes goes as before.
+    assert promised(other, "again", prompt(100, 4)) == 96
+    assert not other.load("again", [40, 41, 42, 43, 44, 45], 96).bad_blocks
+    assert gpu.launches[1:] == [("restore", Memory.HOST, 1, 1)]
+
+
+def key_of(seed: int, number: int) -> bytes:
+    return chain(prompt(TOKENS, seed)).key(number)
+
+
+def test_a_bad_base_fails_those_blocks_of_each_sibling(engine: Make, daemon: FakeDaemon) -> None:
+    one = engine("a")
+    round_of_siblings(daemon, one)
+    daemon.corrupt(key_of(0, 1), one.identity.sharding.shards[0])
+    other = engine("b", gpu=FakeGpu())
+    ready(other, daemon)
+    names = {str(seed): prompt(TOKENS, seed) for seed in SIBLINGS}
+    places = start(other, names)
+    bad = ends(other, names)
+    assert bad == {block for place in places.values() for block in place[2:4]}
+    for name in names:
+        assert wrong(other, int(name), places[name]) == set(range(64, 128))
+        assert other.scheduler.finished(name) == {"kmesh": {"restored_tokens": 64}}
+    assert other.workers[0].counts.take()["load_failed_corrupt"] == 3
+    until(lambda: daemon.leases == 0)
+
+
+def place_of(daemon: FakeDaemon, seed: int, number: int) -> FakeRecipe:
+    """Of a recipe, in the daemon."""
+    span = daemon._model.spans[key_of(seed, number), WHOLE.code()]
+    assert span.recipe is not None
+    return span.recipe
+
+
+def bytes_of(daemon: FakeDaemon, place: FakeRecipe) -> memoryview:
+    return daemon._model.slabs[place.slab].memory.view(place.offset, place.length)
+
+
+def sealed(daemon: FakeDaemon, place: FakeRecipe) -> None:
+    """Its sums are right again."""
+    memory = daemon._model.slabs[place.slab].memory
+    sums = sums_offset(memory.size) + place.offset // TILE_BYTES * 8
+    at = memory.address + place.offset
+    place.root = _host.tile_sums(at, place.length, memory.address + sums)
+
+
+@pytest.mark.parametrize("at", [0, 8, 30, 100, 200, 260, 300, 340, 500, -1, -5000])
+def test_a_byte_of_a_recipe_is_changed(engine: Make, daemon: FakeDaemon, at: int) -> None:
+    """In its head, in each of its tables, in its literals: exactly its blocks are named."""
+    round_of_siblings(daemon, engine("a"))
+    bytes_of(daemon, place_of(daemon, 6, 1))[at] ^= 1
+    other = engine("b", gpu=FakeGpu())
+    ready(other, daemon)
+    names = {str(seed): prompt(TOKENS, seed) for seed in SIBLINGS}
+    places = start(other, names)
+    assert ends(other, names) == set(places["6"][2:4])
+    for name in names:
+        bad = set(range(64, 128)) if name == "6" else set()
+        assert wrong(other, int(name), places[name]) == bad
+    assert other.workers[0].counts.take()["load_failed_corrupt"] == 1
+    until(lambda: daemon.leases == 0)
+
+
+@pytest.mark.parametrize("what", ["sibling", "length", "root", "generation", "base"])
+def test_what_the_lease_does_not_name_is_not_used(
+    engine: Make, daemon: FakeDaemon, caplog: pytest.LogCaptureFixture, what: str
+) -> None:
+    """All sums are right, but it is another span's recipe, or its base is not that of the lease."""
+    one = engine("a")
+    round_of_siblings(daemon, one)
+    span = daemon._model.spans[key_of(6, 1), WHOLE.code()]
+    place = place_of(daemon, 6, 1)
+    if what == "sibling":
+        found = place_of(daemon, 5, 1)
+        bytes_of(daemon, place)[:] = bytes(bytes_of(daemon, found))
+        sealed(daemon, place)
+    elif what == "length":
+        place.length -= 16
+        sealed(daemon, place)
+    elif what == "root":
+        span.root ^= 1
+    elif what == "generation":
+        place.bases = [replace(base, generation=base.generation + 1) for base in place.bases]
+    else:
+        place.bases = [daemon._model.spans[key_of(0, 2), WHOLE.code()]]
+    gpu = FakeGpu()
+    other = engine("b", gpu=gpu)
+    ready(other, daemon)
+    places = start(other, {"6": prompt(TOKENS, 6)})
+    assert ends(other, {"6"}) == set(places["6"][2:4])
+    assert wrong(other, 6, places["6"]) == set(range(64, 128))
+    assert [launch[0] for launch in gpu.launches] == ["round"]
+    assert other.workers[0].counts.take()["load_failed_corrupt"] == 1
+
+
+@pytest.mark.parametrize("field", ["offset", "length", "slab", "tokens"])
+def test_a_base_that_no_slab_can_have_fails_the_load(
+    engine: Make, daemon: FakeDaemon, field: str
+) -> None:
+    round_of_siblings(daemon, engine("a"), (5,))
+    gpu = FakeGpu()
+    other = engine("b", gpu=gpu)
+    ready(other, daemon)
+    assert promised(other, "r", prompt(TOKENS, 5)) == 192
+    other.scheduler.allocated("r", [1, 2, 3, 4, 5, 6], 192)
+    step = other.scheduler.plan([], [])
+    bases = np.frombuffer(bytearray(step.loads[0].bases), BASE_RECORD)
+    bases[field][1] = {"offset": 1 << 40, "length": 1 << 40, "slab": 9, "tokens": 65}[field]
+    step.loads[0] = replace(step.loads[0], bases=bases.tobytes())
+    other.run(step)
+    assert other.settle("r").bad_blocks == {1, 2, 3, 4, 5, 6}
+    assert gpu.launches == []
+    assert other.workers[0].counts.take()["load_failed_error"] == 1
+
+
+def cold(daemon: FakeDaemon, engine: MiniEngine, seed: int, number: int) -> None:
+    """Makes a recipe anew, in the form that is not moved as it lies."""
+    span = daemon._model.spans[key_of(seed, number), WHOLE.code()]
+    base = daemon._model.spans[key_of(0, number), WHOLE.code()]
+    slabs = daemon._model.slabs
+
+    def view(one: Span) -> memoryview:
+        return slabs[one.slab].memory.view(one.offset, one.length)
+
+    def what(one: Span) -> SpanDescription:
+        names = (one.keys[0], DIGEST, "float32", WHOLE, DIM, one.tokens)
+        return SpanDescription(*names, one.start, one.generation)
+
+    encoder = Encoder(Base([Segment(what(base), view(base))]), form=Form.COLD)
+    data = encoder.encode(what(span), view(span)).data
+    span.recipe = fake_families._keep(data, slabs, [base])
+
+
+def test_a_recipe_that_the_kernels_do_not_serve_is_decoded(
+    engine: Make, daemon: FakeDaemon, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It goes with the others, by the same launch; counted each time, and said once."""
+    one = engine("a")
+    round_of_siblings(daemon, one)
+    cold(daemon, one, 6, 1)
+    gpu = FakeGpu()
+    other = engine("b", gpu=gpu)
+    ready(other, daemon)
+    for turn in range(2):
+        places = start(other, {f"{turn}": prompt(TOKENS, 6)})
+        assert ends(other, {f"{turn}"}) == set()
+        assert wrong(other, 6, places[f"{turn}"]) == set()
+    assert gpu.launches == [("round", Memory.HOST, 3, 1)] * 2
+    counted = other.workers[0].counts.take()
+    assert counted["recipes_decoded"] == 2
+    assert counted["restored_bytes_recipes"] == counted["restored_bytes"]
+    told = [r for r in caplog.records if "decoded on the host" in r.message]
+    assert len(told) == 1
+    assert "cold form" in told[0].message
+    # What was registered for it is given back, by a thread.
+    until(lambda: len(gpu.driver._registered) == 1)
+
+
+def test_a_damaged_recipe_that_is_decoded(engine: Make, daemon: FakeDaemon) -> None:
+    one = engine("a")
+    round_of_siblings(daemon, one)
+    cold(daemon, one, 6, 1)
+    bytes_of(daemon, place_of(daemon, 6, 1))[-1] ^= 1
+    other = engine("b", gpu=FakeGpu())
+    ready(other, daemon)
+    places = start(other, {"6": prompt(TOKENS, 6)})
+    assert ends(other, {"6"}) == set(places["6"][2:4])
+    assert wrong(other, 6, places["6"]) == set(range(64, 128))
+
+
+def test_a_round_that_the_kernels_do_not_serve_is_decoded(
+    engine: Make, daemon: FakeDaemon, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Nothing of it was started; the dense ones of its step go at once."""
+    one = engine("a")
+    round_of_siblings(daemon, one)
+    stored_by(one, daemon, prompt(100, seed=4), seed=9)
+    gpu = FakeGpu()
+
+    def refuse(name: str) -> None:
+        if name == "round":
+            raise UnsupportedError("keys that are turned in different ways")
+
+    gpu.refuse = refuse
+    other = engine("b", gpu=gpu)
+    ready(other, daemon)
+    assert promised(other, "dense", prompt(100, 4)) == 96
+    other.scheduler.allocated("dense", [40, 41, 42], 96)
+    names = {str(seed): prompt(TOKENS, seed) for seed in SIBLINGS}
+    places = start(other, names)
+    assert gpu.launches == [("restore", Memory.HOST, 1, 1)]
+    assert ends(other, [*names, "dense"]) == set()
+    for name in names:
+        assert wrong(other, int(name), places[name]) == set()
+    assert other.wrong(9, [40, 41, 42], 0, 96) == []
+    assert {launch[0] for launch in gpu.launches} == {"restore"}
+    assert other.workers[0].counts.take()["recipes_decoded"] == 9
+    assert caplog.text.count("keys that are turned in different ways") == 1
+
+
+def test_without_the_kernel_for_recipes_they_are_decoded(
+    engine: Make, daemon: FakeDaemon, caplog: pytest.LogCaptureFixture
+) -> None:
+    round_of_siblings(daemon, engine("a"))
+    gpu = FakeGpu()
+
+    def refuse(name: str) -> None:
+        if name == "prepare_rounds":
+            raise UnsupportedError("no registers")
+
+    gpu.refuse = refuse
+    other = engine("b", gpu=gpu)
+    warm(other, daemon)
+    mover: Any = other.workers[0]._mover
+    until(mover._rounds_compiled.is_set)
+    places = start(other, {"5": prompt(TOKENS, 5)})
+    assert ends(other, {"5"}) == set()
+    assert wrong(other, 5, places["5"]) == set()
+    assert gpu.launches == [("restore", Memory.HOST, 1, 1)]
+    assert other.workers[0].counts.take()["recipes_decoded"] == 3
+    assert "the kernel for recipes can't be compiled: no registers" in caplog.text
+
+
+def test_recipes_wait_a_while_for_their_kernel_and_nobody_else_does(
+    engine: Make, daemon: FakeDaemon
+) -> None:
+    one = engine("a")
+    round_of_siblings(daemon, one, (5,))
+    gpu, go = FakeGpu(), threading.Event()
+
+    def slow(name: str) -> None:
+        if name == "prepare_rounds":
+            assert go.wait(2 * WAIT)
+
+    gpu.refuse = slow
+    other = engine("b", gpu=gpu)
+    warm(other, daemon)
+    places = start(other, {"5": prompt(TOKENS, 5)})
+    assert promised(other, "base", prompt(TOKENS)) == 192
+    assert not other.load("base", [40, 41, 42, 43, 44, 45], 192).bad_blocks
+    assert gpu.launches == [("restore", Memory.HOST, 1, 1)]
+    go.set()
+    assert ends(other, {"5"}) == set()
+    assert wrong(other, 5, places["5"]) == set()
+    assert gpu.launches[1:] == [("round", Memory.HOST, 3, 1)]
+
+
+def test_decoding_that_takes_too_long_is_dropped(
+    engine: Make, daemon: FakeDaemon, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The request goes on, its blocks are not touched, and memory comes back when it ends."""
+    one = engine("a")
+    round_of_siblings(daemon, one, (5,))
+    cold(daemon, one, 5, 1)
+    reached, go = threading.Event(), threading.Event()
+
+    def slow(*given: Any) -> Any:
+        reached.set()
+        assert go.wait(2 * WAIT)
+        return decode_mirrors(*given)
+
+    monkeypatch.setattr(mirroring, "decode_mirrors", slow)
+    gpu, now = FakeGpu(), [0.0]
+    other = engine("b", gpu=gpu)
+    other.workers[0]._loader._clock = lambda: now[0]  # type: ignore[union-attr]
+    ready(other, daemon)
+    places = start(other, {"5": prompt(TOKENS, 5)})
+    assert reached.wait(WAIT)
+    now[0] = 1e6
+    assert ends(other, {"5"}) == set(places["5"])
+    go.set()
+    until(lambda: gpu.driver.calls.count("unregister") == 1)
+    assert len(gpu.driver._registered) == 1
+    assert gpu.launches == []
+    assert other.workers[0].counts.take()["load_failed_late"] == 1
+
+
+def test_there_is_no_memory_for_what_was_decoded(engine: Make, daemon: FakeDaemon) -> None:
+    one = engine("a")
+    round_of_siblings(daemon, one, (5,))
+    cold(daemon, one, 5, 1)
+    gpu = FakeGpu()
+    other = engine("b", gpu=gpu)
+    ready(other, daemon)
+
+    def refuse(name: str) -> None:
+        if name == "register":
+            raise CudaError("cuMemHostRegister", 2, "CUDA_ERROR_OUT_OF_MEMORY")
+
+    gpu.driver.refuse = refuse
+    places = start(other, {"5": prompt(TOKENS, 5)})
+    assert ends(other, {"5"}) == set(places["5"])
+    assert gpu.launches == []
+    gpu.driver.refuse = None
+
+
+@pytest.mark.parametrize("decoded", [False, True])
+def test_what_a_round_reads_is_leased_and_mapped_until_it_ends(
+    engine: Make, daemon: FakeDaemon, decoded: bool
+) -> None:
+    """Its requests are aborted, and its session ends, while the GPU reads."""
+    one = engine("a")
+    round_of_siblings(daemon, one)
+    if decoded:
+        cold(daemon, one, 6, 1)
+    gpu = FakeGpu()
+    other = engine("b", gpu=gpu)
+    ready(other, daemon)
+    gpu.held = True
+    names = {str(seed): prompt(TOKENS, seed) for seed in SIBLINGS}
+    places = start(other, names)
+    until(lambda: other.workers[0].finished() or len(gpu.launches) == 1 + decoded)
+    leased = daemon._model.spans[key_of(0, 1), WHOLE.code()]
+    for name in names:
+        other.scheduler.finished(name)
+    assert daemon.leases == 3
+    session = other.workers_client.session
+    assert session is not None
+    session.close()
+    other.workers_client.session = None
+    mover: Any = other.workers[0]._mover
+    mover.warm(None)
+    until(lambda: mover._memory._known is None)
+    assert len(gpu.driver._registered) == 1 + decoded, "memory went while it was read"
+    assert other.workers[0].finished() == set()
+    assert daemon.leases == 3
+    assert not leased.dropped
+    gpu.run()
+    gpu.held = False
+    assert ends(other, names) == set()
+    for name in names:
+        assert wrong(other, int(name), places[name]) == set()
+    until(lambda: daemon.leases == 0)
+    until(lambda: len(gpu.driver._registered) == 0)
+
+
+def test_a_preempted_request_is_restored_again(engine: Make, daemon: FakeDaemon) -> None:
+    round_of_siblings(daemon, engine("a"))
+    gpu = FakeGpu()
+    other = engine("b", gpu=gpu)
+    ready(other, daemon)
+    places = start(other, {"5": prompt(TOKENS, 5)})
+    assert ends(other, {"5"}) == set()
+    other.run(other.scheduler.plan([], [], ["5"]))
+    other.compute(1, places["5"], 0, 192)
+    assert other.match("5", 0, TOKENS) == 192
+    assert not other.load("5", [30, 31, 32, 33, 34, 35], 192).bad_blocks
+    assert wrong(other, 5, [30, 31, 32, 33, 34, 35]) == set()
+    assert gpu.launches == [("round", Memory.HOST, 3, 1)] * 2
+
+
+@pytest.mark.parametrize("call", ["record", "follow", "round", "wait"])
+def test_a_gpu_that_fails_a_round(engine: Make, daemon: FakeDaemon, call: str) -> None:
+    round_of_siblings(daemon, engine("a"))
+    gpu = FakeGpu()
+    other = engine("b", gpu=gpu)
+    ready(other, daemon)
+
+    def refuse(name: str) -> None:
+        if name == call:
+            raise CudaError(name, 999, "CUDA_ERROR_UNKNOWN")
+
+    gpu.refuse = refuse
+    names = {str(seed): prompt(TOKENS, seed) for seed in SIBLINGS}
+    places = start(other, names)
+    assert ends(other, names) == {block for place in places.values() for block in place}
+    assert other.workers[0].counts.take()["load_failed_error"] == 3
+    gpu.refuse = lambda name: None
+    until(lambda: daemon.leases == 0)
