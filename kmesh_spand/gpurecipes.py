@@ -14,7 +14,7 @@ from kmesh.cuda.memory import Registration
 from kmesh.errors import CudaError, RecipeError, UnsupportedError
 from kmesh_spand import ipc
 from kmesh_spand.gpustore import GpuStore
-from kmesh_spand.recipes import Made, Recipes, describe, family_of, rotary_of
+from kmesh_spand.recipes import Made, Recipes, describe, family_of, load_codec, rotary_of
 from kmesh_spand.units import format_size
 
 if TYPE_CHECKING:
@@ -84,6 +84,7 @@ class GpuRecipes(Recipes):
     def _made_by_gpu(
         self, job: ipc.Encode, span: SpanDescription, provenance: Sequence[Provenance]
     ) -> Made:
+        load_codec("kmesh.codec.gpu", "kmesh.kernels.bare")
         from kmesh.codec.gpu import GpuBytes
 
         launcher = self._compiled()

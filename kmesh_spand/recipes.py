@@ -5,6 +5,7 @@ The codec is loaded with the first job: a daemon without families goes without i
 
 from __future__ import annotations
 
+import importlib
 import threading
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Protocol
@@ -51,15 +52,15 @@ class Unloadable(Exception):
     """Modules are not there or half there: this process can't load them any more."""
 
 
-def load_codec() -> None:
-    """Loads the codec, at a process's first use of it.
+def load_codec(*more: str) -> None:
+    """Loads the codec, at a process's first use of it, and further modules.
 
     Raises:
         Unloadable: it can't be had; says why.
     """
     try:
-        import kmesh.codec
-        import kmesh.kernels.rotary  # noqa: F401
+        for name in ("kmesh.codec", "kmesh.kernels.rotary", *more):
+            importlib.import_module(name)
     except (ImportError, OSError, MemoryError) as lacking:
         cause: BaseException = lacking
         while cause.__cause__ is not None:

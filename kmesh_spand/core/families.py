@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter, OrderedDict
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from kmesh_spand.core.batch import KEY_BYTES, Rows
@@ -15,13 +15,13 @@ from kmesh_spand.core.effects import DeclareResult, DissolveResult, JoinResult, 
 from kmesh_spand.core.events import Declare, Dissolve, Fork, Join
 from kmesh_spand.core.family import Family, Member, Owner, Run, payload_bytes
 from kmesh_spand.core.familychecks import check_declare, check_member
+from kmesh_spand.core.familyspans import FamilySpans
 from kmesh_spand.core.lanes import Candidate
 from kmesh_spand.core.recoder import Recoder
 from kmesh_spand.core.sessions import Session
 from kmesh_spand.core.states import STORED, State
 from kmesh_spand.core.store import SpanStore
 from kmesh_spand.core.tags import scope
-from kmesh_spand.core.tenants import Tenant
 
 #: What a second declaration must repeat; how keys are turned only if both say it.
 _FIXED = ("namespace", "dtype", "head_dim", "shards")
@@ -46,6 +46,7 @@ class FamilyBook:
 
     Attributes:
         by_id: every family.
+        spans: where theirs are.
         group_spans, group_names: spans that the families of a group of uids name, and keys and
             runs that their members name, those of several members counted for each.
     """
@@ -63,6 +64,7 @@ class FamilyBook:
         self._scans: OrderedDict[tuple[int, str], None] = OrderedDict()
         # Family and tier.
         self._starved: set[tuple[int, int]] = set()
+        self.spans = FamilySpans(store)
         recoder.source = self
 
     def __len__(self) -> int:
@@ -173,7 +175,7 @@ class FamilyBook:
         if event.fate not in (0, *MirrorFate):
             return invalid("mirrors", f"{event.fate} is no fate")
         members = len(family.members)
-        mirrors = [row for row in self.rows(family) if row in self._store.mirrors.by_row]
+        mirrors = [row for row in self.spans.rows(family) if row in self._store.mirrors.by_row]
         self._forget(family)
         if event.fate != MirrorFate.KEEP:
             table, places = self._store.table, self._places.get(family.owner, {})
@@ -185,7 +187,7 @@ class FamilyBook:
     def _unfit(self, owner: Owner, event: Declare, key: bytes) -> str:
         """Why a key that is stored can't be in a base, or nothing."""
         store, table = self._store, self._store.table
-        for tenant, shard in itertools.product(self._tenants(owner), event.shards):
+        for tenant, shard in itertools.product(self.spans.tenants(owner), event.shards):
             row = table.find(key, scope(tenant.number, shard))
             if table.state[row] == State.ALIAS:
                 return "is the beginning of a longer span"
@@ -214,7 +216,7 @@ class FamilyBook:
             most = config.max_family_spans
             return Refused(Code.EXHAUSTED, f"a family has at most {most} spans", "keys")
         for number, key in enumerate(keys):
-            for shard, row in self._found(family, key):
+            for shard, row in self.spans.found(family, key):
                 if why := self._strange(family, row, shard):
                     return invalid(f"keys[{number}]", why)
         return None
@@ -242,18 +244,6 @@ class FamilyBook:
         wanted = family.payload_bytes(table.tokens[row], shard)
         return f"has {length} bytes, not {wanted} for its tokens" if length != wanted else ""
 
-    def _tenants(self, owner: Owner) -> list[Tenant]:
-        """Whose a family's spans are: one tenant in each tier."""
-        store = self._store
-        each = (store.tenants.find(*owner, tier) for tier in sorted(store.tiers))
-        return [tenant for tenant in each if tenant is not None]
-
-    def _found(self, family: Family, key: bytes) -> Iterator[tuple[int, int]]:
-        """(shard, row) of all spans of a key; row 0 is none."""
-        store = self._store
-        for tenant, shard in itertools.product(self._tenants(family.owner), family.shards):
-            yield shard, store.resolve(store.table.find(key, scope(tenant.number, shard)))
-
     def _add(self, family: Family, member: Member) -> JoinResult:
         before = family.members.get(member.name)
         family.members[member.name] = member
@@ -261,7 +251,7 @@ class FamilyBook:
         family.named += named
         self.group_names[family.owner[0]] += named
         if before and before.runs != member.runs:
-            for row in self.rows(family, before.keys):
+            for row in self.spans.rows(family, before.keys):
                 self._recoder.verdicts.reconsider(row)
         self._touch(family)
         fresh = member.keys[len(before.keys) :] if before else member.keys
@@ -274,7 +264,7 @@ class FamilyBook:
         self._scans[family.id, member.name] = None
         self._make_room(family)
         spans = len(member.keys) * len(family.shards)
-        stored = {(key, shard) for key, shard, _ in self._stored(family, member.keys)}
+        stored = {(key, shard) for key, shard, _ in self.spans.stored(family, member.keys)}
         return JoinResult(spans, len(stored))
 
     # What is known of keys
@@ -342,67 +332,11 @@ class FamilyBook:
         key = self._store.table.key_of(row)
         return any(place.member is None for place in places.get(key, ()))
 
-    def tiers(self, family: Family) -> list[int]:
-        """Where its tenant has, or had, something."""
-        return [tenant.tier for tenant in self._tenants(family.owner)]
-
-    def there(self, family: Family, tier: int) -> bool:
-        """Whether anything of a family is stored in a tier."""
-        keys = dict.fromkeys(family.base)
-        keys |= {key: 0 for member in family.members.values() for key in member.keys}
-        return next(self._stored(family, list(keys), tier), None) is not None
-
-    def rows(
-        self, family: Family, keys: Sequence[bytes] | None = None, tier: int | None = None
-    ) -> list[int]:
-        """Stored spans of a family, or of some of its keys, each once; the base's left out.
-
-        Args:
-            tier: only there.
-        """
-        if keys is None:
-            keys = list({key: None for m in family.members.values() for key in m.keys})
-        own = [key for key in keys if key not in family.base]
-        return list(dict.fromkeys(row for _, _, row in self._stored(family, own, tier)))
-
-    def base_rows(
-        self, family: Family, keys: Sequence[bytes] | None = None, tier: int | None = None
-    ) -> list[int]:
-        """Stored spans of a family's base, or of some of its keys, each once; as ``rows``."""
-        keys = list(family.base) if keys is None else keys
-        return list(dict.fromkeys(row for _, _, row in self._stored(family, keys, tier)))
-
-    def _stored(
-        self, family: Family, keys: Sequence[bytes], tier: int | None = None
-    ) -> Iterator[tuple[bytes, int, int]]:
-        """(key, shard, row) of every stored span of these keys, by their own or a further name."""
-        store, table = self._store, self._store.table
-        if not keys:
-            return
-        packed = b"".join(keys)
-        for tenant, shard in itertools.product(self._tenants(family.owner), family.shards):
-            if tier not in (None, tenant.tier):
-                continue
-            rows = table.find_all(packed, scope(tenant.number, shard))[0]
-            for key, found in zip(keys, rows, strict=True):
-                row = store.resolve(found)
-                if table.state[row] in STORED:
-                    yield key, shard, row
+    # What is to be done
 
     def base(self, family: Family, shard: int, tier: int) -> Rows | None:
-        """Rows of a family's base in a shard and a tier, by number; None unless all of it is
-        served, dense."""
-        store, table = self._store, self._store.table
-        tenant = store.tenants.find(*family.owner, tier)
-        if tenant is None:
-            return None
-        rows, _ = table.find_all(family.base_keys, scope(tenant.number, shard))
-        states = table.batch.gather_bytes(rows, table.state)
-        if states.count(State.COMMITTED) < len(family.base) or store.mirrors.among(rows):
-            return None
-        return rows
-
-    # What is to be done
+        """See ``FamilySpans``."""
+        return self.spans.base(family, shard, tier)
 
     def stored(self, row: int) -> None:
         """A span is committed."""
@@ -415,15 +349,10 @@ class FamilyBook:
                 family, member = place.family, place.member
                 if member is not None:
                     self._offer(row, family, member)
-                elif (family.id, tenant.tier) in self._starved and self._whole(family, row):
+                elif (family.id, tenant.tier) in self._starved and self.spans.whole(family, row):
                     self._starved.remove((family.id, tenant.tier))
                     for waiting in family.members:
                         self._scans[family.id, waiting] = None
-
-    def _whole(self, family: Family, row: int) -> bool:
-        """Whether the base is all there in a row's shard and tier."""
-        shard, tier = self._store.shard(row), self._store.tier_of(row)
-        return shard in family.shards and self.base(family, shard, tier) is not None
 
     def _offer(self, row: int, family: Family, member: Member) -> None:
         generation = self._store.table.generation[row]
@@ -442,7 +371,7 @@ class FamilyBook:
         row, family = candidate.row, candidate.family
         if not self.knows(family):
             return
-        if self._whole(family, row):
+        if self.spans.whole(family, row):
             self._offer(row, family, candidate.member)
         else:
             self.starved(family, self._store.tier_of(row))
@@ -457,17 +386,17 @@ class FamilyBook:
         (number, name), _ = self._scans.popitem(last=False)
         family = self.by_id.get(number)
         if family is not None:
-            for tier in self.tiers(family):
+            for tier in self.spans.tiers(family):
                 self._scan(family, family.members[name], tier)
 
     def _scan(self, family: Family, member: Member, tier: int) -> None:
         table, mirrors = self._store.table, self._store.mirrors
         own = [key for key in member.keys if key not in family.base]
         shards = family.shards
-        ready = {shard for shard in shards if self.base(family, shard, tier) is not None}
+        ready = {shard for shard in shards if self.spans.base(family, shard, tier) is not None}
         if len(ready) < len(shards):
             self.starved(family, tier)
-        for _, shard, row in self._stored(family, own, tier):
+        for _, shard, row in self.spans.stored(family, own, tier):
             if (
                 shard in ready
                 and table.state[row] == State.COMMITTED

@@ -66,8 +66,8 @@ class FamilyViews:
 
     def row(self, family: Family, now_ms: int, tier: int = 0) -> FamilyRow:
         """A family as a whole, as it is in a tier: each of its spans there counts once."""
-        book, mirrors = self._book, self._store.mirrors.by_row
-        base, own = book.base_rows(family, tier=tier), book.rows(family, tier=tier)
+        where, mirrors = self._book.spans, self._store.mirrors.by_row
+        base, own = where.base_rows(family, tier=tier), where.rows(family, tier=tier)
         sizes = self._sizes([*base, *own])
         keys = {key for member in family.members.values() for key in member.keys}
         return FamilyRow(
@@ -89,7 +89,7 @@ class FamilyViews:
             recipe_bytes=sizes.recipes,
             used_bytes=sizes.tiles * TILE_BYTES,
             age_ms=max(0, now_ms - family.began_ms),
-            gpus=[gpu for gpu in book.tiers(family) if gpu and book.there(family, gpu)],
+            gpus=[gpu for gpu in where.tiers(family) if gpu and where.there(family, gpu)],
         )
 
     def members(self, family: Family, first: int, limit: int, tier: int = 0) -> list[MemberRow]:
@@ -98,9 +98,9 @@ class FamilyViews:
         return [self._member(family, member, tier) for member in found]
 
     def _member(self, family: Family, member: Member, tier: int) -> MemberRow:
-        book, mirrors = self._book, self._store.mirrors.by_row
-        base = book.base_rows(family, [key for key in member.keys if key in family.base], tier)
-        own = book.rows(family, member.keys, tier)
+        where, mirrors = self._book.spans, self._store.mirrors.by_row
+        base = where.base_rows(family, [key for key in member.keys if key in family.base], tier)
+        own = where.rows(family, member.keys, tier)
         refusals = [
             why for row in own if row not in mirrors and (why := self._recoder.verdicts.of(row))
         ]

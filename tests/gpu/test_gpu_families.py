@@ -76,12 +76,13 @@ def test_recipes_in_registered_memory(bare: BareDevice, device: Device) -> None:
     [Shape(4, 2, 64, 10_000.0), Shape(28, 4, 128, 1_000_000.0)],
     ids=["small", "28 layers of 4 x 128"],
 )
+@pytest.mark.parametrize("place", ["gpu", "host"])
 def test_members_are_recipes_on_the_gpu(
-    start: Start, device: Device, record: Record, shape: Shape
+    start: Start, device: Device, record: Record, shape: Shape, place: str
 ) -> None:
     """Made by the GPU, read back bit for bit, made dense; also after the device worker was killed
     and control begins anew."""
-    daemon = start(errors=True)
+    daemon = start(errors=True, gpu_place=place)
     daemon.wait_populated()
     household = Household(shape)
     with reader(daemon, device) as ours:

@@ -15,8 +15,9 @@ from cpu_kernels import build
 from daemon_process import Daemon, wait_for
 from fake_cuda import UUIDS
 from gpu_reader import Reader, reader
-from gpus import command, import_slab
+from gpus import Faults, command, import_slab
 from household import Household
+from test_cli import as_json, kmesh
 
 from kmesh import errors
 from kmesh.cuda.device import Device
@@ -62,10 +63,11 @@ def dial(gpu_device: Device) -> Iterator[Callable[[Daemon], Reader]]:
         yield lambda daemon: stack.enter_context(reader(daemon, gpu_device))
 
 
+@pytest.mark.parametrize("place", ["gpu", "host"])
 def test_members_are_recipes_on_the_gpu_and_read_back_bit_for_bit(
-    start: Start, dial: Callable[[Daemon], Reader], household: Household
+    start: Start, dial: Callable[[Daemon], Reader], household: Household, place: str
 ) -> None:
-    daemon = start()
+    daemon = start(gpu_place=place)
     ours = dial(daemon)
     household.settle(ours.session, GPU)
     ours.settled(6)
@@ -76,6 +78,12 @@ def test_members_are_recipes_on_the_gpu_and_read_back_bit_for_bit(
     gpu = ours.session.families.describe("round", device=GPU).family
     assert (gpu.base_stored, gpu.mirrors) == (5, 6)
     assert gpu.used_bytes < gpu.dense_bytes
+    where = {"socket_dir": daemon.socket_dir}
+    assert as_json("families", "round", **where)["devices"] == [GPU]
+    shown = as_json("families", "round", "--device", GPU, **where)
+    assert (shown["mirrors"], shown["base_stored"]) == (6, 5)
+    assert {member["mirrors"] for member in shown["of_members"]} == {3}
+    assert f"also on {GPU}: see --device" in kmesh("families", "round", **where).stdout
     for sibling in household.siblings:
         assert ours.read(household, sibling, recipes=True) == 3
     assert daemon.status().counters["spans_densified"] == 0
@@ -168,6 +176,44 @@ def test_encoding_survives_the_device_worker(
     assert daemon.status().counters["spans_encode_failed"] == 1
     for sibling in household.siblings:
         assert ours.read(household, sibling, recipes=True) == 3
+
+
+def test_a_driver_that_fails_while_it_encodes(
+    start: Start, dial: Callable[[Daemon], Reader], household: Household, gpu_faults: Faults
+) -> None:
+    """First it loses its context, with which the worker ends; then it only refuses, and spans stay
+    dense."""
+    daemon = start(errors=True, bugs=True)
+    ours = dial(daemon)
+    session, staging = ours.session, ours.session.staging(4 << 20)
+    for spans in (household.primer, *household.siblings):
+        household.store(session, staging, spans, GPU)
+    session.families.declare(household.family)
+    one, other = household.siblings
+    worker = daemon.child("gpu0")
+    gpu_faults.begin("launch", "719 CUDA_ERROR_LAUNCH_FAILED")
+    gpu_faults.begin("memory_info", "719 CUDA_ERROR_LAUNCH_FAILED")
+    household.join(session, one)
+    wait_for(lambda: daemon.status().gpus[0].restarts >= 1, 60)
+    gpu_faults.end("launch")
+    gpu_faults.end("memory_info")
+    ours.settled(3)
+    assert daemon.child("gpu0") != worker
+    assert daemon.status().counters["spans_encode_failed"] == 1
+    restarts = daemon.status().gpus[0].restarts
+    gpu_faults.begin("launch", "700 a bug that a test put here")
+    household.join(session, other)
+    ours.settled(3)
+    gpu_faults.end("launch")
+    (found,) = [
+        member
+        for member in session.families.describe("round", device=GPU).members
+        if member.name == other.name
+    ]
+    assert (found.refusal, found.mirrors) == ("the job failed", 0)
+    assert daemon.status().gpus[0].restarts == restarts
+    for sibling, mirrors in ((one, 3), (other, 0)):
+        assert ours.read(household, sibling, recipes=True) == mirrors
 
 
 def test_a_bad_base_on_the_gpu_is_never_decoded(

@@ -29,6 +29,7 @@ class Place:
         self.loop.time = lambda: self.now  # type: ignore[method-assign]
         self.events: list[events.Event] = []
         self.restarts: list[str] = []
+        self.fallbacks: list[ipc.Fallback] = []
         self.end: socket.socket | None = None
         self.worker = StoreWorker(
             self.loop,
@@ -40,6 +41,7 @@ class Place:
             event=self.events.append,
             restart=self.restarts.append,
             observer=Observer(0),
+            fell_back=self.fallbacks.append,
         )
 
     def start(self, killed_by: int = 0) -> None:
@@ -267,3 +269,38 @@ def test_a_worker_that_could_not_be_reached_is_asked_for_again(place: Place) -> 
     assert place.restarts == ["control had no file descriptor left for it"]
     place.start()
     assert place.begin() == [ipc.Verify(1, 0, 0, 100, 7)]
+
+
+def test_the_first_recipe_of_a_worker_takes_longer(place: Place) -> None:
+    """It loads the codec for that, or compiles a GPU's kernels. Each worker does."""
+    for life in range(2):
+        place.start()
+        place.worker.recode(effects.KeepRecipe(10 * life, 0, 0, 100))
+        assert place.begin() == [ipc.KeepRecipe(10 * life, 0, 0, 100)]
+
+        def beats(seconds: float) -> None:
+            for message in place.heard():
+                place.answer(message)
+            place.turn(seconds)
+
+        for _ in range(25):
+            beats(1.0)
+        assert not place.restarts
+        place.answer(ipc.RecipeKept(10 * life, 7))
+        assert place.events.pop() == events.RecipeKept(10 * life, 7)
+        place.worker.recode(effects.KeepRecipe(10 * life + 1, 0, 0, 100))
+        for _ in range(4):
+            beats(1.0)
+        assert len(place.restarts) == 1
+        place.restarts.clear()
+        place.kill()
+        assert place.events.pop() == events.RecodeFailed(10 * life + 1)
+
+
+def test_what_a_worker_does_in_a_lesser_way_is_told(place: Place) -> None:
+    place.start()
+    place.worker.recode(effects.KeepRecipe(1, 3, 0, 100))
+    place.begin()
+    place.answer(ipc.Fallback("encode", 3))
+    assert place.fallbacks == [ipc.Fallback("encode", 3)]
+    assert not place.events

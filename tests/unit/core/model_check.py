@@ -48,7 +48,7 @@ ROUNDS = (
     (CoreMachine, 10, 240),
 )
 #: Walks of so many steps together must have been everywhere.
-ENOUGH = 50_000
+ENOUGH = 100_000
 
 
 @dataclass
