@@ -228,6 +228,7 @@ class GpuMover:
                     if self._closing.wait(pause):
                         raise
             self._choose_by_rates()
+            self._prepare()
         except Exception as wrong:
             self._failed = str(wrong)
             logger.error(
@@ -243,6 +244,13 @@ class GpuMover:
         self._counts.add("calibrated" if found else "calibration_failed")
         if found:
             self._restorer.rates = found
+
+    def _prepare(self) -> None:
+        """Until the kernels are said to be there, the engine's thread does not use the restorer."""
+        try:
+            self._restorer.prepare(copies=self._memory.reads_host)
+        except Exception as wrong:
+            logger.warning("the first restore will have to allocate: %s", str(wrong))
 
     def _run_kernels(self) -> None:
         """With objects of this thread's own."""
