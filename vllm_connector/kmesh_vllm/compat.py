@@ -141,7 +141,7 @@ def write_cpu_cache(isa: str, cached: str, key: Any, value: Any, cache: Any, slo
     # It says where its kernels are, and more is not asked of it: to make one takes a whole engine.
     layer = SimpleNamespace(isa=isa, _k_scale_float=1.0, _v_scale_float=1.0)
     impl: Any = SimpleNamespace(isa=isa, attn_type="decoder", kv_cache_dtype=cached)
-    CPUAttentionBackendImpl.do_kv_cache_update(impl, layer, key, value, cache, slots)  # type: ignore[arg-type]
+    CPUAttentionBackendImpl.do_kv_cache_update(impl, layer, key, value, cache, slots)
 
 
 def attention_isas(config: Any, layers: Iterable[str]) -> set[str]:
