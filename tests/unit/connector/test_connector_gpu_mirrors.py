@@ -245,7 +245,7 @@ def test_a_byte_of_a_recipe_is_changed(engine: Make, daemon: FakeDaemon, at: int
     until(lambda: daemon.leases == 0)
 
 
-@pytest.mark.parametrize("what", ["sibling", "length", "root", "generation", "base"])
+@pytest.mark.parametrize("what", ["sibling", "length", "root", "dense length", "generation", "base"])
 def test_what_the_lease_does_not_name_is_not_used(
     engine: Make, daemon: FakeDaemon, caplog: pytest.LogCaptureFixture, what: str
 ) -> None:
@@ -263,6 +263,8 @@ def test_what_the_lease_does_not_name_is_not_used(
         sealed(daemon, place)
     elif what == "root":
         span.root ^= 1
+    elif what == "dense length":
+        span.length -= 4
     elif what == "generation":
         place.bases = [replace(base, generation=base.generation + 1) for base in place.bases]
     else:
