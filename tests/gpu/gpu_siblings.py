@@ -89,9 +89,7 @@ class Passage:
             for number, own in enumerate(beginnings):
                 keys = self.chain([*own, *self.tokens]).keys
                 run = Recovered(len(own), len(self.tokens), self.keys[:KEY_BYTES], 0)
-                session.families.join(
-                    family, str(number), keys, self.namespace, recovered=[run]
-                )
+                session.families.join(family, str(number), keys, self.namespace, recovered=[run])
 
     def mirrors(self, family: str) -> int:
         """How many recipes there are by now."""
