@@ -245,7 +245,9 @@ def test_a_byte_of_a_recipe_is_changed(engine: Make, daemon: FakeDaemon, at: int
     until(lambda: daemon.leases == 0)
 
 
-@pytest.mark.parametrize("what", ["sibling", "length", "root", "dense length", "generation", "base"])
+@pytest.mark.parametrize(
+    "what", ["sibling", "length", "root", "dense length", "generation", "base"]
+)
 def test_what_the_lease_does_not_name_is_not_used(
     engine: Make, daemon: FakeDaemon, caplog: pytest.LogCaptureFixture, what: str
 ) -> None:
