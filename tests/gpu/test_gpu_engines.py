@@ -17,8 +17,8 @@ from daemon_process import Daemon, wait_for
 sys.path.insert(0, str(Path(__file__).parents[1] / "vllm"))
 
 from driver import Engine, Result, settled, tokens, transfer
-from gpu_siblings import Passage
 
+from benchmarks.gpu.recovered import Passage
 from kmesh.kernels.rotary import Rotary
 from kmesh.layout import Shard
 from kmesh.session import Role, Session

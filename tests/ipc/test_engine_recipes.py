@@ -11,17 +11,20 @@ import numpy as np
 import pytest
 import torch
 from daemon_process import Daemon, wait_for
-from household import SPAN, Household, Spans
+from household import SMALL, SPAN, Household, Spans
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "unit" / "connector"))
 
 from fake_gpu_streams import FakeGpu
 from mini_engine import OnGpu
 
+from benchmarks.gpu.recovered import Passage
 from kmesh.kernels.cuda import Memory
 from kmesh.keys import Namespace
+from kmesh.layout import Shard
 from kmesh.lease import Lease
-from kmesh.session import Role, Session
+from kmesh.session import ReserveBatch, Role, Session
+from kmesh.store import put_spans, read_span
 from kmesh_vllm.config import Settings
 from kmesh_vllm.counts import Counts
 from kmesh_vllm.gpumover import GpuMover
@@ -157,6 +160,37 @@ def test_a_round_of_siblings_is_one_launch(
     assert spand.status().counters["spans_densified"] == 0
     for lease in leases:
         lease.release()
+
+
+def test_siblings_that_measurements_and_engines_on_a_gpu_use(spand: Daemon) -> None:
+    """They become recipes, and come back as they were."""
+    shape = SMALL
+    shard = Shard(0, shape.layers, 0, shape.heads)
+    passage = Passage(
+        spand.socket_dir, shape.namespace, shard, shape.head_dim, list(range(1000, 1192)),
+        shape.rotary,
+    )  # fmt: skip
+    rng = np.random.default_rng(1)
+    state = rng.integers(0x3F00, 0x3F80, (shape.layers, 2, shape.heads, 192, shape.head_dim))
+    payloads = [
+        state[:, :, :, at : at + SPAN].astype(np.uint16).tobytes() for at in range(0, 192, SPAN)
+    ]
+    own = [[n] * SPAN * (1 + n % 2) for n in range(3)]
+    with Session.connect(spand.socket_dir, role=Role.TOOL) as session:
+        starts = range(0, 192, SPAN)
+        lengths = [len(payload) for payload in payloads]
+        batch = ReserveBatch(shape.namespace, shard, passage.keys, [SPAN] * 3, starts, lengths)
+        assert not any(put_spans(session, session.staging(4 << 20), batch, payloads))
+        passage.store_siblings(own)
+        keys = passage.chain([*own[1], *passage.tokens]).keys
+        with session.acquire(keys, [shard]) as lease:
+            dense = [read_span(session, lease, number) for number in range(5)]
+        passage.join("passage", own)
+        wait_for(lambda: passage.mirrors("passage") == 9, WAIT, "recipes")
+        with session.acquire(keys, [shard], recipes=True) as lease:
+            assert [lease.is_recipe(number) for number in range(5)] == [False] * 2 + [True] * 3
+            assert [read_span(session, lease, number) for number in range(5)] == dense
+        session._slabs.clear()
 
 
 def test_a_bad_base_fails_the_spans_that_refer_to_it(

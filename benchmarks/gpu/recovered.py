@@ -9,9 +9,9 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
+from kmesh import _host
 from kmesh.families import Family, Recovered
-from kmesh.kernels.reference import turn
-from kmesh.kernels.rotary import Rotary
+from kmesh.kernels.rotary import ELEMENTS, Rotary, turns
 from kmesh.keys import KEY_BYTES, KeyChain
 from kmesh.layout import Shard
 from kmesh.session import ReserveBatch, Role, Session
@@ -58,7 +58,7 @@ class Passage:
         return np.concatenate([span.reshape(shape) for span in spans], axis=3)
 
     def store_siblings(self, beginnings: list[list[int]]) -> None:
-        """Dense spans of prompts of whole spans that have the passage behind tokens of their own.
+        """Dense spans of prompts that have the passage behind whole spans of their own.
 
         What is theirs is drawn, not computed: answers mean nothing, and are the same for the same
         bytes.
@@ -98,8 +98,14 @@ class Passage:
 
     def _recovered(self, passage: State, before: int, rng: np.random.Generator) -> State:
         moved = passage.copy()
-        keys = np.ascontiguousarray(passage[:, 0]).reshape(-1, self.head_dim).view(np.uint8)
-        moved[:, 0] = turn(keys, self.rotary, before).view(np.uint16).reshape(moved[:, 0].shape)
+        keys = np.ascontiguousarray(passage[:, 0])
+        turned = np.empty_like(keys)
+        _host.turn_rows(
+            turned.reshape(-1).view(np.uint8).data, keys.reshape(-1).view(np.uint8).data,
+            2 * self.head_dim, turns(self.rotary, before), self.rotary.interleaved,
+            ELEMENTS["bfloat16"],
+        )  # fmt: skip
+        moved[:, 0] = turned
         layers, _, heads, tokens, dim = passage.shape
 
         def drawn(count: int) -> State:
