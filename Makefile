@@ -194,6 +194,14 @@ bench-gpu-herd: env native ## measure a herd of four vLLM engines on a GPU, writ
 bench-gpu-herd-check: env ## compare the last run with benchmarks/gpu/herd-targets.toml
 	@$(PY) -m benchmarks.gpu.herd check $(BENCH_RESULT)
 
+.PHONY: bench-gpu-round
+bench-gpu-round: env native ## measure a round of siblings in a vLLM engine, write .bench/gpu-round-engine.json (needs vLLM and CuPy)
+	@$(PY) -m benchmarks.gpu.round_engine run $(BENCH_ARGS)
+
+.PHONY: bench-gpu-round-check
+bench-gpu-round-check: env ## compare the last run with benchmarks/gpu/round-engine-targets.toml
+	@$(PY) -m benchmarks.gpu.round_engine check $(BENCH_RESULT)
+
 .PHONY: bench-gpu-pair
 bench-gpu-pair: env native ## measure two GPUs of one host, write .bench/gpu-pair.json (needs vLLM and CuPy)
 	@$(PY) -m benchmarks.gpu.pair run $(BENCH_ARGS)

@@ -148,6 +148,11 @@ class Engine:
             self.run([[5, 6, 7]], 1)
         return False
 
+    def namespace(self) -> str:
+        """Digest of its requests' namespace, in hexadecimal."""
+        scheduler = self._engine.engine_core.engine_core.scheduler
+        return str(scheduler.connector._identity.namespace.digest().hex())
+
     def copies(self, size: int, count: int) -> list[float]:
         """Seconds of copies of ``size`` bytes from pinned memory to the GPU."""
         import torch

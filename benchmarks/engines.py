@@ -123,6 +123,16 @@ class Engine:
         if not self._receive(RUN_SECONDS):
             raise RuntimeError("the prefix cache can't be emptied")
 
+    def namespace(self) -> bytes:
+        """Digest of the namespace of its requests."""
+        self._send({"command": "namespace"})
+        return bytes.fromhex(self._receive(RUN_SECONDS))
+
+    def said(self, text: str) -> bool:
+        """Whether that is in its log."""
+        size = os.fstat(self._log.fileno()).st_size
+        return text in os.pread(self._log.fileno(), size, 0).decode(errors="replace")
+
     def copies(self, size: int, count: int) -> list[float]:
         """Seconds of copies of so many bytes from pinned memory to the engine's GPU."""
         self._send({"command": "copies", "size": size, "count": count})

@@ -121,6 +121,8 @@ class GpuMover:
         return host
 
     def takes_recipes(self, timeout: float) -> bool:
+        if self._no_rounds:
+            return False
         return self._rounds_compiled.wait(timeout) and not self._no_rounds
 
     def lend(self, payloads: Sequence[Payload]) -> LentToGpu:

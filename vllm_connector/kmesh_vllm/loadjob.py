@@ -121,6 +121,11 @@ class Clerk:
             ProtocolError: the plan names bytes that no slab can have.
             CudaError, OSError: there is no memory for what was decoded.
         """
+        # What an earlier try came to.
+        job.spoiled = []
+        if job.lent is not None:
+            job.lent.close()
+            job.lent = None
         plan, names = job.plan, self._identity.namespace
         spans = plan.records()
         base = job.base = self._base(plan, spans)
