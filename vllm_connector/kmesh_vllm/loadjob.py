@@ -91,13 +91,27 @@ class Clerk:
         self._reads_gpu = reads_gpu
         self._heads: dict[int, tuple[Sharding, np.ndarray]] = {}
 
-    def write(self, job: LoadJob, slab_of: Callable[[int], Slab | None]) -> bool:
+    def write(
+        self,
+        job: LoadJob,
+        slab_of: Callable[[int], Slab | None],
+        sibling: LoadJob | None = None,
+    ) -> bool:
         """Fills in the job's piece; False if ``slab_of`` had none of its slabs.
+
+        Args:
+            sibling: a job of the same step, written before; what both need is taken from there.
 
         Raises:
             ProtocolError: the plan names bytes that no slab can have.
         """
         plan, names = job.plan, self._identity.namespace
+        if sibling is not None and sibling.piece is not None and plan.reads_as(sibling.plan):
+            job.base, job.entries, job.reach = sibling.base, sibling.entries, sibling.reach
+            job.slabs = sibling.slabs
+            shared = sibling.piece
+            job.piece = Piece(shared.records, shared.on_gpu, self._pages(plan, job.base))
+            return True
         spans = plan.records()
         base = job.base = self._base(plan, spans)
         stored, table = self._overlaps(plan.tp)
