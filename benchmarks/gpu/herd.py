@@ -44,6 +44,10 @@ def measure(rounds: int, tier: str) -> Iterator[herd.Round]:
         RuntimeError: an engine did not start, or gave no answer.
         Unfit: too many rounds said nothing.
     """
+    from benchmarks.gpu.rig import Driver
+
+    # Nothing can be written down without it: better to know before engines start.
+    Driver()
     began = time.monotonic()
     memory: dict[str, Any] = {"host_memory": "8GiB", "staging_memory": "2GiB"}
     if tier == "gpu":
