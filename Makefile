@@ -186,6 +186,22 @@ bench-gpu-engines: env native ## measure vLLM engines on a GPU, write .bench/gpu
 bench-gpu-engines-check: env ## compare the last run with benchmarks/gpu/engine-targets.toml
 	@$(PY) -m benchmarks.gpu.engines check $(BENCH_RESULT)
 
+.PHONY: bench-gpu-herd
+bench-gpu-herd: env native ## measure a herd of four vLLM engines on a GPU, write .bench/gpu-herd.json (needs vLLM and CuPy)
+	@$(PY) -m benchmarks.gpu.herd run $(BENCH_ARGS)
+
+.PHONY: bench-gpu-herd-check
+bench-gpu-herd-check: env ## compare the last run with benchmarks/gpu/herd-targets.toml
+	@$(PY) -m benchmarks.gpu.herd check $(BENCH_RESULT)
+
+.PHONY: bench-gpu-round
+bench-gpu-round: env native ## measure a round of siblings in a vLLM engine, write .bench/gpu-round-engine.json (needs vLLM and CuPy)
+	@$(PY) -m benchmarks.gpu.round_engine run $(BENCH_ARGS)
+
+.PHONY: bench-gpu-round-check
+bench-gpu-round-check: env ## compare the last run with benchmarks/gpu/round-engine-targets.toml
+	@$(PY) -m benchmarks.gpu.round_engine check $(BENCH_RESULT)
+
 .PHONY: bench-gpu-pair
 bench-gpu-pair: env native ## measure two GPUs of one host, write .bench/gpu-pair.json (needs vLLM and CuPy)
 	@$(PY) -m benchmarks.gpu.pair run $(BENCH_ARGS)

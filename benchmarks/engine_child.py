@@ -79,12 +79,16 @@ class Engine:
         ).llm_engine
         self._count = 0
 
-    def run(self, prompts: list[list[int]], max_tokens: int) -> dict[str, Any]:
-        """Runs prompts together.
+    def run(
+        self, prompts: list[list[int]], max_tokens: int, at: float | None = None
+    ) -> dict[str, Any]:
+        """Runs prompts together, at that moment of the monotonic clock if one is given.
 
         Returns seconds of all, of the hooks in them, of adding the prompts, and of each step and
-        its hooks, by name too; seconds until the first token of any; prompt tokens that came from a
-        cache.
+        its hooks, by name too; seconds until the first token of any, and of each prompt; prompt
+        tokens that came from a cache, of all and of each prompt; for each step, seconds until its
+        end, and processor seconds of this process until then. Seconds count from that moment, even
+        if the engine was late.
         """
         from vllm import SamplingParams
 
@@ -93,24 +97,33 @@ class Engine:
         )
         clock = self._clock
         steps, named, cached, first, last = [], [], 0, 0.0, 0
-        hooks, calls = clock.seconds, clock.calls
-        begin = time.perf_counter()
+        firsts, shares = [0.0] * len(prompts), [0] * len(prompts)
+        ends = []
+        hooks, calls, before = clock.seconds, clock.calls, self._count + 1
+        if at is not None:
+            time.sleep(max(at - time.monotonic(), 0.0))
+        begin = time.perf_counter() - (0.0 if at is None else time.monotonic() - at)
+        processor = time.process_time()
         for prompt in prompts:
             self._count += 1
             self._engine.add_request(str(self._count), {"prompt_token_ids": prompt}, options)
         added = time.perf_counter() - begin
         while self._engine.has_unfinished_requests():
-            at, inside = time.perf_counter(), clock.seconds
+            began, inside = time.perf_counter(), clock.seconds
             clock.named = {}
             outputs = self._engine.step()
             now = time.perf_counter()
             if outputs and not first:
                 first = now - begin
-            steps.append((now - at, clock.seconds - inside))
+            steps.append((now - began, clock.seconds - inside))
+            ends.append((now - begin, time.process_time() - processor))
             named.append(clock.named)
             for output in outputs:
+                which = int(output.request_id) - before
+                firsts[which] = firsts[which] or now - begin
                 if output.finished:
-                    cached += output.num_cached_tokens or 0
+                    shares[which] = output.num_cached_tokens or 0
+                    cached += shares[which]
                     last = output.outputs[0].token_ids[-1]
         return {
             "seconds": time.perf_counter() - begin,
@@ -122,6 +135,9 @@ class Engine:
             "first": first,
             "cached": cached,
             "last": last,
+            "firsts": firsts,
+            "shares": shares,
+            "ends": ends,
         }
 
     def reset(self) -> bool:
@@ -131,6 +147,11 @@ class Engine:
                 return True
             self.run([[5, 6, 7]], 1)
         return False
+
+    def namespace(self) -> str:
+        """Digest of its requests' namespace, in hexadecimal."""
+        scheduler = self._engine.engine_core.engine_core.scheduler
+        return str(scheduler.connector._identity.namespace.digest().hex())
 
     def copies(self, size: int, count: int) -> list[float]:
         """Seconds of copies of ``size`` bytes from pinned memory to the GPU."""

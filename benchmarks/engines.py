@@ -9,7 +9,7 @@ import signal
 import subprocess
 import sys
 import tempfile
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -33,6 +33,9 @@ class Run:
     first: float
     cached: int
     last: int
+    firsts: list[float] = field(default_factory=list)
+    shares: list[int] = field(default_factory=list)
+    ends: list[tuple[float, float]] = field(default_factory=list)
 
 
 class Engine:
@@ -103,14 +106,32 @@ class Engine:
 
     def run(self, prompts: list[list[int]], max_tokens: int = 1) -> Run:
         """Runs prompts together; errors as ``up``."""
-        self._send({"prompts": prompts, "max_tokens": max_tokens})
-        return Run(**self._receive(RUN_SECONDS))
+        self.order(prompts, max_tokens)
+        return self.answer()
+
+    def order(self, prompts: list[list[int]], max_tokens: int = 1, at: float | None = None) -> None:
+        """Has it run prompts, at that moment of the monotonic clock; ``answer`` has the run."""
+        self._send({"prompts": prompts, "max_tokens": max_tokens, "at": at})
+
+    def answer(self, wait: float = RUN_SECONDS) -> Run:
+        """Waits so many seconds for what was ordered; errors as ``up``."""
+        return Run(**self._receive(wait))
 
     def reset(self) -> None:
         """Empties the engine's own prefix cache."""
         self._send({"command": "reset"})
         if not self._receive(RUN_SECONDS):
             raise RuntimeError("the prefix cache can't be emptied")
+
+    def namespace(self) -> bytes:
+        """Digest of the namespace of its requests."""
+        self._send({"command": "namespace"})
+        return bytes.fromhex(self._receive(RUN_SECONDS))
+
+    def said(self, text: str) -> bool:
+        """Whether that is in its log."""
+        size = os.fstat(self._log.fileno()).st_size
+        return text in os.pread(self._log.fileno(), size, 0).decode(errors="replace")
 
     def copies(self, size: int, count: int) -> list[float]:
         """Seconds of copies of so many bytes from pinned memory to the engine's GPU."""

@@ -77,6 +77,9 @@ class _Restorer:
             jobs.write(self._layout, loads, unit_stages=3, allocate=lambda size: self._memory)
         )
 
+    def prepare(self, *, copies: bool) -> None:
+        pass
+
     def close(self) -> None:
         pass
 

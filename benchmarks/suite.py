@@ -28,6 +28,7 @@ BENCHMARKS = {
     "spans": "bytes a span of catalog, index and core",
     "eviction": "hit rates on a public trace, against LRU and the offline optimum",
     "engines": "vLLM: time to first token, hooks' share, zero-hit workload",
+    "herd": "vLLM: 32 requests in four engines want one document that nobody has",
 }
 #: Run only when they are named, and written to a file of their own: they take long, measure no
 #: time, and have no targets.

@@ -155,7 +155,7 @@ def derive_model_check(raw: Mapping[str, Any]) -> dict[str, float]:
         "steps": sum(one["steps"] for one in checks),
         "rounds": sum(one["rounds"] for one in checks),
         "rounds_failed": sum(len(one["failed_rounds"]) for one in checks),
-        "not_reached": sum(len(one["missed"]) for one in checks),
+        "not_reached": len({*raw["must_reach"]} - reached),
         "counters_reached": len(reached),
         "minutes": sum(one["seconds"] for one in checks) / 60,
     }

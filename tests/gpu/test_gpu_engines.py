@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import sys
@@ -17,6 +18,8 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "vllm"))
 
 from driver import Engine, Result, settled, tokens, transfer
 
+from benchmarks.gpu.recovered import Passage
+from kmesh.kernels.rotary import Rotary
 from kmesh.layout import Shard
 from kmesh.session import Role, Session
 
@@ -262,3 +265,97 @@ def test_with_cuda_graphs(start: Start, storing: Engine, daemon: Daemon) -> None
     store(graphs, daemon, other)
     assert storing.one(other).restored == 496
     graphs.close()
+
+
+def passage_of(engine: Engine, daemon: Daemon, model: Path, seed: int) -> Passage:
+    """Six spans that an engine computes."""
+    config = json.loads((model / "config.json").read_text())
+    parameters = config.get("rope_parameters") or {"rope_theta": config["rope_theta"]}
+    rotary = Rotary.from_parameters(parameters, head_dim=DIM, interleaved=False, dtype="bfloat16")
+    minutes = tokens(384, seed=seed)
+    store(engine, daemon, minutes)
+    namespace = bytes.fromhex(engine.call("namespace"))
+    return Passage(daemon.socket_dir, namespace, WHOLE, DIM, minutes, rotary)
+
+
+def told(engine: Engine) -> dict[str, float]:
+    """What an engine has counted, of loads."""
+    found = engine.call("metrics")
+    prefix = "vllm:kmesh_"
+    return {name.removeprefix(prefix): value for name, value in found.items() if prefix in name}
+
+
+def test_a_round_of_siblings_out_of_recipes(
+    storing: Engine, restoring: Engine, on_gpu: tuple[Engine, Engine], daemon: Daemon, model: Path
+) -> None:
+    """Two processes say out of recipes what they say out of the same dense spans."""
+    engines, tiered = (storing, restoring), on_gpu[1]
+    passage = passage_of(storing, daemon, model, seed=2000)
+    beginnings = [tokens(64, seed=2100 + i) for i in range(4)]
+    passage.store_siblings(beginnings)
+    # Too few tokens behind it to be stored.
+    prompts = [
+        [*own, *passage.tokens, *tokens(10, seed=2200 + i)] for i, own in enumerate(beginnings)
+    ]
+    dense: dict[Engine, list[Result]] = {}
+    for engine in engines:
+        dense[engine] = []
+        for prompt in prompts:
+            engine.call("reset")
+            dense[engine].append(engine.one(prompt))
+            assert dense[engine][-1].restored == 448
+    before = {engine: told(engine) for engine in (*engines, tiered)}
+    passage.join("round-2000", beginnings)
+    wait_for(lambda: passage.mirrors("round-2000") == 24, 60)
+    for engine in engines:
+        for prompt, wanted in zip(prompts, dense[engine], strict=True):
+            engine.call("reset")
+            check(engine.one(prompt), wanted, 448)
+    # All at once, in both.
+    for engine in engines:
+        engine.call("reset")
+        engine.begin("generate", prompts=prompts)
+    for engine in engines:
+        for found, wanted in zip(engine.end(), dense[engine], strict=True):
+            result = Result(**found)
+            assert result.restored == 448
+            assert result.tokens == wanted.tokens
+    # What is in host memory is found from the tier on the GPU, too.
+    for prompt, wanted in zip(prompts, dense[storing], strict=True):
+        result = tiered.one(prompt)
+        assert result.restored == 448
+        assert result.tokens == wanted.tokens
+    settled(daemon)
+    for engine, rounds in ((storing, 2), (restoring, 2), (tiered, 1)):
+        after, earlier = told(engine), before[engine]
+        mirrored = after["restored_bytes_recipes"] - earlier["restored_bytes_recipes"]
+        assert mirrored == rounds * 4 * 384 * LAYERS * 2 * HEADS * DIM * 2
+        for name in ("recipes_decoded", "load_failed_corrupt", "load_failed_error"):
+            assert after[name] == earlier[name]
+    assert daemon.status().counters["spans_densified"] == 0
+
+
+def test_siblings_whose_base_is_bad(
+    looking: Engine, storing: Engine, daemon: Daemon, model: Path
+) -> None:
+    """Each computes exactly what it can't restore."""
+    passage = passage_of(storing, daemon, model, seed=3000)
+    beginnings = [tokens(64, seed=3100 + i) for i in range(4)]
+    passage.store_siblings(beginnings)
+    passage.join("round-3000", beginnings)
+    wait_for(lambda: passage.mirrors("round-3000") == 24, 60)
+    settled(daemon)
+    before = daemon.status().spans
+    with Session.connect(daemon.socket_dir, role=Role.TOOL) as session:
+        with session.acquire(passage.chain(passage.tokens).key(3), [WHOLE]) as lease:
+            span = lease.entry(0)
+        daemon.flip(span.offset + span.length // 2, span.slab)
+        del session.index
+    prompts = [[*own, *passage.tokens, 5, 6, 7] for own in beginnings]
+    failed = [looking.one(prompt) for prompt in prompts]
+    # The daemon drops the base with its mirrors, so that the next restores end before them.
+    settled(daemon)
+    wait_for(lambda: daemon.status().spans == before - 5, 30)
+    looking.call("reset")
+    for prompt, found in zip(prompts, failed, strict=True):
+        check(found, looking.one(prompt), 256)

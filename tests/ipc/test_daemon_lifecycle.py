@@ -82,6 +82,24 @@ def test_second_daemon_is_refused(spand: Daemon) -> None:
         pass
 
 
+@pytest.mark.parametrize(("policy", "kept"), [("lru", False), ("s3-fifo", True)])
+def test_memory_is_made_free_in_the_order_that_was_asked_for(
+    start_spand: Start, policy: str, kept: bool
+) -> None:
+    """What was used once pushes out what was used again, or not."""
+    daemon = start_spand(host_memory="2MiB", memory_policy=policy)
+    daemon.wait_populated()
+    with RawClient(daemon.socket_dir) as client:
+        for number in range(80):
+            key = number.to_bytes(32, "little")
+            assert client.store(key, key * 100) == 0
+            if not number:
+                assert client.read(key) == key * 100
+        lease = client.acquire([bytes(32)])
+        assert list(lease.reason) == [0 if kept else common_pb2.REASON_MISS]
+    assert daemon.status().counters["spans_evicted"] >= 40
+
+
 def test_stale_sockets_are_replaced(start_spand: Start, socket_dir: Path) -> None:
     first = start_spand()
     children = process_tree(first.pid)

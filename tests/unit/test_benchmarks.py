@@ -18,7 +18,7 @@ from benchmarks.__main__ import main
 from benchmarks.bench_eviction import by_core, by_lru, by_optimum, leading, next_uses
 from benchmarks.check import Target, TargetError, Verdict, judge, judge_all, read_targets
 from benchmarks.engines import Run
-from benchmarks.gpu import engines
+from benchmarks.gpu import engines, round_engine
 from benchmarks.results import REDUCE, Row, bootstrap, p99, unavailable
 from benchmarks.timing import in_turn
 from benchmarks.traces import Weighted
@@ -205,7 +205,7 @@ def test_the_check_fails_without_a_result(
 def test_the_targets_can_be_read_and_their_pages_are_there() -> None:
     assert len(read_targets(TARGETS)) > 30
     files = [TARGETS, *TARGETS.parent.glob("gpu/*targets.toml")]
-    assert len(files) == 4
+    assert len(files) == 5
     for file in files:
         targets = read_targets(file)
         assert [t.adr for t in targets if t.adr and not (ROOT / t.adr).is_file()] == []
@@ -468,3 +468,31 @@ def test_tokens_that_differ_are_counted() -> None:
             taken.add(what, "4k", number, run, cached=True)
     assert taken.differing("host", "host_prefix") == 1
     assert taken.differing("host_prefix", "recompute") == 0
+
+
+class Answers:
+    """An engine whose runs are given."""
+
+    def __init__(self, *cached: int) -> None:
+        self.cached = list(cached)
+
+    def reset(self) -> None:
+        pass
+
+    def run(self, prompts: list[list[int]]) -> Run:
+        return Run(0.02, 0.0, 1, [], 0.01, self.cached.pop(0), len(self.cached))
+
+
+def test_every_row_of_a_round_in_an_engine_has_its_target() -> None:
+    siblings, taken = round_engine.Siblings(), round_engine.Taken()
+    whole = siblings.restored
+    assert whole == 8 * 4096 + 4 * 64 + 4 * 128
+    for what in ("dense", "recipes"):
+        taken.measure(what, Answers(*[whole] * 4), siblings, 3)  # type: ignore[arg-type]
+    found = list(taken.rows())
+    result = {"raw": {"rows": [row.to_json() for row in found]}}
+    lines = judge_all(result, read_targets(round_engine.TARGETS), ROOT)
+    assert len(lines) == len(found) == 4
+    assert [line for line in lines if line.verdict is Verdict.MISSING] == []
+    with pytest.raises(RuntimeError, match="recipes: 4096 tokens were restored"):
+        taken.measure("recipes", Answers(whole, 4096), siblings, 3)  # type: ignore[arg-type]

@@ -160,3 +160,21 @@ def test_a_round_that_is_refused_leaves_the_next_one_alone(gpu: Gpu) -> None:
 def test_settings_that_make_no_sense_are_refused(wrong: dict[str, int]) -> None:
     with pytest.raises(ValueError, match=next(iter(wrong))):
         RoundSettings(**wrong)
+
+
+def test_the_kernel_can_be_compiled_before_the_first_round(
+    gpu: Gpu, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made: list[object] = []
+    module = gpu.RawModule
+    monkeypatch.setattr(gpu, "RawModule", lambda **how: made.append(how) or module(**how))
+    case, _ = siblings(2)
+    engine = case.engine()
+    restorer = RoundRestorer(engine.layout)
+    assert made == []
+    restorer.prepare()
+    assert len(made) == 1
+    assert restorer.restore(case.round(), 0).wait().members == bytes(2)
+    assert len(made) == 1
+    assert gpu.launched
+    restorer.close()

@@ -320,7 +320,7 @@ def test_versions_must_agree(left: dict[str, int], chosen: Settings) -> None:
     for formats, text in (
         ({**made.formats, "records": 9}, "made by kmesh-spand 1: records of version 9, this is 2"),
         ({**made.formats, "more": 1}, "made by kmesh-spand 1: more of version 1, this is 2"),
-        ({"layout": 1, "records": 1}, "owners of version 1, this is 2 with owners of version 1"),
+        ({"layout": 1, "records": 2}, "owners of version 1, this is 2 with owners of version 1"),
     ):
         swap(left, "manifest", manifests.make(msgspec.structs.replace(made, formats=formats)))
         with pytest.raises(Unfit, match=text):

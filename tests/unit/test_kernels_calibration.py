@@ -7,6 +7,7 @@ import dataclasses
 import logging
 from collections.abc import Iterator
 
+import numpy as np
 import pytest
 from cpu_gpu import Gpu, instead_of_cupy
 from hypothesis import given
@@ -15,7 +16,9 @@ from hypothesis import strategies as st
 from kmesh.kernels import calibration
 from kmesh.kernels.calibration import Times, fitted, rates, timed
 from kmesh.kernels.chooser import Rates, Route, choose
-from kmesh.kernels.cuda import H200
+from kmesh.kernels.cuda import H200, Load, Memory, Request, Restorer
+from kmesh.kernels.host import PagedLayout
+from kmesh.kernels.plan import RECORD
 
 MIB = 1 << 20
 #: Blocks that are no limit.
@@ -91,6 +94,21 @@ def test_times_that_cannot_be_are_refused(wrong: dict[str, object]) -> None:
 
 
 # By restores.
+
+
+def test_what_the_first_restore_needs_can_be_there_before(gpu: Gpu) -> None:
+    layout = PagedLayout((1 << 20,), (1 << 20,), 4096, 256, 16, 16, 4, 1, 16)
+    restorer = Restorer(layout)
+    restorer.prepare(copies=False)
+    assert gpu.held == 1
+    restorer.prepare(copies=True)
+    before = gpu.held
+    assert before == 4
+    nothing = Load(np.zeros(0, RECORD), [Request(np.zeros(0, np.int64))])
+    assert restorer.restore([nothing], 2, memory=Memory.HOST).wait() == [[b""]]
+    assert gpu.held == before
+    restorer.close()
+    assert gpu.held == 0
 
 
 @pytest.fixture

@@ -31,7 +31,7 @@ from kmesh.flight import FlightCause, Standing
 from kmesh.keys import KeyChain
 from kmesh.layout import Shard
 from kmesh.session import ReserveBatch, Role, Session
-from kmesh.store import put_spans
+from kmesh.store import put_spans, read_span
 from kmesh.v1 import admin_pb2, admin_pb2_grpc, common_pb2, spans_pb2
 from kmesh_vllm.counts import NAMES
 
@@ -344,6 +344,32 @@ def segments(server: Server, spand: Daemon) -> None:
     server.wait_count("family_failed", prompt, said | {"family": "taken"})
 
 
+def recipes(server: Server, spand: Daemon) -> None:
+    """A prompt whose spans have the bytes of another one's, and are kept as recipes over them."""
+    prompt, alike = tokens(400, seed=35), tokens(400, seed=36)
+    server.complete(prompt)
+    namespace, shard = stored(spand)[0].namespace, Shard(0, 4, 0, 2)
+    chains = KeyChain(namespace), KeyChain(namespace)
+    for chain, those in zip(chains, (prompt, alike), strict=True):
+        chain.extend(those)
+    base, keys = (chain.keys for chain in chains)
+    with Session.connect(spand.socket_dir, role=Role.TOOL) as session:
+
+        def payloads() -> list[bytes]:
+            with session.acquire(base, [shard]) as lease:
+                found = lease.hits if lease.hits == 6 else 0
+                return [read_span(session, lease, number) for number in range(found)]
+
+        same = wait_for(payloads, 60, "the spans")
+        batch = ReserveBatch(namespace, shard, keys, [64] * 6, range(0, 384, 64), [SPAN_BYTES] * 6)
+        put_spans(session, session.staging(1 << 20), batch, same)
+        session.families.declare(Family("alike", namespace, "float32", 32, (shard,), base))
+        session.families.join("alike", "other", keys, namespace)
+        wait_for(lambda: session.families.describe("alike").family.mirrors, 60, "recipes")
+    for name in ("recipes_decoded", "restored_bytes_recipes"):
+        server.wait_count(name, alike)
+
+
 def test_every_counter_arrives(server: Server, spand: Daemon, folder: Path) -> None:
     faults, loads = folder / "faults", folder / "loads"
     # All are there from the start, so that a rate can be taken.
@@ -405,6 +431,7 @@ def test_every_counter_arrives(server: Server, spand: Daemon, folder: Path) -> N
 
     flights(server, spand, folder, patience)
     segments(server, spand)
+    recipes(server, spand)
 
     # A load whose daemon goes away.
     prompt = tokens(400, seed=9)

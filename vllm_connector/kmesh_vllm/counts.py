@@ -12,9 +12,8 @@ NAMES = {
     "restored_bytes_kernel": "of those, from host memory to a GPU by the restore kernel",
     "restored_bytes_copy": "of those, from host memory to a GPU by its copy engine",
     "restored_bytes_gpu": "of those, from GPU memory to pages on that GPU",
-    "restored_bytes_recipes": "of those, of spans that are kept as recipes",
-    "recipes_decoded": "spans decoded on the host out of recipes; on a GPU, where its kernels do"
-    " not serve one",
+    "restored_bytes_recipes": "of all restored bytes, those of spans that are kept as recipes",
+    "recipes_decoded": "spans decoded on the host out of their recipes",
     "host_memory_unreadable": "workers whose GPU can't read the daemon's host memory",
     "calibrated": "workers whose restores choose by rates that were measured on their GPU",
     "calibration_failed": "workers whose GPU's rates could not be measured",

@@ -121,6 +121,8 @@ class GpuMover:
         return host
 
     def takes_recipes(self, timeout: float) -> bool:
+        if self._no_rounds:
+            return False
         return self._rounds_compiled.wait(timeout) and not self._no_rounds
 
     def lend(self, payloads: Sequence[Payload]) -> LentToGpu:
@@ -220,6 +222,7 @@ class GpuMover:
                 )
             else:
                 self._choose_by_rates()
+                self._prepare()
         finally:
             self._compiled.set()
         try:
@@ -262,6 +265,13 @@ class GpuMover:
             self._restorer.rates = found
             if self._rounds is not None:
                 self._rounds.rates = found
+
+    def _prepare(self) -> None:
+        """Until the kernels are said to be there, the engine's thread does not use the restorer."""
+        try:
+            self._restorer.prepare(copies=self._memory.reads_host)
+        except Exception as wrong:
+            logger.warning("the first restore will have to allocate: %s", str(wrong))
 
     def _run_kernels(self) -> None:
         """With objects of this thread's own."""

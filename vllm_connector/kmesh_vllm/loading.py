@@ -76,12 +76,15 @@ class Loader:
 
     def start(self, plans: Sequence[LoadPlan]) -> None:
         """Begins the loads of a step; ``finished`` says when each has ended."""
+        written: LoadJob | None = None
         for plan in plans:
             job = LoadJob(plan, self._clock() + self._timeout)
             self._jobs[plan.request] = job
             self._mover.begin()
-            if not (self._mover.starts_only and self._at_once(job)):
+            if not (self._mover.starts_only and self._at_once(job, written)):
                 self._threads.submit(self._prepare, job)
+            elif job.state is State.READY:
+                written = job
         self._start_ready()
 
     def finished(self, patience: float = 0.0) -> tuple[set[str], set[int], LoadReport]:
@@ -148,13 +151,13 @@ class Loader:
         self._settle()
         return any(job.state is State.DONE for job in self._jobs.values())
 
-    def _at_once(self, job: LoadJob) -> bool:
+    def _at_once(self, job: LoadJob, sibling: LoadJob | None) -> bool:
         """Makes a job ready if nothing has to be waited for."""
         session = self._current()
         if session is None or session.epoch != job.plan.epoch:
             return False
         try:
-            if not self._clerk.write(job, lambda n: self._mover.attached(session, n)):
+            if not self._clerk.write(job, lambda n: self._mover.attached(session, n), sibling):
                 return False
         except Exception as wrong:
             self._failed(job, wrong)
@@ -170,8 +173,9 @@ class Loader:
         try:
             session = self._session_of(job.plan.epoch)
             self._clerk.write(
-                job, lambda n: self._mover.attach(session, n, self._timeout), self._timeout / 2
-            )
+                job, lambda n: self._mover.attach(session, n, self._timeout),
+                patience=self._timeout / 2,
+            )  # fmt: skip
         except Exception as wrong:
             self._failed(job, wrong)
             return

@@ -17,6 +17,7 @@ from kmesh_vllm.config import Settings
 from kmesh_vllm.counts import Counts
 from kmesh_vllm.flights import Flights
 from kmesh_vllm.identity import Identity
+from kmesh_vllm.leases import Leases
 from kmesh_vllm.lookup import Hit, longest_hit
 from kmesh_vllm.patience import Patience
 from kmesh_vllm.quarantine import Quarantine
@@ -67,6 +68,7 @@ class Matcher:
         self.flights = Flights()
         self.quarantine = Quarantine(settings.retry_after_ms / 1000, clock=clock)
         self.tiers = Tiers(settings.tier, settings.acquire_timeout_ms / 1000, clock)
+        self._leases = Leases()
         self._recipes = recipes
         self._identity = identity
         self._settings = settings
@@ -132,26 +134,30 @@ class Matcher:
         if hit.tail:
             keys += chain.key(hit.spans, hit.tail)
         timeout = self._settings.acquire_timeout_ms / 1000
+        shards = hit.sharding.shards
         try:
-            future = session.acquire_async(
-                keys,
-                hit.sharding.shards,
-                prefix=True,
-                timeout=timeout,
-                salt=state.salt,
-                device=hit.device,
-                recipes=self._recipes and not hit.device,
-                # What is on disk is waited for as a lease is, in the background.
-                wait=timeout * _DISK_SHARE,
+            held = self._leases.ask(
+                (session, keys, shards, state.salt, hit.device),
+                lambda: session.acquire_async(
+                    keys,
+                    shards,
+                    prefix=True,
+                    timeout=timeout,
+                    salt=state.salt,
+                    device=hit.device,
+                    recipes=self._recipes and not hit.device,
+                    # What is on disk is waited for as a lease is, in the background.
+                    wait=timeout * _DISK_SHARE,
+                ),
             )
         except KMeshError:
             return 0, False
-        state.restore = Restore(session, hit, first, limit, future, self._clock() + timeout)
+        state.restore = Restore(session, hit, first, limit, held, self._clock() + timeout)
         state.phase = Phase.ACQUIRING
         if self._sharing:
             key = key_at(state, session, local)
             self.flights.take_off(state, (key,) if key else ())
-        self._patience.wait(future)
+        self._patience.wait(held.future)
         answer = self._await_lease(state)
         return self._promise(state, session, local, limit) if answer is None else answer
 

@@ -87,6 +87,14 @@ class LoadPlan:
         """``blocks``, unpacked."""
         return np.frombuffer(self.blocks, np.int64)
 
+    def reads_as(self, other: LoadPlan) -> bool:
+        """Whether both read the same for the same positions, and no recipes."""
+        mine, theirs = (
+            (plan.epoch, plan.tp, plan.begin, plan.end, plan.spans, plan.mirrors)
+            for plan in (self, other)
+        )
+        return mine == theirs and not self.mirrors
+
 
 @dataclass(frozen=True, slots=True)
 class StorePlan:

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from kmesh.keys import Extra, KeyChain
 from kmesh.lease import Lease
 from kmesh.session import Session
+from kmesh_vllm.leases import Held
 from kmesh_vllm.lookup import Hit
 from kmesh_vllm.part import Part
 
@@ -44,7 +45,7 @@ class Restore:
         hit: what the index said.
         first: number of the first span asked for.
         limit: tokens that were of use when the index was asked.
-        future: of the lease.
+        held: the lease, which other requests may use too.
         deadline: when the request waits for it no longer.
         lease: once it is there.
         begin, end: tokens that are promised and then loaded.
@@ -55,12 +56,18 @@ class Restore:
     hit: Hit
     first: int
     limit: int
-    future: Future[Lease]
+    held: Held
     deadline: float
     lease: Lease | None = None
     begin: int = 0
     end: int = 0
     began: float = 0.0
+    _dropped: bool = False
+
+    @property
+    def future(self) -> Future[Lease]:
+        """Of the lease."""
+        return self.held.future
 
     def leased_tokens(self, span_tokens: int) -> int:
         """Position up to which the lease reaches."""
@@ -72,16 +79,10 @@ class Restore:
         return (self.first + self.lease.hits) * span_tokens
 
     def drop(self) -> None:
-        """Gives the lease back, also one that is still to come."""
-        if self.lease is not None:
-            self.lease.release()
-        else:
-            self.future.add_done_callback(_release_late)
-
-
-def _release_late(future: Future[Lease]) -> None:
-    if future.exception() is None:
-        future.result().release()
+        """Uses the lease no longer, also one that is still to come. May be called again."""
+        if not self._dropped:
+            self._dropped = True
+            self.held.leave()
 
 
 @dataclass(eq=False, slots=True)

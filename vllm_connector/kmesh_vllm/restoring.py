@@ -10,7 +10,6 @@ import numpy as np
 from kmesh.errors import KMeshError
 from kmesh.keys import KEY_BYTES
 from kmesh.lease import Lease
-from kmesh.session import Session
 from kmesh_vllm.metadata import BASE_RECORD, MIRROR_RECORD, SPAN_RECORD, LoadPlan, packed_ids
 from kmesh_vllm.requests import RequestState, Restore
 
@@ -77,10 +76,12 @@ def failed_keys(
     return {key for key in keys if key}
 
 
-def report_corrupt(session: Session, lease: Lease, entries: Sequence[int]) -> None:
+def report_corrupt(restore: Restore, entries: Sequence[int]) -> None:
     """Tells the daemon which entries of a lease held wrong bytes, then gives it back."""
+    assert restore.lease is not None
     try:
-        with lease:
-            session.report_corrupt(lease, entries)
+        restore.session.report_corrupt(restore.lease, entries)
     except KMeshError as wrong:
         logger.warning("could not report corrupt spans: %s", str(wrong))
+    finally:
+        restore.drop()

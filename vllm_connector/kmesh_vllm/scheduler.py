@@ -331,6 +331,6 @@ class SchedulerHalf:
         state.phase = Phase.IDLE
         state.restore = None
         if state.corrupt:
-            self._reports.submit(report_corrupt, session, lease, list(state.corrupt))
+            self._reports.submit(report_corrupt, restore, list(state.corrupt))
         else:
-            lease.release()
+            restore.drop()

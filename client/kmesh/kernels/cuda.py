@@ -185,6 +185,20 @@ class Restorer:
         self.rates = rates
         self._buffers = Buffers(self._device, self._settings.chunk_bytes, self._settings.chunks)
 
+    def prepare(self, *, copies: bool) -> None:
+        """Allocates what the first restore would otherwise; may take some milliseconds.
+
+        Args:
+            copies: and the copy engine's buffers, if the GPU has memory for them.
+
+        Raises:
+            RuntimeError: there is no memory.
+        """
+        with self._device:
+            self._device.reserve()
+            if copies:
+                self._buffers.get()
+
     def restore(
         self,
         loads: Sequence[Load],

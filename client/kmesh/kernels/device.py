@@ -213,6 +213,14 @@ class Launcher(ABC):
             self.release(slot)
             raise
 
+    def reserve(self) -> None:
+        """Has memory for a job of usual size, so that the first one does not wait for it."""
+        if not self._free:
+            slot = Slot(self.runtime, self._allocate_pinned)
+            self._free.append(slot)
+            slot.reserve(1)
+            slot.expect(1)
+
     def release(self, slot: Slot) -> None:
         """Its job has ended, and its results were read."""
         self._busy.discard(slot)

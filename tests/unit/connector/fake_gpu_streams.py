@@ -233,6 +233,9 @@ class _Kernels:
 
 
 class _Restorer(_Kernels):
+    def prepare(self, *, copies: bool) -> None:
+        self._gpu.called("prepare")
+
     def restore(self, loads: Sequence[Load], stream: int, *, memory: Memory) -> _Pending:
         gpu = self._gpu
         gpu.called("restore")

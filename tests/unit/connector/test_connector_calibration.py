@@ -47,6 +47,27 @@ def test_what_cannot_be_seen_is_counted_and_restores_go_on(
     assert not other.load("r", [1, 2, 3, 4, 5], 160, WAIT).bad_blocks
 
 
+def test_what_the_first_restore_allocates_is_there_before_it_or_not(
+    engine: Make, daemon: FakeDaemon, caplog: Any
+) -> None:
+    stored_by(engine("a"), daemon, prompt(192))
+    gpu = FakeGpu()
+    asked: list[str] = []
+
+    def refuse(name: str) -> None:
+        if name == "prepare":
+            asked.append(name)
+            raise RuntimeError("out of memory")
+
+    gpu.refuse = refuse
+    other = engine("b", gpu=gpu)
+    compiled(other)
+    assert asked == ["prepare"]
+    assert "the first restore will have to allocate: out of memory" in caplog.text
+    assert promised(other, "r", prompt(192)) == 160
+    assert not other.load("r", [1, 2, 3, 4, 5], 160, WAIT).bad_blocks
+
+
 def test_a_gpu_is_left_alone_where_the_setting_says_so(engine: Make, daemon: FakeDaemon) -> None:
     gpu = FakeGpu()
     gpu.seen = SEEN

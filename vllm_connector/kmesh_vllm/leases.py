@@ -1,0 +1,83 @@
+"""Leases that several requests of one engine use: siblings ask for the same spans."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Hashable
+from concurrent.futures import Future
+
+from kmesh.keys import KEY_BYTES
+from kmesh.lease import Lease
+
+
+class Held:
+    """A lease that is there or on its way, as long as somebody uses it. Thread-safe.
+
+    Attributes:
+        future: of the lease.
+
+    Args:
+        unused: told when nobody uses it any more, in whichever thread.
+    """
+
+    def __init__(self, future: Future[Lease], unused: Callable[[Held], None]) -> None:
+        self.future = future
+        self._unused = unused
+        self._users = 1
+        self._lock = threading.Lock()
+
+    def join(self) -> bool:
+        """One more uses it; False: nobody does any more, or it is not all that was asked for."""
+        with self._lock:
+            if not self._users or not self._whole():
+                return False
+            self._users += 1
+            return True
+
+    def leave(self) -> None:
+        """One uses it no longer; after the last it goes back, also one that is still to come."""
+        with self._lock:
+            self._users -= 1
+            if self._users:
+                return
+        self._unused(self)
+        self.future.add_done_callback(_release)
+
+    def _whole(self) -> bool:
+        if not self.future.done():
+            return True
+        if self.future.exception() is not None:
+            return False
+        lease = self.future.result()
+        return lease.hits * KEY_BYTES == len(lease.keys)
+
+
+class Leases:
+    """What an engine has asked for. For the scheduler's thread."""
+
+    def __init__(self) -> None:
+        self._held: dict[Hashable, Held] = {}
+
+    def ask(self, question: Hashable, acquire: Callable[[], Future[Lease]]) -> Held:
+        """A lease; the one that answers the same question already, if there is one.
+
+        Args:
+            question: all that the answer depends on.
+            acquire: asks the daemon; its errors are raised.
+        """
+        found = self._held.get(question)
+        if found is None or not found.join():
+            found = self._held[question] = Held(
+                acquire(), lambda held: self._forget(question, held)
+            )
+        return found
+
+    def _forget(self, question: Hashable, held: Held) -> None:
+        # Should another one be asked for just now, it is merely shared with nobody.
+        if self._held.get(question) is held:
+            self._held.pop(question, None)
+
+
+def _release(future: Future[Lease]) -> None:
+    if future.exception() is None:
+        future.result().release()
