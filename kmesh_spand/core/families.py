@@ -22,6 +22,7 @@ from kmesh_spand.core.sessions import Session
 from kmesh_spand.core.states import STORED, State
 from kmesh_spand.core.store import SpanStore
 from kmesh_spand.core.tags import scope
+from kmesh_spand.core.tenants import Tenant
 
 #: What a second declaration must repeat; how keys are turned only if both say it.
 _FIXED = ("namespace", "dtype", "head_dim", "shards")
@@ -354,7 +355,17 @@ class FamilyBook:
                     for waiting in family.members:
                         self._scans[family.id, waiting] = None
 
+    def decodes(self, tenant: Tenant) -> None:
+        """Recipes are asked for where none were made before: all members are looked through."""
+        for (owner, _), family in self._by_name.items():
+            if owner == (tenant.group, tenant.salt):
+                for member in family.members:
+                    self._scans[family.id, member] = None
+
     def _offer(self, row: int, family: Family, member: Member) -> None:
+        tenant = self._store.tenant_of(row)
+        if tenant.tier and not tenant.decodes:
+            return
         generation = self._store.table.generation[row]
         self._recoder.lanes.offer(Candidate(row, generation, family, member))
 

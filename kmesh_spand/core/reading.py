@@ -114,6 +114,8 @@ class Reading:
             reasons = self._densify(reasons, wanted)
         if not event.recipes:
             self._recoder.rests.read(rows)
+        elif tenant is not None:
+            self._recoder.wanted(tenant)
         missing = reasons.count(Reason.MISS)
         entries = len(event.keys) // KEY_BYTES * len(event.shards)
         pending = len(rows) - len(held) - missing

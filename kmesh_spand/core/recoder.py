@@ -24,6 +24,7 @@ from kmesh_spand.core.provenance import pieces
 from kmesh_spand.core.rests import Rests
 from kmesh_spand.core.states import State, Trigger
 from kmesh_spand.core.store import SpanStore
+from kmesh_spand.core.tenants import Tenant
 from kmesh_spand.core.verdicts import Verdicts
 
 #: Candidates that are looked at in one go: each takes as long as its family's base is large.
@@ -57,6 +58,7 @@ class Source(Protocol):
     def base(self, family: Family, shard: int, tier: int) -> Rows | None: ...
     def starved(self, family: Family, tier: int) -> None: ...
     def stored(self, row: int) -> None: ...
+    def decodes(self, tenant: Tenant) -> None: ...
 
     def doubted(self, candidate: Candidate) -> None:
         """A base of it is not served now: it is to be looked at again when that is over."""
@@ -334,6 +336,13 @@ class Recoder:
         store.let_go((job.candidate.row, *job.bases))
 
     # Spans
+
+    def wanted(self, tenant: Tenant) -> None:
+        """Somebody asks for a tenant's recipes in a tier; on a GPU none are made before that."""
+        if not tenant.decodes:
+            tenant.decodes = True
+            if tenant.tier:
+                self.source.decodes(tenant)
 
     def ask(self, row: int) -> bool:
         """Have a mirror made dense, soon; False if there is no room for that."""

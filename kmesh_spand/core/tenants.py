@@ -137,6 +137,7 @@ class Tenant:
         tier: 0 is host memory, the others are GPUs.
         quota: tiles, 0 for no limit. order: of eviction.
         tiles: of all its ranges. evictable: rows in ``order``.
+        decodes: somebody has asked for recipes there; in host memory that makes no difference.
         spans, stored_bytes: of spans with a catalog record; spaces: the same by namespace number.
     """
 
@@ -149,6 +150,7 @@ class Tenant:
     slabs: set[int] = field(default_factory=set)
     tiles: int = 0
     evictable: int = 0
+    decodes: bool = False
     spans: int = 0
     stored_bytes: int = 0
     spaces: dict[int, list[int]] = field(default_factory=dict)

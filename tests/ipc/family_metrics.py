@@ -78,6 +78,7 @@ def by_processor(daemon: Daemon, look: Callable[[Daemon], object], device: str) 
             household.store(session, staging, spans, device)
         session.families.declare(household.family)
         session.families.join("round", member.name, member.keys, household.namespace)
+        session.acquire(member.keys, [household.shard], recipes=True, device=device).release()
         wait_for(lambda: daemon.status().counters["fallback_encode"] > 0)
         look(daemon)
 

@@ -11,6 +11,7 @@ from household import Household, Spans
 from kmesh.cuda.device import Device
 from kmesh.cuda.reading import read_span
 from kmesh.cuda.slabs import DeviceSlabs
+from kmesh.layout import Shard
 from kmesh.session import Role, Session
 
 
@@ -20,8 +21,15 @@ class Reader:
     def __init__(self, session: Session, slabs: DeviceSlabs, gpu: Device) -> None:
         self.session, self.slabs, self.gpu = session, slabs, gpu
 
+    def take_recipes(self) -> None:
+        """Asks for some, before which none are made."""
+        self.session.acquire(
+            bytes(32), [Shard(0, 1, 0, 1)], recipes=True, device=self.gpu.uuid
+        ).release()
+
     def settled(self, mirrors: int) -> None:
         """Nothing more is going to be encoded, and so many spans were."""
+        self.take_recipes()
 
         def done() -> bool:
             found = self.session.families.describe("round", device=self.gpu.uuid)

@@ -154,7 +154,7 @@ def ordinary_use(seen: Seen) -> None:
             refused(client, release=too_many)
             refused(client, acquire=spans_pb2.AcquireRequest(keys=b"short", shards=[SHARD]))
             refused(client, attach_slab={"slab": 99})
-            refused(client, attach_staging={"size": MIB})
+            refused(client, attach_staging={"size": 2 * MIB})
             refused(tool, attach_staging={"size": 4 << 30})
             with RawClient(path) as greedy:
                 greedy.attach_staging(32 * MIB)

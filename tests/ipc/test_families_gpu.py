@@ -70,6 +70,9 @@ def test_members_are_recipes_on_the_gpu_and_read_back_bit_for_bit(
     daemon = start(gpu_place=place)
     ours = dial(daemon)
     household.settle(ours.session, GPU)
+    for sibling in household.siblings:
+        assert ours.read(household, sibling, recipes=False) == 0
+    assert daemon.status().mirrors == 0, "nobody takes recipes there"
     ours.settled(6)
     assert daemon.status().counters["fallback_encode"] == 0
     family = ours.session.families.describe("round").family
@@ -164,6 +167,7 @@ def test_encoding_survives_the_device_worker(
         household.store(session, staging, spans, GPU)
         household.store(session, staging, spans)
     session.families.declare(household.family)
+    ours.take_recipes()
     worker = daemon.child("gpu0")
     os.kill(worker, signal.SIGSTOP)
     for sibling in household.siblings:
@@ -190,6 +194,7 @@ def test_a_driver_that_fails_while_it_encodes(
         household.store(session, staging, spans, GPU)
     session.families.declare(household.family)
     one, other = household.siblings
+    ours.take_recipes()
     worker = daemon.child("gpu0")
     gpu_faults.begin("launch", "719 CUDA_ERROR_LAUNCH_FAILED")
     gpu_faults.begin("memory_info", "719 CUDA_ERROR_LAUNCH_FAILED")

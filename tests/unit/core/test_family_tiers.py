@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from asking import A, B, C, D, E, reasons
 from test_mirrors import DENSE, declare, join, settle
-from world import World
+from world import World, key
 
 from kmesh_spand.core import effects as fx
 from kmesh_spand.core import events as ev
@@ -25,15 +25,19 @@ def stored(world: World, session: int, keys: list[bytes], *tiers: int) -> None:
 
 
 def named(world: World, base: list[bytes], member: list[bytes]) -> int:
-    """A session that has declared a family with one member."""
+    """A session that has declared a family with one member, and takes recipes everywhere."""
     session = world.connect()
+    for tier in (ONE, TWO):
+        world.store(session, [key("read")], tier=tier)
+        world.acquire(session, [key("read")], tier=tier, recipes=True)
+    world.release(session, list(world.leases))
     assert isinstance(declare(world, session, base), fx.DeclareResult)
     assert isinstance(join(world, session, member), fx.JoinResult)
     return session
 
 
-def recipes(world: World, session: int, key: bytes, tier: int) -> bool:
-    answer = world.acquire(session, [key], tier=tier, recipes=True)
+def recipes(world: World, session: int, name: bytes, tier: int) -> bool:
+    answer = world.acquire(session, [name], tier=tier, recipes=True)
     assert reasons(answer) == [Reason.OK]
     return any(answer.dense_length)
 
@@ -85,21 +89,41 @@ def test_a_gpu_whose_worker_is_down_keeps_nothing_else_waiting(room: World) -> N
         room.keep_ends(job)
     assert room.encodes.keys() == {waiting}
     settle(room)
-    for key in (B, C, D):
-        room.acquire(session, [key], tier=ONE)
+    for name in (B, C, D):
+        room.acquire(session, [name], tier=ONE)
     stuck = set(room.densifies)
     assert len(stuck) == 2
-    for key in (B, C, D):
-        assert reasons(room.acquire(session, [key])) == [Reason.PENDING]
+    for name in (B, C, D):
+        assert reasons(room.acquire(session, [name])) == [Reason.PENDING]
         for job in room.densifies.keys() - stuck:
             room.densify_ends(job)
-        assert reasons(room.acquire(session, [key])) == [Reason.OK]
+        assert reasons(room.acquire(session, [name])) == [Reason.OK]
     assert room.densifies.keys() == stuck
     room.settle()
-    for key in (B, C, D):
-        room.acquire(session, [key], tier=ONE)
+    for name in (B, C, D):
+        room.acquire(session, [name], tier=ONE)
     room.settle()
     assert reasons(room.acquire(session, [B, C, D], tier=ONE)) == [Reason.OK] * 3
+    room.check()
+
+
+def test_on_a_gpu_nothing_is_encoded_before_somebody_takes_recipes(room: World) -> None:
+    """Engines that don't would have each span made dense again. Host memory has no such rule."""
+    session = room.connect()
+    declare(room, session, [A])
+    join(room, session, [B, C])
+    stored(room, session, [A, B], HOST, ONE, TWO)
+    settle(room)
+    assert {room.tiers.get(mirror.slab, 0) for mirror in room.mirrors} == {HOST}
+    assert reasons(room.acquire(session, [A, B], tier=ONE)) == [Reason.OK] * 2
+    assert not room.encodes
+    # Asked for with recipes, even where nothing is found; for that tier alone.
+    assert reasons(room.acquire(session, [C], tier=ONE, recipes=True)) == [Reason.MISS]
+    settle(room)
+    assert sorted(room.tiers.get(mirror.slab, 0) for mirror in room.mirrors) == [HOST, ONE]
+    stored(room, session, [C], ONE, TWO)
+    settle(room)
+    assert sorted(room.tiers.get(mirror.slab, 0) for mirror in room.mirrors) == [HOST, ONE, ONE]
     room.check()
 
 
