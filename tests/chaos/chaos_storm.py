@@ -78,6 +78,7 @@ class Storm:
         self.directory.chmod(0o755)
         self.house.start()
         self._wait_ready()
+        self._move_in()
         self.house.remember_descriptors()
         self.rude = Rude(self.directory)
         uids = self.uids()
@@ -279,7 +280,9 @@ class Storm:
         self._wait_ready()
         if stored:
             self.house.check_kept()
+        # Before the same tenant's next ones, which may need their room.
         self._check_kept()
+        self._move_in()
 
     def _has_ended(self, family: list[int], expected: int) -> None:
         daemon = self.house.daemon
@@ -299,7 +302,6 @@ class Storm:
     def _wait_ready(self) -> None:
         self.wait(self.house.is_ready, 60, "a daemon that starts")
         self.house.let_in()
-        self._move_in()
 
     def _move_in(self) -> None:
         """A slab for what is to be kept, before others have them all."""
