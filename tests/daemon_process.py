@@ -30,6 +30,9 @@ def environment(**more: str) -> dict[str, str]:
         for k, v in os.environ.items()
         if not k.startswith(("KMESH_", "NOTIFY_", "LISTEN_", "FDSTORE"))
     }
+    if ours.pop("PYTHONDONTWRITEBYTECODE", ""):
+        # Otherwise each process of each daemon would compile all of it again.
+        ours["PYTHONPYCACHEPREFIX"] = str(ROOT / ".pytest_cache" / "bytecode")
     paths = [str(ROOT / "client"), str(ROOT), os.environ.get("PYTHONPATH", "")]
     return {**ours, "PYTHONPATH": os.pathsep.join(paths), "PYTHONWARNINGS": "error", **more}
 

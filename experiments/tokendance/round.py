@@ -46,8 +46,8 @@ DTYPE = "bfloat16"
 MAX_TOKENS = 16
 #: What a reader of the evidence has to know.
 NOTE = (
-    "vLLM's CPU backend keeps K transposed within a block, and the connector stores pages as they"
-    " lie: what the servers say means nothing, only whether it is the same"
+    "what the servers say is compared out of both forms, and its first token with the reference's,"
+    " which computes in float32; not with prompts that were computed in full"
 )
 _ARM = "spans"
 

@@ -6,6 +6,7 @@ Nobody can write them any more, and nobody can take a page from them: they are g
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import signal
 import sys
@@ -93,9 +94,11 @@ def held(daemon: Daemon) -> dict[int, int]:
     for pid in (daemon.pid, daemon.child("control"), daemon.child("worker")):
         for folder in ("fd", "map_files"):
             for path in Path(f"/proc/{pid}/{folder}").iterdir():
-                if "kmesh-slab" in os.readlink(path):
-                    about = path.stat()
-                    found[about.st_ino] = about.st_blocks * 512
+                # What is closed while this looks is not held.
+                with contextlib.suppress(FileNotFoundError):
+                    if "kmesh-slab" in os.readlink(path):
+                        about = path.stat()
+                        found[about.st_ino] = about.st_blocks * 512
     return found
 
 

@@ -58,6 +58,7 @@ class LoadJob:
         spoiled: (begin, end, entry) of recipes of which nothing is moved: they are wrong.
         bad: ranges of positions whose pages are not what they should be.
         corrupt: entries of the lease whose bytes were wrong.
+        counted: of its spans, those that were counted as decoded.
         slabs: memory that it reads. lent: the same, of what was decoded for it.
     """
 
@@ -73,6 +74,7 @@ class LoadJob:
     spoiled: list[tuple[int, int, int]] = field(default_factory=list)
     bad: list[tuple[int, int]] = field(default_factory=list)
     corrupt: list[int] = field(default_factory=list)
+    counted: int = 0
     slabs: list[Slab] = field(default_factory=list)
     lent: Lent | None = None
 
@@ -100,7 +102,7 @@ class Clerk:
         mine: Shard,
         counts: Counts,
     ) -> None:
-        self._mirrors = MirrorClerk(mover, identity, counts)
+        self._mirrors = MirrorClerk(mover, identity)
         self._reads_gpu = mover.reads_gpu
         self._cache = cache
         self._identity = identity
@@ -170,6 +172,9 @@ class Clerk:
             if placed is None:
                 return False
             job.mirrored, job.lent = placed.mirrored, placed.lent
+            # In a second try all are decoded, those of the first one too.
+            self._counts.add("recipes_decoded", placed.decoded - job.counted)
+            job.counted = placed.decoded
             self._drop(job, placed.wrong)
         job.slabs = list(locator.slabs.values())
         return True

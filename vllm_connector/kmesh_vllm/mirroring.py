@@ -13,7 +13,6 @@ import numpy.typing as npt
 from kmesh.errors import ProtocolError
 from kmesh.kernels.rotary import ELEMENTS
 from kmesh.kernels.rounds import BASE
-from kmesh_vllm.counts import Counts
 from kmesh_vllm.decoding import decode_mirrors
 from kmesh_vllm.identity import Identity
 from kmesh_vllm.lending import Lent
@@ -35,12 +34,13 @@ class Placed:
     Attributes:
         mirrored: bool, of each record.
         wrong: bool, of each record: it must not be moved.
-        lent: payloads of those that were decoded.
+        lent: payloads of those that were decoded. decoded: how many these are.
     """
 
     mirrored: npt.NDArray[np.bool_]
     wrong: npt.NDArray[np.bool_]
-    lent: Lent | None
+    lent: Lent | None = None
+    decoded: int = 0
 
 
 class MirrorClerk:
@@ -49,10 +49,9 @@ class MirrorClerk:
     Where the mover takes none, or not one like that, it is decoded.
     """
 
-    def __init__(self, mover: Mover, identity: Identity, counts: Counts) -> None:
+    def __init__(self, mover: Mover, identity: Identity) -> None:
         self._mover = mover
         self._identity = identity
-        self._counts = counts
         self._lock = threading.Lock()
         self._told: set[str] = set()
 
@@ -80,7 +79,7 @@ class MirrorClerk:
         mirrored, wrong = np.zeros(count, np.bool_), np.zeros(count, np.bool_)
         mirrored[at] = True
         if not len(mirrors):
-            return Placed(mirrored, wrong, None)
+            return Placed(mirrored, wrong)
         mover, lent = self._mover, None
 
         def readable(number: int) -> Readable:
@@ -107,7 +106,7 @@ class MirrorClerk:
                 return None
             lent = self._decode(plan, piece, numbered, mirrors["record"][list(why)], readable)
             self._tell(set(why.values()))
-        return Placed(mirrored, wrong, lent)
+        return Placed(mirrored, wrong, lent, len(why))
 
     def _decode(
         self,
@@ -129,7 +128,6 @@ class MirrorClerk:
         piece.records["length"][at] = [one.data.size for one in payloads]
         piece.records["root"][at] = [one.root for one in payloads]
         piece.on_gpu[at] = False
-        self._counts.add("recipes_decoded", len(payloads))
         return lent
 
     def _tell(self, reasons: set[str]) -> None:

@@ -47,7 +47,8 @@ class FakeGpu:
 
     Attributes:
         held: what is started waits for ``run``; otherwise it runs at once, in its order.
-        launches: (program, memory, loads, requests) of each launch with something to do.
+        launches: (program, memory, loads, requests) of each launch with something to do; of a
+            round, its bases in the place of loads.
         refuse: called with a call's name before it does anything; raises what it likes.
         dead: every wait for what was started fails.
         asked: how often each event was asked for.

@@ -3,121 +3,37 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
 from fake_gpu_streams import FakeGpu
-from gpu_cases import DIGEST, Make, promised, prompt, warm
-from mini_engine import DIM, HEADS, LAYERS, WAIT, MiniEngine, until
+from gpu_cases import Make, promised, prompt, warm
+from mini_engine import WAIT, until
+from sibling_cases import (
+    SIBLINGS,
+    TOKENS,
+    WHOLE,
+    bytes_of,
+    cold,
+    ends,
+    key_of,
+    place_of,
+    ready,
+    round_of_siblings,
+    sealed,
+    start,
+    wrong,
+)
 from test_connector_halves import stored_by
 
-from kmesh import _host, fake_families
-from kmesh.codec import Base, Encoder, Form, Segment, SpanDescription
 from kmesh.errors import CudaError, UnsupportedError
-from kmesh.fake_state import FakeRecipe, Span
-from kmesh.families import Family
 from kmesh.kernels.cuda import Memory
-from kmesh.keys import KeyChain
-from kmesh.layout import TILE_BYTES, Shard, sums_offset
 from kmesh.testing import FakeDaemon
 from kmesh_vllm import mirroring
 from kmesh_vllm.decoding import decode_mirrors
 from kmesh_vllm.metadata import BASE_RECORD
-
-WHOLE = Shard(0, LAYERS, 0, HEADS)
-TOKENS = 200
-SIBLINGS = (5, 6, 7)
-#: Of each span's tokens, those from here on are a sibling's own.
-OWN = 40
-
-
-def chain(tokens: list[int]) -> KeyChain:
-    made = KeyChain(DIGEST)
-    made.extend(tokens)
-    return made
-
-
-def own(position: int) -> bool:
-    return position % 64 >= OWN and position < 192
-
-
-def stored(engine: MiniEngine, daemon: FakeDaemon, seed: int) -> None:
-    """A sibling's state: the base's but for its own tokens."""
-    before, tokens, name = daemon.spans, prompt(TOKENS, seed), f"sibling {seed}"
-    engine.scheduler.add(name, tokens, DIGEST)
-    assert engine.match(name, 0, TOKENS) == 0
-    blocks = list(range(1, -(-TOKENS // engine.block) + 1))
-    engine.scheduler.allocated(name, blocks, 0)
-
-    def others() -> None:
-        for begin in range(OWN, 192, 64):
-            engine.compute(seed, blocks, begin, begin + 64 - OWN)
-
-    engine.prefill(name, 7, blocks, 0, TOKENS, others)
-    until(lambda: daemon.spans == before + 3 * len(engine.identity.sharding.shards) + 0)
-    engine.scheduler.finished(name)
-
-
-def round_of_siblings(
-    daemon: FakeDaemon, engine: MiniEngine, seeds: Sequence[int] = SIBLINGS
-) -> None:
-    """Prompts, all of whose full spans are recipes over those of ``prompt(TOKENS)``."""
-    stored_by(engine, daemon, prompt(TOKENS))
-    for seed in seeds:
-        stored(engine, daemon, seed)
-    session = engine.client.session
-    assert session is not None
-    shards = engine.identity.sharding.shards
-    base = chain(prompt(TOKENS)).keys
-    session.families.declare(Family("round", DIGEST, "float32", DIM, shards, base))
-    for seed in seeds:
-        session.families.join("round", str(seed), chain(prompt(TOKENS, seed)).keys, DIGEST)
-    assert daemon.encode("round") == 3 * len(shards) * len(seeds)
-
-
-def wrong(engine: MiniEngine, seed: int, blocks: list[int]) -> set[int]:
-    """Positions of a sibling's pages that do not hold its state."""
-    ours = {p for p in engine.wrong(seed, blocks, 0, 192) if own(p)}
-    return ours | {p for p in engine.wrong(7, blocks, 0, 192) if not own(p)}
-
-
-def ready(engine: MiniEngine, daemon: FakeDaemon) -> None:
-    """Its memory and its kernels are there."""
-    warm(engine, daemon)
-    mover: Any = engine.workers[0]._mover
-    until(lambda: mover.takes_recipes(0))
-
-
-def start(engine: MiniEngine, names: dict[str, list[int]]) -> dict[str, list[int]]:
-    """Loads of these prompts, in one step; the blocks of each."""
-    places, at = {}, 1
-    for name, tokens in names.items():
-        found = promised(engine, name, tokens)
-        assert found == 192
-        places[name] = list(range(at, at + 6))
-        at += 6
-        engine.scheduler.allocated(name, places[name], found)
-    engine.run(engine.scheduler.plan([], []))
-    return places
-
-
-def ends(engine: MiniEngine, names: Any) -> set[int]:
-    """Waits for all of them; the bad blocks."""
-    (worker,) = engine.workers
-    ended: set[str] = set()
-    bad: set[int] = set()
-
-    def some() -> bool:
-        ended.update(worker.finished())
-        bad.update(worker.bad_blocks())
-        return ended == set(names)
-
-    until(some)
-    engine.scheduler.worked(worker.report(), ended)
-    return bad
 
 
 def test_siblings_of_a_step_are_one_launch(engine: Make, daemon: FakeDaemon) -> None:
@@ -188,10 +104,6 @@ def test_dense_spans_and_recipes_of_a_step_are_one_launch(engine: Make, daemon: 
     assert gpu.launches[1:] == [("restore", Memory.HOST, 1, 1)]
 
 
-def key_of(seed: int, number: int) -> bytes:
-    return chain(prompt(TOKENS, seed)).key(number)
-
-
 def test_a_bad_base_fails_those_blocks_of_each_sibling(engine: Make, daemon: FakeDaemon) -> None:
     one = engine("a")
     round_of_siblings(daemon, one)
@@ -207,25 +119,6 @@ def test_a_bad_base_fails_those_blocks_of_each_sibling(engine: Make, daemon: Fak
         assert other.scheduler.finished(name) == {"kmesh": {"restored_tokens": 64}}
     assert other.workers[0].counts.take()["load_failed_corrupt"] == 3
     until(lambda: daemon.leases == 0)
-
-
-def place_of(daemon: FakeDaemon, seed: int, number: int) -> FakeRecipe:
-    """Of a recipe, in the daemon."""
-    span = daemon._model.spans[key_of(seed, number), WHOLE.code()]
-    assert span.recipe is not None
-    return span.recipe
-
-
-def bytes_of(daemon: FakeDaemon, place: FakeRecipe) -> memoryview:
-    return daemon._model.slabs[place.slab].memory.view(place.offset, place.length)
-
-
-def sealed(daemon: FakeDaemon, place: FakeRecipe) -> None:
-    """Its sums are right again."""
-    memory = daemon._model.slabs[place.slab].memory
-    sums = sums_offset(memory.size) + place.offset // TILE_BYTES * 8
-    at = memory.address + place.offset
-    place.root = _host.tile_sums(at, place.length, memory.address + sums)
 
 
 @pytest.mark.parametrize("at", [0, 8, 30, 100, 200, 260, 300, 340, 500, -1, -5000])
@@ -301,24 +194,6 @@ def test_a_base_that_no_slab_can_have_fails_the_load(
     assert other.workers[0].counts.take()["load_failed_error"] == 1
 
 
-def cold(daemon: FakeDaemon, engine: MiniEngine, seed: int, number: int) -> None:
-    """Makes a recipe anew, in the form that is not moved as it lies."""
-    span = daemon._model.spans[key_of(seed, number), WHOLE.code()]
-    base = daemon._model.spans[key_of(0, number), WHOLE.code()]
-    slabs = daemon._model.slabs
-
-    def view(one: Span) -> memoryview:
-        return slabs[one.slab].memory.view(one.offset, one.length)
-
-    def what(one: Span) -> SpanDescription:
-        names = (one.keys[0], DIGEST, "float32", WHOLE, DIM, one.tokens)
-        return SpanDescription(*names, one.start, one.generation)
-
-    encoder = Encoder(Base([Segment(what(base), view(base))]), form=Form.COLD)
-    data = encoder.encode(what(span), view(span)).data
-    span.recipe = fake_families._keep(data, slabs, [base])
-
-
 def test_a_recipe_that_the_kernels_do_not_serve_is_decoded(
     engine: Make, daemon: FakeDaemon, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -387,8 +262,7 @@ def test_a_round_that_the_kernels_do_not_serve_is_decoded(
     assert other.wrong(9, [40, 41, 42], 0, 96) == []
     assert {launch[0] for launch in gpu.launches} == {"restore"}
     counted = other.workers[0].counts.take()
-    # Nine, and before that the one whose form it was.
-    assert counted["recipes_decoded"] == 10
+    assert counted["recipes_decoded"] == 9
     assert counted["load_failed_corrupt"] == 1
     until(lambda: len(gpu.driver._registered) == 1)
     assert caplog.text.count("keys that are turned in different ways") == 1
