@@ -14,7 +14,7 @@ from kmesh.cuda import device as cuda
 from kmesh.cuda.driver import Attribute
 from kmesh.cuda.memory import Registration
 from kmesh.cuda.nvrtc import Compiler
-from kmesh.errors import CudaError
+from kmesh.errors import CudaError, UnsupportedError
 from kmesh.kernels import sources
 from kmesh.kernels.device import THREADS, Launcher, Slot
 
@@ -122,6 +122,9 @@ class _Pinned(np.ndarray[Any, Any]):
         made = np.frombuffer(memory, dtype=np.uint8).view(cls)
         made._registration = Registration(device, _host.address(memory), size, writable=True)
         made.ptr = made._registration.address
+        if made.ptr != _host.address(memory):
+            # Results are read where the GPU was told to put them.
+            raise UnsupportedError(f"{device.name} sees registered memory at another address")
         return made
 
     def __del__(self) -> None:

@@ -164,7 +164,14 @@ def test_a_base_that_is_too_large_for_the_processor(
     assert isinstance(bench.encode(own, [base], PIECES, ROTARY.frequencies), ipc.Encoded)
 
 
-@pytest.mark.parametrize("lacking", ["no compiler", "an unknown GPU", "memory"])
+class Elsewhere(FakeDriver):
+    """Its GPU sees registered memory at other addresses than this process."""
+
+    def device_pointer(self, address: int) -> int:
+        return super().device_pointer(address) + 4096
+
+
+@pytest.mark.parametrize("lacking", ["no compiler", "an unknown GPU", "memory", "addresses"])
 def test_without_what_the_gpu_needs_the_processor_encodes(
     kernels: ctypes.CDLL,
     monkeypatch: pytest.MonkeyPatch,
@@ -177,7 +184,8 @@ def test_without_what_the_gpu_needs_the_processor_encodes(
         monkeypatch.setattr(nvrtc, "_candidates", lambda _major: ())
     elif lacking == "an unknown GPU":
         gpu = Gpu(attributes={Attribute.COMPUTE_MAJOR: 1})
-    bench = GpuBench(FakeDriver(gpu, kernels=lambda: kernels))
+    driver = Elsewhere if lacking == "addresses" else FakeDriver
+    bench = GpuBench(driver(gpu, kernels=lambda: kernels))
 
     def full(name: str) -> None:
         if name == "allocate":
@@ -198,6 +206,7 @@ def test_without_what_the_gpu_needs_the_processor_encodes(
         "no compiler": "libnvrtc.so.13 or libnvrtc.so.12",
         "an unknown GPU": "does not compile: ",
         "memory": "OUT_OF_MEMORY",
+        "addresses": "sees registered memory at another address",
     }
     assert reason[lacking] in said.getMessage()
     bench.close()
