@@ -134,12 +134,16 @@ def traced(run: Run) -> dict[str, Any]:
     }
 
 
-def store(engine: Engine, spand: Spand, prompts: Prompts, before: int) -> None:
-    """Has an engine store the beginnings; waits until all of their spans are there."""
+def store(engine: Engine, spand: Spand, prompts: Prompts, before: int, parts: int = 1) -> None:
+    """Has an engine store the beginnings; waits until all of their spans are there.
+
+    Args:
+        parts: spans of each stretch of tokens: one for each of its ranks.
+    """
     wanted = before
     for length, tokens in LENGTHS.items():
         engine.run([prompts.storing(length)])
-        wanted += (tokens + OWN) // 64
+        wanted += (tokens + OWN) // 64 * parts
         deadline = time.monotonic() + 60
         while spand.status().spans < wanted:
             if time.monotonic() > deadline:

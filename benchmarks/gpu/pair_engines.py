@@ -56,7 +56,7 @@ def parallel(rounds: int) -> Iterator[Row]:
         with _model() as model, serve(host_memory="5GiB", staging_memory="1GiB") as spand:
             prompts, taken = Prompts(rounds), Taken()
             with _engine(model, _ours(spand, load=False), gpus[stored], **sizes[stored]) as one:
-                store(one.up(), spand, prompts, 0)
+                store(one.up(), spand, prompts, 0, stored)
                 spand.settle()
             with _engine(model, _ours(spand, store=False), gpus[asked], **sizes[asked]) as other:
                 restored(other.up(), prompts, taken, "host")

@@ -126,9 +126,9 @@ def on_gpu(start: Start) -> tuple[Engine, Engine]:
 
 
 @pytest.fixture(scope="module", autouse=True)
-def _up(control: Engine, storing: Engine, restoring: Engine, on_gpu: tuple[Engine, Engine]) -> None:
+def _up(storing: Engine, restoring: Engine, on_gpu: tuple[Engine, Engine]) -> None:
     """All start side by side."""
-    for engine in (control, storing, restoring, *on_gpu):
+    for engine in (storing, restoring, *on_gpu):
         engine.up()
 
 
