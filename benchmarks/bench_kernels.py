@@ -127,6 +127,7 @@ def run(quick: bool) -> Iterator[Row]:
     rounds = 5 if quick else 25
     for order, block_tokens in (("HND", 32), ("NHD", 16)):
         yield from paged_rows(order, block_tokens, rounds)
+    yield from transposed_rows(32, rounds)
     yield from sum_rows(rounds)
 
 
