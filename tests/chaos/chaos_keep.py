@@ -64,8 +64,11 @@ class Keepsake:
         """All of them are there in the next life, bit for bit.
 
         Args:
-            flipped: bits that were flipped before it, each of which may be one span's end: what does
-                not hold is dropped. How many were is returned.
+            flipped: bits that were flipped before it, each of which may be one span's end, since
+                what does not hold is dropped.
+
+        Returns:
+            How many were.
         """
         lost = 0
         self.close()
