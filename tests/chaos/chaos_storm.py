@@ -60,6 +60,8 @@ class Storm:
         # What must outlive the daemon, and how often something did.
         self._keepsake: Keepsake | None = None
         self.keepsakes = 0
+        # Bits that were flipped in this life of the daemon.
+        self._flipped = 0
         self.clients: list[Client] = []
         self.rude: Rude | None = None
 
@@ -267,9 +269,12 @@ class Storm:
 
     def _check_kept(self) -> None:
         if self._keepsake is not None:
-            self._keepsake.check()
+            lost = self._keepsake.check(self._flipped)
+            if lost:
+                self.events.add("kept, but for flipped bits", spans=lost)
             self._keepsake = None
             self.keepsakes += 1
+        self._flipped = 0
 
     def _next_life(self, family: list[int], expected: int = -signal.SIGKILL) -> None:
         self._has_ended(family, expected)
@@ -338,6 +343,7 @@ class Storm:
                     memory_file.write(bytes([byte ^ 1 << rng.randrange(8)]))
         finally:
             path.chmod(file.st_mode & 0o777)
+        self._flipped += len(places)
         self.events.add("flipped", inode=file.st_ino, at=places)
         return True
 

@@ -252,6 +252,8 @@ class Computing:
         end = min(begin + claim.covered * span, part.limit)
         news = max(found - part.found, 0)
         waited = now - part.since
+        if news and part.landing is None:
+            part.landing = now
         return worth_waiting(
             Outlook(
                 whole=state.whole,
@@ -259,6 +261,8 @@ class Computing:
                 covered=max(end - max(found, begin), 0),
                 ahead=max(claim.ahead * span - news, 0),
                 landed=claim.landed * span + news,
+                seen=news,
+                landing=now - part.landing if part.landing is not None else 0.0,
                 age=claim.age_ms / 1000 + waited,
                 waited=state.waited + waited,
                 left=self._settings.flight_wait_ms / 1000 - state.waited - waited,

@@ -42,6 +42,7 @@ class Part:
         claim: the answer.
         wait: the number of its wait.
         think: when to think again about waiting on.
+        landing: when it first saw that something had landed.
         settled: steps that were planned behind the end of its prompt.
     """
 
@@ -57,6 +58,7 @@ class Part:
     claim: Claim | None = None
     wait: int = 0
     think: float = 0.0
+    landing: float | None = None
     settled: int = 0
 
 

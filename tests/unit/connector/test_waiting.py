@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 import pytest
 
 from kmesh_vllm.rates import Rates
-from kmesh_vllm.waiting import Outlook, remaining, worth_waiting
+from kmesh_vllm.waiting import STORING, Outlook, remaining, worth_waiting
 
 #: A document of 8,000 tokens that takes two seconds alone, and a tenth of one to restore.
 FRESH = Outlook(
@@ -18,6 +18,8 @@ FRESH = Outlook(
     covered=8_000,
     ahead=8_000,
     landed=0,
+    seen=0,
+    landing=0.0,
     age=0.0,
     waited=0.0,
     left=60.0,
@@ -32,6 +34,22 @@ def case(**changes: float) -> Outlook:
     return dataclasses.replace(FRESH, **changes)  # type: ignore[arg-type]
 
 
+def landing(seconds: float) -> Outlook:
+    """An eighth was seen to land within so many seconds, long after the leader began."""
+    return case(
+        missing=7_000, covered=7_000, age=4.0, waited=2.0, landed=1_000, ahead=7_000, seen=1_000,
+        landing=seconds,
+    )  # fmt: skip
+
+
+def short(seconds: float) -> Outlook:
+    """4,096 tokens that take a tenth of a second alone, of which 704 landed within so many."""
+    return case(
+        whole=4_096, missing=3_392, covered=3_392, ahead=3_392, prefill=43_000.0, age=0.16,
+        waited=0.16, landed=704, seen=704, landing=seconds,
+    )  # fmt: skip
+
+
 @pytest.mark.parametrize(
     ("outlook", "waits"),
     [
@@ -41,9 +59,15 @@ def case(**changes: float) -> Outlook:
         (case(age=1.9, landed=7_000, ahead=1_000), True),
         # As slow as patience has it, and slower.
         (case(missing=7_000, covered=7_000, age=2.0, landed=1_000, ahead=7_000), True),
-        (case(missing=7_000, covered=7_000, age=2.5, landed=1_000, ahead=7_000), False),
+        (case(missing=7_000, covered=7_000, age=2.6, landed=1_000, ahead=7_000), False),
+        # It landed all that this request saw within a moment, and may have paused for a while.
+        (landing(0.2), True),
+        (landing(0.7), False),
         # Nothing was heard of the leader for too long.
         (case(age=5.0, waited=5.0), False),
+        # A short document, whose leader has begun to store.
+        (short(0.03), True),
+        (short(0.15), False),
         (case(age=3.0, waited=3.0), True),
         # The flight brings little of what is missing: it costs nothing to wait for it.
         (case(covered=1_000, ahead=1_000), True),
@@ -56,7 +80,7 @@ def case(**changes: float) -> Outlook:
         (case(left=0.0), False),
         # It has waited already, for flights that came to nothing.
         (case(waited=3.9), True),
-        (case(waited=4.0), False),
+        (case(waited=4.2), False),
         # Those who wait here would compute one after the other.
         (case(waited=4.0, queue=4), True),
     ],
@@ -121,6 +145,8 @@ class Runner:
             covered=missing,
             ahead=missing,
             landed=int(air.landed - air.found),
+            seen=0,
+            landing=0.0,
             age=age,
             waited=waited,
             left=60.0 - waited,
@@ -245,7 +271,7 @@ def test_a_leader_that_is_too_slow_holds_nobody_up_for_long(speed: float) -> Non
     runners[0].ended = 1e9  # Whatever becomes of it.
     herd(runners)
     assert all(runner.state == "alone" for runner in runners[1:])
-    assert slowest(runners[1:]) <= (3 + 1) * ALONE
+    assert slowest(runners[1:]) <= (3 + 1) * ALONE + STORING
 
 
 def test_a_leader_that_dies_is_replaced_and_all_is_computed_once_more_at_most() -> None:
@@ -290,4 +316,4 @@ def test_nobody_starves_in_a_crowd_of_all_kinds(seed: int) -> None:
     for runner in runners:
         if runner.ended is not None:
             own = ALONE / runner.speed
-            assert runner.ended - runner.arrives <= 3 * ALONE + own + 5 * TICK, runner
+            assert runner.ended - runner.arrives <= 3 * ALONE + STORING + own + 5 * TICK, runner
