@@ -205,7 +205,7 @@ def test_the_check_fails_without_a_result(
 def test_the_targets_can_be_read_and_their_pages_are_there() -> None:
     assert len(read_targets(TARGETS)) > 30
     files = [TARGETS, *TARGETS.parent.glob("gpu/*targets.toml")]
-    assert len(files) == 5
+    assert len(files) == 6
     for file in files:
         targets = read_targets(file)
         assert [t.adr for t in targets if t.adr and not (ROOT / t.adr).is_file()] == []
@@ -480,7 +480,7 @@ class Answers:
         pass
 
     def run(self, prompts: list[list[int]]) -> Run:
-        return Run(0.02, 0.0, 1, [], 0.01, self.cached.pop(0), len(self.cached))
+        return Run(0.02, 0.0, 1, 0.01, [], [], 0.01, self.cached.pop(0), len(self.cached))
 
 
 def test_every_row_of_a_round_in_an_engine_has_its_target() -> None:
