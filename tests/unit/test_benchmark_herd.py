@@ -21,7 +21,7 @@ TOKENS = 256
 
 
 def run(firsts: list[float], shares: list[int], ends: list[tuple[float, float]] = []) -> Run:  # noqa: B006
-    return Run(max(firsts), 0.1, 9, [], min(firsts), sum(shares), 7, firsts, shares, ends)
+    return Run(max(firsts), 0.1, 9, 0.01, [], [], min(firsts), sum(shares), 7, firsts, shares, ends)
 
 
 def one(**more: Any) -> Round:
@@ -130,7 +130,7 @@ def test_every_row_of_a_herd_has_its_target(file: Path) -> None:
     lines = judge_all({"raw": {"rows": found}}, targets, ROOT)
     assert len(lines) == len(found) == 10
     assert not [line for line in lines if line.verdict is Verdict.MISSING]
-    short = [line.target.row for line in lines if line.verdict is Verdict.SHORT]
+    short = [line.target.row for line in lines if line.verdict is Verdict.EXPLAINED]
     assert short == (["herd_worst"] if file == gpu_herd.TARGETS else [])
 
 
