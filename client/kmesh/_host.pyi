@@ -79,8 +79,7 @@ def round(
 def round_reads(members: Buffer, bases: Buffer, /) -> tuple[bytes, bytes]:
     """What has order 0 in a round, each once, in the order of addresses.
 
-    Where one begins on the tile behind another, the other reaches to it; not so where eight or more
-    of one length follow each other.
+    Where one begins on the tile behind another, the other reaches to it.
 
     Returns:
         (address, bytes and anything, as u64; for each base and, behind them, each member the number

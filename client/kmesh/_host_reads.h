@@ -10,9 +10,6 @@ typedef struct {
     uint64_t address, length, number;
 } km_read;
 
-// How many of one length, each on the tile behind another, are better left apart: as rows of one copy.
-enum { KM_READ_ROWS = 8 };
-
 static int km_read_order(const void *a, const void *b) {
     const km_read *x = a, *y = b;
     if (x->address != y->address) return x->address < y->address ? -1 : 1;
@@ -27,18 +24,12 @@ static uint64_t km_base_bytes(const km_base *b) {
     return 2 * layers * heads * b->segment.tokens * b->head_dim * element;
 }
 
-// Lets each reach to the next one where that begins on the tile behind it, so that they are one copy.
+// Lets each reach to the next one where that begins on the tile behind it, as in a slab: they are one
+// copy then. Between slabs there are sums, so none reaches into the next.
 static void km_reads_join(km_read *reads, size_t count) {
-    for (size_t first = 0, end; first < count; first = end) {
-        uint64_t length = reads[first].length, step = km_tiles(length) * KM_TILE;
-        for (end = first + 1; end < count && reads[end].length == length &&
-                              reads[end].address - reads[end - 1].address == step;)
-            end++;
-        size_t joined = end - first < KM_READ_ROWS ? end - 1 : first;
-        for (size_t i = first; i < joined; i++) reads[i].length = step;
-        // The last one of them is followed by another kind.
-        if (end < count && reads[end].address - reads[end - 1].address == step)
-            reads[end - 1].length = step;
+    for (size_t i = 0; i + 1 < count; i++) {
+        uint64_t step = km_tiles(reads[i].length) * KM_TILE;
+        if (reads[i + 1].address - reads[i].address == step) reads[i].length = step;
     }
 }
 

@@ -14,7 +14,7 @@ from codec_cases import Geometry, recovered
 from daemon_process import Daemon, wait_for
 from gpu_families import ELEMENTS, families, nearly, same
 from gpu_reader import reader
-from household import Household
+from household import LARGE, SMALL, Household
 from hypothesis import HealthCheck, given, settings
 
 from experiments.tokendance.workload import Shape
@@ -72,13 +72,13 @@ def test_recipes_in_registered_memory(bare: BareDevice, device: Device) -> None:
 
 @pytest.mark.usefixtures("vram")
 @pytest.mark.parametrize(
-    "shape",
-    [Shape(4, 2, 64, 10_000.0), Shape(28, 4, 128, 1_000_000.0)],
+    ("shape", "recipes"),
+    [(SMALL, 3), (LARGE, 4)],
     ids=["small", "28 layers of 4 x 128"],
 )
 @pytest.mark.parametrize("place", ["gpu", "host"])
 def test_members_are_recipes_on_the_gpu(
-    start: Start, device: Device, record: Record, shape: Shape, place: str
+    start: Start, device: Device, record: Record, shape: Shape, recipes: int, place: str
 ) -> None:
     """Made by the GPU, read back bit for bit, made dense; also after the device worker was killed
     and control begins anew."""
@@ -87,7 +87,7 @@ def test_members_are_recipes_on_the_gpu(
     household = Household(shape)
     with reader(daemon, device) as ours:
         household.settle(ours.session, device.uuid)
-        ours.settled(6)
+        ours.settled(2 * recipes)
         status = daemon.status()
         assert status.counters["fallback_encode"] == 0, "the processor has encoded"
         assert status.counters["spans_encode_failed"] == 0
@@ -95,7 +95,7 @@ def test_members_are_recipes_on_the_gpu(
         record("dense_bytes", family.dense_bytes)
         record("stored_bytes", family.stored_bytes)
         for sibling in household.siblings:
-            assert ours.read(household, sibling, recipes=True) == 3
+            assert ours.read(household, sibling, recipes=True) == recipes
     for victim in ("gpu0", "control"):
         pid = daemon.child(victim)
         os.kill(pid, signal.SIGKILL)
@@ -105,6 +105,6 @@ def test_members_are_recipes_on_the_gpu(
     assert daemon.status().counters["spans_mirrors_dropped"] == 0
     with reader(daemon, device) as ours:
         for sibling in household.siblings:
-            assert ours.read(household, sibling, recipes=True) == 3
+            assert ours.read(household, sibling, recipes=True) == recipes
             assert ours.read(household, sibling, recipes=False) == 0
     assert daemon.stop() == 0

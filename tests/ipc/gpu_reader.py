@@ -18,8 +18,9 @@ from kmesh.session import Role, Session
 class Reader:
     """A session, and the daemon's slabs on the GPU."""
 
-    def __init__(self, session: Session, slabs: DeviceSlabs, gpu: Device) -> None:
+    def __init__(self, daemon: Daemon, session: Session, slabs: DeviceSlabs, gpu: Device) -> None:
         self.session, self.slabs, self.gpu = session, slabs, gpu
+        self._daemon = daemon
 
     def take_recipes(self) -> None:
         """Asks for some, before which none are made."""
@@ -35,10 +36,28 @@ class Reader:
             found = self.session.families.describe("round", device=self.gpu.uuid)
             return all(m.base + m.mirrors + m.refused == m.spans for m in found.members)
 
-        wait_for(done, 60, "encoding never ended")
-        assert (
-            self.session.families.describe("round", device=self.gpu.uuid).family.mirrors == mirrors
-        )
+        try:
+            wait_for(done, 60, "encoding never ended")
+        except AssertionError as late:
+            raise AssertionError(f"{late}: {self._encoding()}") from None
+        found = self.session.families.describe("round", device=self.gpu.uuid)
+        assert found.family.mirrors == mirrors, self._encoding()
+
+    def _encoding(self) -> str:
+        """What became of each member's spans, why the last one stayed dense, and what was
+        counted."""
+        members = [
+            f"{m.name}: of {m.spans} spans {m.mirrors} are recipes, {m.base} of the base, {m.dense}"
+            f" dense, of which {m.refused} stay so ({m.refusal}); {m.used_bytes} bytes of"
+            f" {m.dense_bytes}"
+            for m in self.session.families.describe("round", device=self.gpu.uuid).members
+        ]
+        counts = {
+            name: count
+            for name, count in sorted(self._daemon.status().counters.items())
+            if "encode" in name and count
+        }
+        return "\n".join(["", *members, str(counts)])
 
     def read(self, household: Household, spans: Spans, *, recipes: bool) -> int:
         """Reads a member, once it is served so; how many of its spans are recipes."""
@@ -66,4 +85,4 @@ def reader(daemon: Daemon, gpu: Device) -> Iterator[Reader]:
         Session.connect(daemon.socket_dir, role=Role.TOOL, timeout=30) as session,
         DeviceSlabs(session, gpu) as slabs,
     ):
-        yield Reader(session, slabs, gpu)
+        yield Reader(daemon, session, slabs, gpu)

@@ -16,8 +16,12 @@ from kmesh.session import ReserveBatch, Session
 from kmesh.store import put_spans
 
 SPAN = 64
-#: One token takes 2 KiB, so a span takes two tiles.
+#: One token takes 2 KiB, so a span takes two tiles. Three spans of each sibling become recipes; of
+#: the first less than half was recovered, so that its recipe would take two tiles as well.
 SMALL = Shape(4, 2, 64, 10_000.0)
+#: One token takes 56 KiB, so a span takes 56 tiles. What was recovered of the first span saves some
+#: of them, so that four spans of each sibling become recipes.
+LARGE = Shape(28, 4, 128, 1_000_000.0)
 
 
 @dataclass(frozen=True)

@@ -16,9 +16,10 @@ from daemon_process import Daemon, wait_for
 from fake_cuda import UUIDS
 from gpu_reader import Reader, reader
 from gpus import Faults, command, import_slab
-from household import Household
+from household import LARGE, SMALL, Household
 from test_cli import as_json, kmesh
 
+from experiments.tokendance.workload import Shape
 from kmesh import errors
 from kmesh.cuda.device import Device
 from kmesh.cuda.reading import read_span
@@ -63,37 +64,49 @@ def dial(gpu_device: Device) -> Iterator[Callable[[Daemon], Reader]]:
         yield lambda daemon: stack.enter_context(reader(daemon, gpu_device))
 
 
+@pytest.mark.parametrize(
+    ("shape", "recipes", "memory"),
+    [(SMALL, 3, {}), (LARGE, 4, {"gpu_memory": "60MiB", "gpu_slab_size": "60MiB"})],
+    ids=["small", "28 layers of 4 x 128"],
+)
 @pytest.mark.parametrize("place", ["gpu", "host"])
 def test_members_are_recipes_on_the_gpu_and_read_back_bit_for_bit(
-    start: Start, dial: Callable[[Daemon], Reader], household: Household, place: str
+    start: Start,
+    dial: Callable[[Daemon], Reader],
+    shape: Shape,
+    recipes: int,
+    memory: dict[str, str],
+    place: str,
 ) -> None:
-    daemon = start(gpu_place=place)
+    daemon = start(gpu_place=place, **memory)
+    household = Household(shape)
+    both = 2 * recipes
     ours = dial(daemon)
     household.settle(ours.session, GPU)
     for sibling in household.siblings:
         assert ours.read(household, sibling, recipes=False) == 0
     assert daemon.status().mirrors == 0, "nobody takes recipes there"
-    ours.settled(6)
+    ours.settled(both)
     assert daemon.status().counters["fallback_encode"] == 0
     family = ours.session.families.describe("round").family
     assert list(family.devices) == [GPU]
     assert (family.mirrors, family.base_stored) == (0, 0)
     gpu = ours.session.families.describe("round", device=GPU).family
-    assert (gpu.base_stored, gpu.mirrors) == (5, 6)
+    assert (gpu.base_stored, gpu.mirrors) == (5, both)
     assert gpu.used_bytes < gpu.dense_bytes
     where = {"socket_dir": daemon.socket_dir}
     assert as_json("families", "round", **where)["devices"] == [GPU]
     shown = as_json("families", "round", "--device", GPU, **where)
-    assert (shown["mirrors"], shown["base_stored"]) == (6, 5)
-    assert {member["mirrors"] for member in shown["of_members"]} == {3}
+    assert (shown["mirrors"], shown["base_stored"]) == (both, 5)
+    assert {member["mirrors"] for member in shown["of_members"]} == {recipes}
     assert f"also on {GPU}: see --device" in kmesh("families", "round", **where).stdout
     for sibling in household.siblings:
-        assert ours.read(household, sibling, recipes=True) == 3
+        assert ours.read(household, sibling, recipes=True) == recipes
     assert daemon.status().counters["spans_densified"] == 0
     for sibling in household.siblings:
         assert ours.read(household, sibling, recipes=False) == 0
     status = daemon.status()
-    assert (status.mirrors, status.counters["spans_densified"]) == (0, 6)
+    assert (status.mirrors, status.counters["spans_densified"]) == (0, both)
 
 
 def test_the_same_family_in_host_memory_and_on_the_gpu(

@@ -44,7 +44,6 @@ class Gpu:
     Attributes:
         launched: name, blocks and parts of each launch.
         copied: bytes of each copy to the GPU, jobs' left out.
-        rows: of each copy of rows.
     """
 
     def __init__(self, kernels: ctypes.CDLL, multiprocessors: int = 4) -> None:
@@ -52,7 +51,6 @@ class Gpu:
         self._memory: dict[int, np.ndarray] = {}
         self.launched: list[tuple[str, int, tuple[int, int]]] = []
         self.copied: list[int] = []
-        self.rows: list[int] = []
         self.room = self.free = 1 << 40
         attributes = {
             "MultiProcessorCount": multiprocessors,
@@ -61,7 +59,6 @@ class Gpu:
         }
         runtime = SimpleNamespace(
             malloc=self._malloc, free=self._memory.pop, memcpyAsync=self._copy,
-            memcpy2DAsync=self._copy_rows,
             getDevice=lambda: 0, streamCreateWithFlags=lambda _: 1, streamDestroy=lambda _: None,
             eventCreateWithFlags=lambda _: 1, eventDestroy=lambda _: None,
             eventRecord=lambda *_: None, eventSynchronize=lambda _: None, eventQuery=lambda _: 0,
@@ -99,14 +96,6 @@ class Gpu:
         ctypes.memmove(to, source, size)
         if stream == 1:
             self.copied.append(size)
-
-    def _copy_rows(
-        self, to: int, there: int, source: int, here: int, size: int, rows: int, kind: int,
-        stream: int,
-    ) -> None:  # fmt: skip
-        self.rows.append(rows)
-        for row in range(rows):
-            self._copy(to + row * there, source + row * here, size, kind, stream)
 
     def _launch(self, name: str, blocks: int, *rest: Any) -> None:
         pointers = (ctypes.c_void_p * 3).from_address(rest[7])

@@ -18,7 +18,7 @@ from kmesh.errors import UnsupportedError
 from kmesh.kernels import reference, sources
 from kmesh.kernels import rotary as rotations
 from kmesh.kernels.chooser import Rates, Route, choose
-from kmesh.kernels.copying import Copy, chunks_of
+from kmesh.kernels.copying import chunks_of
 from kmesh.kernels.cuda import H200, Memory, Restorer, Settings
 from kmesh.kernels.host import PagedLayout
 from kmesh.kernels.rotary import Rotary
@@ -109,11 +109,9 @@ def test_chunks_bring_every_payload_to_where_it_is_said_to_be(
     assert [p for c in chunks for p in range(c.begin, c.end)] == list(range(len(lengths)))
     for chunk in chunks:
         buffer = bytearray(room)
-        for copy in chunk.copies:
-            for row in range(copy.rows):
-                to, address = copy.offset + row * copy.there, copy.address + row * copy.here
-                assert to + copy.size <= room
-                buffer[to : to + copy.size] = host[address : address + copy.size]
+        for to, address, size in chunk.copies:
+            assert to + size <= room
+            buffer[to : to + size] = host[address : address + size]
         for part, offset in zip(range(chunk.begin, chunk.end), chunk.offsets, strict=True):
             assert offset % 256 == 0
             assert buffer[offset : offset + lengths[part]] == bytes([part + 1]) * lengths[part]
@@ -124,20 +122,6 @@ def test_chunks_get_smaller_towards_the_end_and_neighbours_are_one_copy() -> Non
     chunks = list(chunks_of([i * size for i in range(64)], [size] * 64, 16 * size, 4 * size))
     assert [c.end - c.begin for c in chunks] == [16, 16, 16, 8, 4, 4]
     assert all(len(c.copies) == 1 for c in chunks)
-
-
-def test_equal_payloads_that_lie_equally_far_apart_are_one_copy_of_rows() -> None:
-    addresses = [1000 + 4096 * i for i in range(12)]
-    (chunk,) = chunks_of(addresses, [1001] * 12, 1 << 20, 1 << 20)
-    assert chunk.copies == [Copy(0, 1000, 1001, 12, 1024, 4096)]
-    assert chunk.size == 12 * 1001
-    # The last one is shorter, or elsewhere.
-    for lengths, places in (
-        ([1001] * 11 + [1000], addresses),
-        ([1001] * 12, [*addresses[:-1], 1 << 20]),
-    ):
-        (chunk,) = chunks_of(places, lengths, 1 << 20, 1 << 20)
-        assert [copy.rows for copy in chunk.copies] == [11, 1]
 
 
 # Rotations.

@@ -78,9 +78,6 @@ class Runtime:
         self.ask("memcpy")
         self.running.add(stream)
 
-    def memcpy2DAsync(self, *given: int) -> None:
-        self.memcpyAsync(*given[:3], 0, given[-1])
-
     def streamWaitEvent(self, _stream: int, event: int) -> None:
         assert self.held[event] == "event"
 

@@ -28,24 +28,14 @@ _NO_TIMING = 2
 _NON_BLOCKING = 1
 _LAST_BYTES = 4 << 20
 _ALIGN = 256
-#: Fewer copies than these are not worth looking at.
-_ROWS = 4
 
 
 class Copy(NamedTuple):
-    """Bytes for a buffer: ``rows`` times ``size``.
-
-    Attributes:
-        offset, address: where the first row goes in the buffer, and where it is in memory.
-        there, here: bytes from one row to the next in the buffer, and in memory.
-    """
+    """Bytes for a buffer: where they go in it, and where they are in memory."""
 
     offset: int
     address: int
     size: int
-    rows: int = 1
-    there: int = 0
-    here: int = 0
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -71,8 +61,7 @@ def chunks_of(
     """Payloads in chunks that fit ``room``; none may be larger.
 
     Towards the end they get smaller, down to ``smallest`` bytes: what has come last is scattered
-    when the bus has nothing left to bring. Neighbours in memory are one copy, and so are equal ones
-    that lie equally far apart.
+    when the bus has nothing left to bring. Neighbours in memory are one copy.
     """
     sizes = np.asarray(lengths, dtype=np.int64)
     taken = (sizes + _ALIGN - 1) // _ALIGN * _ALIGN
@@ -95,33 +84,13 @@ def _copies(
     offsets: npt.NDArray[np.int64], sizes: npt.NDArray[np.int64], apart: npt.NDArray[np.int64]
 ) -> list[Copy]:
     """Of payloads that go to ``offsets``, and are ``apart`` bytes further in memory."""
-    steps = np.diff(apart)
-    breaks = np.flatnonzero(steps)
-    if not len(breaks):
-        return [Copy(int(offsets[0]), int(apart[0] + offsets[0]), int(offsets[-1] + sizes[-1]))]
-    if len(sizes) >= _ROWS and (sizes == sizes[0]).all() and (steps == steps[0]).all():
-        there = int(offsets[1])
-        if there + int(steps[0]) > 0:
-            rows = (int(sizes[0]), len(sizes), there, there + int(steps[0]))
-            return [Copy(0, int(apart[0]), *rows)]
-    made: list[Copy] = []
-    for one, behind in pairwise([0, *(breaks + 1).tolist(), len(sizes)]):
+    made = []
+    breaks = (np.flatnonzero(np.diff(apart)) + 1).tolist()
+    for one, behind in pairwise([0, *breaks, len(sizes)]):
         offset = int(offsets[one])
         size = int(offsets[behind - 1] + sizes[behind - 1]) - offset
-        _add(made, Copy(offset, int(apart[one]) + offset, size))
+        made.append(Copy(offset, int(apart[one]) + offset, size))
     return made
-
-
-def _add(made: list[Copy], copy: Copy) -> None:
-    """One more copy, as a row of the last one if it is such a row."""
-    last = made[-1] if made else copy
-    there, here = copy.offset - last.offset, copy.address - last.address
-    each = (there, here) if last.rows == 1 else (last.there, last.here)
-    expected = (last.rows * each[0], last.rows * each[1])
-    if copy.size == last.size and (there, here) == expected and here > 0:
-        made[-1] = Copy(*last[:3], last.rows + 1, *each)
-    else:
-        made.append(copy)
 
 
 class Copier:
@@ -274,12 +243,6 @@ class Trip:
         runtime.streamWaitEvent(copier.stream, copier.scattered[buffer])
         for copy in self._chunks[number].copies:
             to = copier.buffers[buffer] + copy.offset
-            if copy.rows == 1:
-                runtime.memcpyAsync(to, copy.address, copy.size, _BY_ADDRESS, copier.stream)
-            else:
-                runtime.memcpy2DAsync(
-                    to, copy.there, copy.address, copy.here, copy.size, copy.rows, _BY_ADDRESS,
-                    copier.stream,
-                )  # fmt: skip
+            runtime.memcpyAsync(to, copy.address, copy.size, _BY_ADDRESS, copier.stream)
         runtime.eventRecord(copier.copied[buffer], copier.stream)
         self._started += 1

@@ -45,8 +45,8 @@ class RoundSettings:
     max_ctas: int | None = None
     slow_ctas: int = 64
     stages: int = 4
-    chunk_bytes: int = 16 << 20
-    chunks: int = 8
+    chunk_bytes: int = 32 << 20
+    chunks: int = 4
 
     def __post_init__(self) -> None:
         if self.chunks < 2:

@@ -194,8 +194,7 @@ class HostBytes:
     Attributes:
         records: a copy of each, in the order of their addresses, as an array of ``RECORD`` of which
             only address and length mean something. Where one begins on the tile behind another,
-            as in a slab, what is between them is part of the first: they are one copy then. Not
-            so where many of one length follow each other: these are one copy of rows.
+            as in a slab, what is between them is part of the first: they are one copy then.
     """
 
     def __init__(self, round: Round) -> None:
