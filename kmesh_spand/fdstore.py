@@ -11,7 +11,7 @@ import logging
 import os
 import select
 import time
-from collections.abc import MutableMapping
+from collections.abc import Callable, MutableMapping
 
 from kmesh_spand import notify
 from kmesh_spand.backoff import Backoff
@@ -35,15 +35,18 @@ class FdStore:
 
     Args:
         environ: where systemd says so. What is only for this process is taken out.
+        clock: seconds, of a monotonic clock.
 
     Attributes:
         received: what an earlier life put there; whoever takes it out owns it.
         size: file descriptors that it takes.
         active: it takes some.
-        moment: when to ``retry``, of the monotonic clock; None while nothing is owed.
+        moment: when to ``retry``, of the clock; None while nothing is owed.
     """
 
-    def __init__(self, environ: MutableMapping[str, str]) -> None:
+    def __init__(
+        self, environ: MutableMapping[str, str], clock: Callable[[], float] = time.monotonic
+    ) -> None:
         self.received = _received(environ)
         size = environ.get("FDSTORE", "")
         # Before version 254, systemd does not say how many.
@@ -53,6 +56,7 @@ class FdStore:
         # By name, in order: file descriptors of ours to put, None to remove what is there.
         self._owed: list[tuple[str, int | None]] = []
         self._backoff = Backoff()
+        self._clock = clock
 
     def put(self, name: str, fd: int) -> None:
         """Stores a duplicate, now or when systemd can be told."""
@@ -65,14 +69,14 @@ class FdStore:
 
     def retry(self) -> None:
         """Tells systemd what it is owed, if it is time, and does not wait."""
-        if self.moment is None or time.monotonic() < self.moment:
+        if self.moment is None or self._clock() < self.moment:
             return
         while self._owed:
             name, fd = self._owed[0]
             try:
                 _tell(name, fd, _SECONDS_AGAIN)
             except OSError:
-                self.moment = self._backoff.died(time.monotonic())
+                self._put_off()
                 return
             del self._owed[0]
             if fd is not None:
@@ -120,9 +124,7 @@ class FdStore:
             try:
                 _tell(name, fd, notify.SECONDS)
             except OSError as failed:
-                now = time.monotonic()
-                self._backoff.started(now)
-                self.moment = self._backoff.died(now)
+                self._put_off()
                 logger.warning(
                     "spans will not survive a restart while systemd's fd store does not answer: %s",
                     failed,
@@ -133,6 +135,12 @@ class FdStore:
             self._owed.append((name, None if fd is None else os.dup(fd)))
         except OSError as lacking:
             logger.error("%s will not survive a restart: %s", name, lacking)
+
+    def _put_off(self) -> None:
+        now = self._clock()
+        # No attempt is a steady life, however long ago the first one failed.
+        self._backoff.started(now)
+        self.moment = self._backoff.died(now)
 
     def _forget(self, name: str) -> None:
         """Nothing is owed of a name that is given up."""

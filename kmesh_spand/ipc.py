@@ -217,10 +217,14 @@ class Verified(Message, frozen=True):
 
 
 class Failed(Message, frozen=True):
-    """From the worker: a job could not be done, although the worker itself is well."""
+    """From the worker: a job could not be done, although the worker itself is well.
+
+    ``unloadable``: nor can others of its kind, until another process loads what they need.
+    """
 
     job: int
     error: str
+    unloadable: bool = False
 
 
 class Populated(Message, frozen=True):

@@ -196,9 +196,7 @@ class JobWorker:
             except NoStaging as lacking:
                 answer = ipc.Failed(job.job, str(lacking))
             except Unloadable as lacking:
-                # What is half loaded stays so; the next process loads it anew.
-                logger.error("this process ends: %s", lacking)
-                os._exit(1)
+                answer = ipc.Failed(job.job, str(lacking), unloadable=True)
             except Exception as failed:
                 self.ends_by(job, failed)
                 logger.exception("a job failed", extra={"job": job.job})

@@ -191,8 +191,7 @@ class Exchange:
         left = list(fds)
         try:
             response = self._parse(packet, left)
-            if not response.id and response.WhichOneof("body") == "slabs_gone":
-                self._notice(response, left)
+            if not response.id and self._noticed(response, left):
                 return []
             with self._lock:
                 call = self._pending.pop(response.id, None)
@@ -279,10 +278,18 @@ class Exchange:
             raise errors.from_code(status.code, status.message, status.field)
         return response
 
-    def _notice(self, response: session_socket_pb2.Response, fds: list[int]) -> None:
-        if fds or self.epoch != response.epoch:
-            raise errors.ProtocolError("a notice with a file descriptor, or of another epoch")
-        self.gone(response.slabs_gone.slab)
+    def _noticed(self, response: session_socket_pb2.Response, fds: list[int]) -> bool:
+        """Takes a notice; False if it is none. What only later daemons say is passed over."""
+        kind = response.WhichOneof("body")
+        if kind not in (None, "slabs_gone"):
+            return False
+        if self.epoch != response.epoch:
+            raise errors.ProtocolError("a notice of another epoch")
+        if kind is not None:
+            if fds:
+                raise errors.ProtocolError("a notice with a file descriptor")
+            self.gone(response.slabs_gone.slab)
+        return True
 
     def _answer(
         self, response: session_socket_pb2.Response, expected: str, fds: list[int]

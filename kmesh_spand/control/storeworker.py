@@ -29,6 +29,8 @@ _BEAT_SECONDS = 1.0
 _SILENT_SECONDS = 15.0
 #: One that reads memory which is broken, or not there, dies of these.
 _DEATHS_BY_READING = (signal.SIGBUS, signal.SIGSEGV)
+#: Workers in a row that are ended since they could not load the codec. Each end fails copies.
+_MAX_UNLOADABLE = 3
 
 
 class StoreWorker:
@@ -92,6 +94,7 @@ class StoreWorker:
         self._export_number = 0
         self._attached_at = self._heard_at = loop.time()
         self._given_up = False
+        self._unloadable = 0
         self._beats = 0
         self._beat_at: float | None = None
         self._next_beat = 0.0
@@ -382,6 +385,7 @@ class StoreWorker:
         if self._growth is not None and self._growth.hear(message):
             return
         if self._recodes.hear(message):
+            self._unloadable = 0
             return
         match message:
             case ipc.CopyDone():
@@ -392,6 +396,8 @@ class StoreWorker:
                 with logs.about(mark.session, mark.request):
                     self._event(events.CopyDone(message.job, message.root))
             case ipc.Verified():
+                if message.bases:
+                    self._unloadable = 0
                 if self._checks.pop(message.job, None) is not None:
                     self._event(events.VerifyDone(message.job, message.good, facts(message)))
             case ipc.Wiped():
@@ -433,6 +439,12 @@ class StoreWorker:
         if mark is not None:
             extra |= {"session": mark.session, "request": mark.request}
         logger.error("the %s: %s", self._name, message.error, extra=extra)
+        if message.unloadable and self._unloadable < _MAX_UNLOADABLE:
+            # What is half loaded stays so; the next process, which follows when this one sees its
+            # link end, loads it anew. Jobs that are tried again are for that one.
+            self._unloadable += 1
+            logger.error("another %s is started", self._name)
+            self._detach()
         if mark is not None:
             self._copy_failed(message.job, mark)
         elif self._wipes.pop(message.job, None) is not None:

@@ -419,5 +419,5 @@ def test_a_worker_that_can_not_load_the_codec_makes_room_for_one_that_can(
         wait_for(lambda: any(member.mirrors for member in members(session).values()), 60)
         for sibling in household.siblings:
             read(session, household, sibling, recipes=True)
-    assert "this process ends: the codec can't be loaded: " in daemon.log()
+    assert "the store worker: the codec can't be loaded: " in daemon.log()
     assert "Traceback" not in daemon.log()

@@ -113,3 +113,21 @@ def test_a_barrier_is_not_waited_for_behind_what_is_owed(
     store.settle()
     assert time.monotonic() - began < 5
     store.close()
+
+
+def test_a_store_that_stays_away_is_asked_more_and_more_rarely(
+    manager: ServiceManager, address: Path, fds: list[int]
+) -> None:
+    now = 1000.0
+    store = FdStore(os.environ, clock=lambda: now)
+    address.rename(address.parent / "away")
+    store.put(names_of(0)[0], fds[0])
+    waits = []
+    for _ in range(12):
+        assert store.moment is not None
+        waits.append(store.moment - now)
+        now = store.moment
+        store.retry()
+    store.close()
+    assert waits == sorted(waits)
+    assert waits[-1] >= 5

@@ -304,3 +304,34 @@ def test_what_a_worker_does_in_a_lesser_way_is_told(place: Place) -> None:
     place.answer(ipc.Fallback("encode", 3))
     assert place.fallbacks == [ipc.Fallback("encode", 3)]
     assert not place.events
+
+
+def test_workers_that_can_not_load_the_codec_are_ended_a_few_times_only(place: Place) -> None:
+    verify = ipc.Verify(1, 0, 0, 100, 7, True)
+    keep = effects.KeepRecipe(2, 0, 0, 100)
+    unloadable = ipc.Failed(1, "the codec can't be loaded: no memory", unloadable=True)
+
+    def fails() -> bool:
+        """One more worker can't; whether it is ended for that."""
+        place.start()
+        place.worker.verify(effects.Verify(1, 0, 0, 100, 7, True))
+        place.worker.recode(keep)
+        place.begin()
+        place.events.clear()
+        place.answer(unloadable)
+        assert events.VerifyDone(1, None) in place.events
+        ended = not place.worker.up
+        # A job is not tried again by the same worker.
+        assert (events.RecodeFailed(2) in place.events) == ended
+        assert place.worker.checks == 0
+        return ended
+
+    for _ in range(2):
+        assert fails()
+    # One that can starts the count anew.
+    place.start()
+    place.worker.verify(effects.Verify(1, 0, 0, 100, 7, True))
+    assert place.begin() == [verify]
+    place.answer(ipc.Verified(1, True, 10, 3, [ipc.Fact(b"k", 1, 2, 3, 4)]))
+    assert [fails() for _ in range(5)] == [True, True, True, False, False]
+    assert not place.restarts

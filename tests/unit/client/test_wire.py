@@ -363,10 +363,32 @@ def test_a_notice_answers_nothing(exchange: Exchange) -> None:
     assert caller.answers
 
 
+def test_a_notice_of_a_later_daemon_is_passed_over(exchange: Exchange) -> None:
+    told: list[int] = []
+    exchange.gone = told.extend
+    caller = Caller()
+    call = ask(exchange, caller)
+    exchange.receive(acquired(ask(exchange, Caller())), [])
+    fd = open_fd()
+    # An empty body that has the number 1000.
+    later = respond(0) + b"\xc2\x3e\x00"
+    assert exchange.receive(later, [fd]) == exchange.receive(later, []) == []
+    assert (told, caller.ends, exchange.pending) == ([], 0, 1)
+    assert not is_open(fd)
+    exchange.receive(acquired(call), [])
+    assert caller.answers
+
+
 def test_what_is_no_notice_breaks_the_protocol() -> None:
     fd = open_fd()
     first = respond(0, pong=sessions_pb2.Pong())
-    wrong = ((gone(1), [fd]), (gone(1, epoch=1), []), (gone(1, number=9), []), (first, []))
+    wrong = (
+        (gone(1), [fd]),
+        (gone(1, epoch=1), []),
+        (gone(1, number=9), []),
+        (first, []),
+        (b"", []),
+    )
     for packet, fds in wrong:
         exchange, told = Exchange(), list[int]()
         exchange.gone = told.extend
