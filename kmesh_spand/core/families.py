@@ -32,10 +32,10 @@ _FIELDS = {"frequencies": "rotary.frequencies", "interleaved": "rotary.interleav
 
 @dataclass(frozen=True, slots=True)
 class _Place:
-    """What a key is to a family: a span of that member's, or of the base (None)."""
+    """What a key is to a family: a span of the member of that name, or of the base (None)."""
 
     family: Family
-    member: Member | None
+    member: str | None
 
 
 class FamilyBook:
@@ -260,7 +260,7 @@ class FamilyBook:
             fresh = member.keys
         added = 0
         for key in fresh:
-            added += self._register(key, family, member)
+            added += self._register(key, family, member.name)
         self._count(family, added)
         self._scans[family.id, member.name] = None
         self._make_room(family)
@@ -270,7 +270,7 @@ class FamilyBook:
 
     # What is known of keys
 
-    def _register(self, key: bytes, family: Family, member: Member | None) -> bool:
+    def _register(self, key: bytes, family: Family, member: str | None) -> bool:
         """A key is a family's; False if it was. What is of the base is no member's."""
         places = self._places.setdefault(family.owner, {}).setdefault(key, [])
         for number, place in enumerate(places):
@@ -362,7 +362,7 @@ class FamilyBook:
                 for member in family.members:
                     self._scans[family.id, member] = None
 
-    def _offer(self, row: int, family: Family, member: Member) -> None:
+    def _offer(self, row: int, family: Family, member: str) -> None:
         tenant = self._store.tenant_of(row)
         if tenant.tier and not tenant.decodes:
             return
@@ -414,7 +414,7 @@ class FamilyBook:
                 and row not in mirrors.by_row
                 and not self._recoder.verdicts.of(row, family)
             ):
-                self._offer(row, family, member)
+                self._offer(row, family, member.name)
 
 
 def _split(packed: bytes) -> tuple[bytes, ...]:

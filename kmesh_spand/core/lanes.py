@@ -7,18 +7,19 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from kmesh_spand.core.config import CoreConfig
-from kmesh_spand.core.family import Family, Member
+from kmesh_spand.core.family import Family
 from kmesh_spand.core.store import SpanStore
 
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """A dense span, of that generation, that may be worth a recipe."""
+    """A dense span, of that generation, that may be worth a recipe. ``member``: the name of one
+    that has it, of which more may be known by the time that its turn comes."""
 
     row: int
     generation: int
     family: Family
-    member: Member
+    member: str
 
 
 @dataclass(slots=True)

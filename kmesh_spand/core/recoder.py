@@ -183,8 +183,9 @@ class Recoder:
         if tiles(table.length[row]) < 2:
             self._refuse(candidate, _LARGE)
             return
-        rows, found = list(base), pieces(table, row, base, family, candidate.member.runs)
-        if candidate.member.runs:
+        runs = family.members[candidate.member].runs
+        rows, found = list(base), pieces(table, row, base, family, runs)
+        if runs:
             if not found:
                 self._refuse(candidate, _PRIVATE)
                 return

@@ -165,6 +165,29 @@ def test_a_failed_job_is_tried_once_more(room: World) -> None:
     room.check()
 
 
+def test_what_a_later_join_says_counts_for_spans_that_wait(room: World) -> None:
+    """Whose turn was yet to come, whose job is begun anew, or that were stored behind it."""
+    one = room.connect()
+    room.store(one, [A, B, C], length=DENSE)
+    declare(room, one, [A])
+    join(room, one, [B, C, D])
+    (job,) = room.encodes
+    assert room.encodes[job].span.key == B
+    join(room, one, [B, C, D], runs=[Run(0, 64, A, 0)])
+    room.store(one, [D], length=DENSE)
+    seen = []
+    room.encode_ends(job, ok=False)
+    while room.encodes:
+        (job,) = room.encodes
+        seen.append((room.encodes[job].span.key, room.encodes[job].pieces))
+        room.encode_ends(job)
+        room.keep_ends(job)
+    # They begin at token 1, 2 and 0.
+    pieces = [fx.Piece(0, 63, 0, 1), fx.Piece(0, 62, 0, 2), fx.Piece(0, 64, 0, 0)]
+    assert seen == [(name, [piece]) for name, piece in zip((B, C, D), pieces, strict=True)]
+    room.check()
+
+
 @pytest.mark.parametrize("spoiled", [A, B])
 def test_what_an_encoding_finds_changed_is_read_again(room: World, spoiled: bytes) -> None:
     one = room.connect()
