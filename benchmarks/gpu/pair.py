@@ -154,6 +154,8 @@ def peer(rounds: int) -> Iterator[Row]:
         if not peers:
             yield unavailable("pair_peer", "ratio", "these GPUs do not reach each other")
             return
+        # Otherwise the copy that we compare with goes through the host.
+        rig.runtime.deviceEnablePeerAccess(0)
         slab = rig.Slab(rig.Driver(), rig.LARGE, 1)
         pages = rig.Pages(rig.LARGE, 1)
         target = rig.cupy.empty(size, dtype=rig.cupy.uint8)
