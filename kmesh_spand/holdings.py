@@ -141,10 +141,15 @@ class Holdings:
         undo.callback(self._estate.close)
 
     def _check_memory(self, inherited: Inherited | None) -> None:
+        settings, gpus = self._settings, 0
+        if settings.gpu_place == "host":
+            there = inherited.gpu if inherited is not None else {}
+            gpus = sum(plan.size for plan in settings.gpu_slabs() if plan.slab not in there)
         memory.check_memory(
-            self._settings.host_memory,
-            self._settings.staging_memory,
-            table_bytes(self._settings),
+            settings.host_memory,
+            settings.staging_memory,
+            table_bytes(settings),
+            gpus,
             memory.memory_limits(held=inherited.resident if inherited is not None else 0),
         )
 

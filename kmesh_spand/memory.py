@@ -309,11 +309,14 @@ def _lines(file: Path) -> list[str]:
         return []
 
 
-def check_memory(host: int, staging: int, tables: int, limits: Iterable[MemoryLimit]) -> None:
+def check_memory(
+    host: int, staging: int, tables: int, gpus: int, limits: Iterable[MemoryLimit]
+) -> None:
     """Refuses to promise memory that the machine doesn't give.
 
     Args:
         tables: bytes of catalog and indexes.
+        gpus: bytes that device workers are still to make of the host's memory, all together.
 
     Raises:
         ConfigError: names the setting, the limit and the file that sets it.
@@ -325,12 +328,15 @@ def check_memory(host: int, staging: int, tables: int, limits: Iterable[MemoryLi
             name, size = "staging_memory", host + staging
         elif host + staging + tables > limit.size:
             name, size = "max_spans", host + staging + tables
+        elif host + staging + tables + gpus > limit.size:
+            name, size = "gpu_memory", host + staging + tables + gpus
         else:
             continue
         what = {
             "host_memory": "",
             "staging_memory": "with host_memory ",
             "max_spans": "catalog and indexes with host_memory and staging_memory ",
+            "gpu_memory": "that of all GPUs in the host's memory, with all else, ",
         }[name]
         raise ConfigError(
             f"{name}: {what}{size >> 20} MiB is more than the {limit.size >> 20} MiB "

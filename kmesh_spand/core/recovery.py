@@ -110,7 +110,9 @@ class Recovery:
         if record.dense:
             store.mirrors.recovered(row, record.dense)
         store.move(row, Trigger.RECOVER)
-        table.born[row], store.recovered_tick = min(record.born, store.tick), store.tick
+        table.born[row] = min(record.born, store.tick)
+        if not tenant.tier:
+            store.recovered_tick = store.tick
         self._verifier.recovered(row)
         store.counters["recovered"] += 1
         return True

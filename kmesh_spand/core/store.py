@@ -71,7 +71,7 @@ class SpanStore(Holding):
         published: keys in the index.
         stored_bytes: payload bytes of spans with a catalog record.
         grace: ranges that are freed now must not be reused yet.
-        recovered_tick: when the last record of an earlier life was taken over.
+        recovered_tick: when host memory's last record of an earlier life was taken over.
         by_state: number of rows in each state (FREE and ALIAS are not counted).
         space_spans, space_bytes: stored spans by namespace number.
         endings: keys that are gone.

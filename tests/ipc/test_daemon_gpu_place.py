@@ -18,6 +18,7 @@ from kmesh.cuda.device import Device
 from kmesh.handles import HandleKind, Tier
 from kmesh.layout import TILE_BYTES
 from kmesh.session import Role, Session
+from kmesh_spand.memory import memory_limits
 
 Start = Callable[..., Daemon]
 
@@ -91,6 +92,16 @@ def test_dma_bufs_are_refused_with_a_reason(start_gpu: Start, gpu_faults: Faults
 
 
 def test_more_than_the_host_has_is_refused(start_gpu: Start) -> None:
-    much = {**MORE, "gpu_memory": "1024GiB", "gpu_slab_size": "64GiB"}
-    status, words = refused(start_gpu(errors=True, ready=False, **much))
-    assert (status, words.partition(": ")[2][:17]) == (2, "1TiB are too much")
+    (available,) = (limit.size for limit in memory_limits() if "meminfo" in limit.source)
+    # One GPU's fits. No device worker begins with it, should it be asked to.
+    each = f"{available * 6 // 10 >> 20}MiB"
+    much = {**MORE, "gpu": "0,1", "gpu_memory": each, "gpu_slab_size": "1GiB"}
+    daemon = start_gpu(errors=True, ready=False, memory_headroom="64TiB", **much)
+    assert daemon.process.wait(60) == 2
+    assert "gpu_memory: that of all GPUs in the host's memory, with all else, " in daemon.log()
+    assert "Traceback" not in daemon.log()
+
+
+def test_room_that_others_took_is_not_made_use_of(start_gpu: Start) -> None:
+    status, words = refused(start_gpu(errors=True, ready=False, memory_headroom="64TiB", **MORE))
+    assert (status, words.partition(": ")[2][:18]) == (2, "96MiB are too much")

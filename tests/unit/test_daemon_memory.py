@@ -165,13 +165,15 @@ def test_limits_of_a_container_that_sees_only_its_own_group(tmp_path: Path) -> N
 
 def test_promises_beyond_a_limit_are_refused() -> None:
     limits = [MemoryLimit(10 << 20, "/limit")]
-    memory.check_memory(7 << 20, 2 << 20, 1 << 20, limits)
+    memory.check_memory(6 << 20, 2 << 20, 1 << 20, 1 << 20, limits)
     with pytest.raises(ConfigError, match=r"^host_memory: 11 MiB .* 10 MiB that /limit allows$"):
-        memory.check_memory(11 << 20, 0, 0, limits)
+        memory.check_memory(11 << 20, 0, 0, 0, limits)
     with pytest.raises(ConfigError, match=r"^staging_memory: with host_memory 12 MiB"):
-        memory.check_memory(8 << 20, 4 << 20, 0, limits)
+        memory.check_memory(8 << 20, 4 << 20, 0, 0, limits)
     with pytest.raises(ConfigError, match=r"^max_spans: catalog and indexes with .* 11 MiB"):
-        memory.check_memory(8 << 20, 2 << 20, 1 << 20, limits)
+        memory.check_memory(8 << 20, 2 << 20, 1 << 20, 0, limits)
+    with pytest.raises(ConfigError, match=r"^gpu_memory: .* 11 MiB is more than"):
+        memory.check_memory(6 << 20, 2 << 20, 1 << 20, 2 << 20, limits)
 
 
 def test_slabs_that_are_sealed_and_exported_have_their_pages_as_they_were_asked_for(

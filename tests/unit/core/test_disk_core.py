@@ -18,7 +18,7 @@ from kmesh_spand.core.codes import Reason, Trouble, Verdict
 from kmesh_spand.core.config import DiskConfig
 from kmesh_spand.core.diskfile import file_bytes
 from kmesh_spand.core.tags import tag
-from kmesh_spand.core.tenants import Tenancy
+from kmesh_spand.core.tenants import Tenancy, decode_owner
 
 ONE = file_bytes(TILE_BYTES, 0)
 
@@ -392,6 +392,39 @@ def test_a_reboot_serves_what_the_files_hold() -> None:
     assert world.acquire_waiting(session, names(0, 1)) is None
     world.settle()
     assert len(world.leases) == 1
+    world.check()
+
+
+def test_a_gpu_that_comes_late_says_nothing_of_the_use_of_files() -> None:
+    config = DiskConfig(capacity=2 * ONE, max_files=64)
+    world = DiskWorld({0: 2, 1: 2}, disk=config, tiers={1: 1})
+    world.scan()
+    session = world.connect()
+    for number in range(2):
+        world.store(session, names(number))
+        world.settle()
+    world.store(session, names(9), tier=1)
+    gpu = world.sizes.pop(1)
+    world.restart()
+    world.scan()
+    world.settle()
+    session = world.connect()
+    world.now += 1000
+    held = world.acquire(session, names(0))
+    world.release(session, [held.lease])
+    world.now += 1000
+    world.sizes[1] = gpu
+    world.send(ev.SlabAdded(1, gpu * TILE_BYTES, decode_owner(world.owners[1]), 1))
+    world.send(ev.Populated(1, gpu * TILE_BYTES))
+    world.settle()
+    assert world.core.counters["recovered"] == 3
+    for number in range(2):
+        rows = world.core.spans(now_ms=world.now)
+        world.send(ev.Evict([row.slot for row in rows if row.key == key(number)]))
+    world.send(ev.GraceEnded())
+    world.store(session, names(5))
+    world.settle()
+    assert {span.key for span, _ in world.files.values()} == {key(0), key(5)}
     world.check()
 
 
