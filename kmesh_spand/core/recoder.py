@@ -8,7 +8,7 @@ the names of the span over that it was made of; that one ends with its last leas
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -45,11 +45,11 @@ class Source(Protocol):
     """Knows which spans are worth looking at."""
 
     @property
-    def waiting(self) -> bool:
-        """Whether it has something to look through."""
+    def waiting(self) -> Iterable[int]:
+        """Tiers in which it has something to look through."""
         ...
 
-    def look(self) -> None:
+    def look(self, tier: int) -> None:
         """Looks through a part of that, and offers what it finds."""
         ...
 
@@ -115,7 +115,11 @@ class Recoder:
         if self.draining:
             return False
         lanes = self.lanes
-        return bool(lanes.to_densify() or lanes.to_encode() or (self.source.waiting and lanes.idle))
+        return bool(lanes.to_densify() or lanes.to_encode()) or self._to_look() is not None
+
+    def _to_look(self) -> int | None:
+        """A tier that has nothing else to do than to look for more."""
+        return next((tier for tier in self.source.waiting if self.lanes.idle(tier)), None)
 
     def pump(self) -> None:
         """Begins as many jobs as may be in flight; looks at a few spans for that."""
@@ -134,8 +138,8 @@ class Recoder:
                     self._densify(row, drop)
             elif lane := self.lanes.to_encode():
                 self._encode(lane.next())
-            elif self.source.waiting and self.lanes.idle:
-                self.source.look()
+            elif (tier := self._to_look()) is not None:
+                self.source.look(tier)
             else:
                 return
 
