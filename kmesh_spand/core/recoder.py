@@ -18,7 +18,7 @@ from kmesh_spand.core.codes import Cause, Reason
 from kmesh_spand.core.config import CoreConfig
 from kmesh_spand.core.effects import Densify, Encode, ForgetRecipe, KeepRecipe, Payload
 from kmesh_spand.core.eviction import Evictor
-from kmesh_spand.core.family import Family
+from kmesh_spand.core.family import Family, Run
 from kmesh_spand.core.lanes import Candidate, Lanes
 from kmesh_spand.core.provenance import pieces
 from kmesh_spand.core.rests import Rests
@@ -66,9 +66,11 @@ class Source(Protocol):
 
 @dataclass(slots=True)
 class EncodeJob:
-    """``bases``: rows that are held for it. ``draft``: 0 until there is a recipe."""
+    """``runs``: of the member, as it was begun with. ``bases``: rows that are held for it.
+    ``draft``: 0 until there is a recipe."""
 
     candidate: Candidate
+    runs: Sequence[Run]
     bases: Sequence[int]
     draft: int = 0
 
@@ -149,6 +151,12 @@ class Recoder:
         self.verdicts.add(candidate.row, why, candidate.family)
         self._store.counters["encode_refused"] += 1
 
+    def _judge(self, job: EncodeJob, why: str) -> None:
+        """A job's span stays dense, unless more is known of it by now than the job was told."""
+        candidate = job.candidate
+        if candidate.family.members[candidate.member].runs == job.runs:
+            self._refuse(candidate, why)
+
     def _is(self, row: int, generation: int) -> bool:
         """Whether a row is still that span, served and dense, and nothing refers to it."""
         store, table = self._store, self._store.table
@@ -197,7 +205,7 @@ class Recoder:
             rows = [base[number] for number in numbers]
             found = [piece.of(numbers) for piece in found]
         job = next(self._job_ids)
-        self.encodes[job] = EncodeJob(candidate, rows)
+        self.encodes[job] = EncodeJob(candidate, runs, rows)
         self.lanes.of(row).encodes += 1
         store.hold((row, *rows))
         store.out.append(
@@ -243,7 +251,7 @@ class Recoder:
                 self._doubted(job.candidate)
             return
         if tiles(length) >= tiles(table.length[row]):
-            self._refuse(job.candidate, _LARGE)
+            self._judge(job, _LARGE)
             self._end_encode(number, forget=True)
             return
         kept = [job.bases[base] for base in sorted(set(used))]
@@ -287,7 +295,7 @@ class Recoder:
         job = self.encodes.get(number)
         if job is not None:
             if self._is(job.candidate.row, job.candidate.generation):
-                self._refuse(job.candidate, why[:_WHY_LENGTH])
+                self._judge(job, why[:_WHY_LENGTH])
             self._end_encode(number)
 
     def spoiled(self, number: int, bases: Sequence[int], *, span: bool) -> Sequence[int]:
