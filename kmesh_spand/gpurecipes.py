@@ -58,6 +58,7 @@ class GpuRecipes(Recipes):
     def _make(
         self, job: ipc.Encode, span: SpanDescription, provenance: Sequence[Provenance]
     ) -> Made:
+        size = job.span.length + sum(base.length for base in job.bases)
         try:
             if not provenance:
                 raise UnsupportedError("what is equal is looked for by the processor alone")
@@ -65,10 +66,10 @@ class GpuRecipes(Recipes):
         except UnsupportedError as lacking:
             self._say(str(lacking))
         except CudaError as failed:
-            if failed.code != _OUT_OF_MEMORY:
+            # What the processor can't do instead is no verdict on the span: memory comes back.
+            if failed.code != _OUT_OF_MEMORY or size > MOST_BYTES:
                 raise
             self._say(str(failed))
-        size = job.span.length + sum(base.length for base in job.bases)
         if size > MOST_BYTES:
             raise RecipeError(
                 f"span and base have {format_size(size)}: of more than {format_size(MOST_BYTES)}"
@@ -92,24 +93,25 @@ class GpuRecipes(Recipes):
         payload = GpuBytes(address, job.span.length)
         encoder = self._gpu_encoder_of(job, launcher)
         made = encoder.encode(span, payload, provenance, launcher.stream, place=self._place)
-        # The next one is written over it.
-        assert made.data
+        # It has to be brought here now: the next one is written over it.
+        _ = made.data
         return made
 
     def _compiled(self) -> BareDevice:
-        """Compiles with the first job. UnsupportedError if that can't be, each time."""
+        """Compiles with the first job. UnsupportedError if that can't be, each time; after a
+        CudaError the next job goes on where this one stopped."""
         from kmesh.kernels.bare import BareDevice
 
         if self._lacking is not None:
             raise self._lacking
-        if self._launcher is None:
-            try:
-                launcher = BareDevice(self._device)
-                launcher.prepare(_PROGRAM)
-            except UnsupportedError as lacking:
-                self._lacking = lacking
-                raise
-            self._launcher = launcher
+        try:
+            if self._launcher is None:
+                self._launcher = BareDevice(self._device)
+            self._launcher.prepare(_PROGRAM)
+        except UnsupportedError as lacking:
+            self._lacking = lacking
+            self.close()
+            raise
         return self._launcher
 
     def _gpu_encoder_of(self, job: ipc.Encode, launcher: BareDevice) -> GpuEncoder:

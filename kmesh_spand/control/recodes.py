@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import astuple
+from typing import NamedTuple
 
 from kmesh_spand import ipc
 from kmesh_spand.core import effects, events
@@ -12,8 +13,17 @@ from kmesh_spand.core.mirrors import BaseFact, RecipeFacts
 Recode = effects.Encode | effects.KeepRecipe | effects.Densify
 #: Bytes a second that an encoding manages on the slowest machine that is served.
 _SLOWEST = 20e6
-#: For the first one, with which the codec is loaded, or the GPU's kernels are compiled.
+#: For a job with which something is loaded first.
 _FIRST_SECONDS = 30.0
+#: What that is: the codec, for all of them; for encodings by provenance a GPU's kernels, compiled.
+_CODEC, _KERNELS = 1, 2
+
+
+class _Work(NamedTuple):
+    """What a job takes: ``size`` bytes that it is about, and what has to be loaded for it."""
+
+    size: int
+    loads: int
 
 
 class Recodes:
@@ -28,11 +38,11 @@ class Recodes:
 
     def __init__(self, event: Callable[[events.Event], None]) -> None:
         self._event = event
-        self._untold: dict[int, tuple[ipc.AnyMessage, int]] = {}
-        self._told: dict[int, int] = {}
+        self._untold: dict[int, tuple[ipc.AnyMessage, _Work]] = {}
+        self._told: dict[int, _Work] = {}
         self._made: set[int] = set()
-        # Of the present worker.
-        self._answers = 0
+        # By the present worker, as its answers show.
+        self._loaded = 0
 
     def __len__(self) -> int:
         """Answers that are owed."""
@@ -46,17 +56,19 @@ class Recodes:
     @property
     def seconds(self) -> float:
         """What its jobs may take, beside others."""
-        first = _FIRST_SECONDS if self._told and not self._answers else 0.0
-        return first + sum(self._told.values()) / _SLOWEST
+        told = self._told.values()
+        first = _FIRST_SECONDS if any(work.loads > self._loaded for work in told) else 0.0
+        return first + sum(work.size for work in told) / _SLOWEST
 
     def begin(self, job: Recode, send: Callable[[ipc.AnyMessage], None] | None) -> None:
         """A job of the core's; ``send`` is None while there is no worker that takes it."""
         message, size = _message(job)
+        work = _Work(size, _KERNELS if isinstance(job, effects.Encode) and job.pieces else _CODEC)
         self._made.discard(job.job)
         if send is None:
-            self._untold[job.job] = message, size
+            self._untold[job.job] = message, work
         else:
-            self._told[job.job] = size
+            self._told[job.job] = work
             send(message)
 
     def forget(self, job: int, send: Callable[[ipc.AnyMessage], None] | None) -> None:
@@ -68,13 +80,13 @@ class Recodes:
     def started(self, send: Callable[[ipc.AnyMessage], None]) -> None:
         """A worker takes jobs: it gets those that wait."""
         untold, self._untold = self._untold, {}
-        for job, (message, size) in untold.items():
-            self._told[job] = size
+        for job, (message, work) in untold.items():
+            self._told[job] = work
             send(message)
 
     def gone(self) -> None:
         """The worker is gone, with what it was doing and what it had made."""
-        self._answers = 0
+        self._loaded = 0
         lost = [*self._told, *self._made]
         self._told.clear()
         self._made.clear()
@@ -112,8 +124,11 @@ class Recodes:
         return True
 
     def _answered(self, job: int) -> bool:
-        self._answers += 1
-        return self._told.pop(job, None) is not None
+        work = self._told.pop(job, None)
+        if work is None:
+            return False
+        self._loaded = max(self._loaded, work.loads)
+        return True
 
 
 def facts(message: ipc.Verified) -> RecipeFacts | None:

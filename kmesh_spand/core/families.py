@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import itertools
-from collections import Counter, OrderedDict
-from collections.abc import Sequence
+from collections import Counter, OrderedDict, defaultdict
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from kmesh_spand.core.batch import KEY_BYTES, Rows
@@ -62,7 +62,8 @@ class FamilyBook:
         self._places: dict[Owner, dict[bytes, list[_Place]]] = {}
         self.group_spans: Counter[int] = Counter()
         self.group_names: Counter[int] = Counter()
-        self._scans: OrderedDict[tuple[int, str], None] = OrderedDict()
+        # By tier: members, each by its family's number and its name.
+        self._scans: defaultdict[int, OrderedDict[tuple[int, str], None]] = defaultdict(OrderedDict)
         # Family and tier.
         self._starved: set[tuple[int, int]] = set()
         self.spans = FamilySpans(store)
@@ -116,8 +117,8 @@ class FamilyBook:
         if learned:
             family.frequencies, family.interleaved = event.frequencies, event.interleaved
         self._count(family, sum(self._register(key, family, None) for key in keys))
-        for member in family.members.values() if added or learned else ():
-            self._scans[family.id, member.name] = None
+        if added or learned:
+            self._scan_later(family, family.members)
         self._make_room(family)
         return DeclareResult(family.id, created, added)
 
@@ -262,7 +263,7 @@ class FamilyBook:
         for key in fresh:
             added += self._register(key, family, member.name)
         self._count(family, added)
-        self._scans[family.id, member.name] = None
+        self._scan_later(family, [member.name])
         self._make_room(family)
         spans = len(member.keys) * len(family.shards)
         stored = {(key, shard) for key, shard, _ in self.spans.stored(family, member.keys)}
@@ -321,6 +322,9 @@ class FamilyBook:
         if not places:
             del self._places[family.owner]
         self._starved = {one for one in self._starved if one[0] != family.id}
+        for scans in self._scans.values():
+            for name in family.members:
+                scans.pop((family.id, name), None)
 
     def knows(self, family: Family) -> bool:
         """Whether it was not forgotten."""
@@ -352,19 +356,24 @@ class FamilyBook:
                     self._offer(row, family, member)
                 elif (family.id, tenant.tier) in self._starved and self.spans.whole(family, row):
                     self._starved.remove((family.id, tenant.tier))
-                    for waiting in family.members:
-                        self._scans[family.id, waiting] = None
+                    self._scan_later(family, family.members, tenant)
 
     def decodes(self, tenant: Tenant) -> None:
         """Recipes are asked for where none were made before: all members are looked through."""
         for (owner, _), family in self._by_name.items():
             if owner == (tenant.group, tenant.salt):
-                for member in family.members:
-                    self._scans[family.id, member] = None
+                self._scan_later(family, family.members, tenant)
+
+    def _scan_later(
+        self, family: Family, members: Iterable[str], tenant: Tenant | None = None
+    ) -> None:
+        """Members are to be looked through: what is stored of them by now, there or everywhere."""
+        for each in [tenant] if tenant else self.spans.tenants(family.owner):
+            if each.takes_recipes:
+                self._scans[each.tier] |= {(family.id, member): None for member in members}
 
     def _offer(self, row: int, family: Family, member: str) -> None:
-        tenant = self._store.tenant_of(row)
-        if tenant.tier and not tenant.decodes:
+        if not self._store.tenant_of(row).takes_recipes:
             return
         generation = self._store.table.generation[row]
         self._recoder.lanes.offer(Candidate(row, generation, family, member))
@@ -388,17 +397,15 @@ class FamilyBook:
             self.starved(family, self._store.tier_of(row))
 
     @property
-    def waiting(self) -> bool:
-        """Whether there may be spans to look at that nobody has offered yet."""
-        return bool(self._scans)
+    def waiting(self) -> list[int]:
+        """Tiers in which there may be spans to look at that nobody has offered yet."""
+        return [tier for tier, scans in self._scans.items() if scans]
 
-    def look(self) -> None:
+    def look(self, tier: int) -> None:
         """Looks through one member."""
-        (number, name), _ = self._scans.popitem(last=False)
-        family = self.by_id.get(number)
-        if family is not None:
-            for tier in self.spans.tiers(family):
-                self._scan(family, family.members[name], tier)
+        (number, name), _ = self._scans[tier].popitem(last=False)
+        family = self.by_id[number]
+        self._scan(family, family.members[name], tier)
 
     def _scan(self, family: Family, member: Member, tier: int) -> None:
         table, mirrors = self._store.table, self._store.mirrors

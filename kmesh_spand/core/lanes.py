@@ -83,10 +83,10 @@ class Lanes:
     def _may_encode(self, lane: Lane) -> bool:
         return lane.encodes < self._config.max_encodes
 
-    @property
-    def idle(self) -> bool:
-        """Whether some tier could encode more than is known to wait."""
-        return any(self._may_encode(self.of_tier(tier)) for tier in self._store.tiers)
+    def idle(self, tier: int) -> bool:
+        """Whether a tier could encode more than is known to wait there."""
+        lane = self.of_tier(tier)
+        return self._may_encode(lane) and not (lane.again or lane.ready)
 
     def _first(self, good: Callable[[Lane], bool]) -> Lane | None:
         return next((lane for lane in self._of_tier.values() if good(lane)), None)

@@ -8,7 +8,7 @@ the names of the span over that it was made of; that one ends with its last leas
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -18,7 +18,7 @@ from kmesh_spand.core.codes import Cause, Reason
 from kmesh_spand.core.config import CoreConfig
 from kmesh_spand.core.effects import Densify, Encode, ForgetRecipe, KeepRecipe, Payload
 from kmesh_spand.core.eviction import Evictor
-from kmesh_spand.core.family import Family
+from kmesh_spand.core.family import Family, Run
 from kmesh_spand.core.lanes import Candidate, Lanes
 from kmesh_spand.core.provenance import pieces
 from kmesh_spand.core.rests import Rests
@@ -45,11 +45,11 @@ class Source(Protocol):
     """Knows which spans are worth looking at."""
 
     @property
-    def waiting(self) -> bool:
-        """Whether it has something to look through."""
+    def waiting(self) -> Iterable[int]:
+        """Tiers in which it has something to look through."""
         ...
 
-    def look(self) -> None:
+    def look(self, tier: int) -> None:
         """Looks through a part of that, and offers what it finds."""
         ...
 
@@ -66,9 +66,11 @@ class Source(Protocol):
 
 @dataclass(slots=True)
 class EncodeJob:
-    """``bases``: rows that are held for it. ``draft``: 0 until there is a recipe."""
+    """``runs``: of the member, as it was begun with. ``bases``: rows that are held for it.
+    ``draft``: 0 until there is a recipe."""
 
     candidate: Candidate
+    runs: Sequence[Run]
     bases: Sequence[int]
     draft: int = 0
 
@@ -115,7 +117,11 @@ class Recoder:
         if self.draining:
             return False
         lanes = self.lanes
-        return bool(lanes.to_densify() or lanes.to_encode() or (self.source.waiting and lanes.idle))
+        return bool(lanes.to_densify() or lanes.to_encode()) or self._to_look() is not None
+
+    def _to_look(self) -> int | None:
+        """A tier that has nothing else to do than to look for more."""
+        return next((tier for tier in self.source.waiting if self.lanes.idle(tier)), None)
 
     def pump(self) -> None:
         """Begins as many jobs as may be in flight; looks at a few spans for that."""
@@ -134,8 +140,8 @@ class Recoder:
                     self._densify(row, drop)
             elif lane := self.lanes.to_encode():
                 self._encode(lane.next())
-            elif self.source.waiting and self.lanes.idle:
-                self.source.look()
+            elif (tier := self._to_look()) is not None:
+                self.source.look(tier)
             else:
                 return
 
@@ -144,6 +150,12 @@ class Recoder:
     def _refuse(self, candidate: Candidate, why: str) -> None:
         self.verdicts.add(candidate.row, why, candidate.family)
         self._store.counters["encode_refused"] += 1
+
+    def _judge(self, job: EncodeJob, why: str) -> None:
+        """A job's span stays dense, unless more is known of it by now than the job was told."""
+        candidate = job.candidate
+        if candidate.family.members[candidate.member].runs == job.runs:
+            self._refuse(candidate, why)
 
     def _is(self, row: int, generation: int) -> bool:
         """Whether a row is still that span, served and dense, and nothing refers to it."""
@@ -193,7 +205,7 @@ class Recoder:
             rows = [base[number] for number in numbers]
             found = [piece.of(numbers) for piece in found]
         job = next(self._job_ids)
-        self.encodes[job] = EncodeJob(candidate, rows)
+        self.encodes[job] = EncodeJob(candidate, runs, rows)
         self.lanes.of(row).encodes += 1
         store.hold((row, *rows))
         store.out.append(
@@ -239,7 +251,7 @@ class Recoder:
                 self._doubted(job.candidate)
             return
         if tiles(length) >= tiles(table.length[row]):
-            self._refuse(job.candidate, _LARGE)
+            self._judge(job, _LARGE)
             self._end_encode(number, forget=True)
             return
         kept = [job.bases[base] for base in sorted(set(used))]
@@ -283,7 +295,7 @@ class Recoder:
         job = self.encodes.get(number)
         if job is not None:
             if self._is(job.candidate.row, job.candidate.generation):
-                self._refuse(job.candidate, why[:_WHY_LENGTH])
+                self._judge(job, why[:_WHY_LENGTH])
             self._end_encode(number)
 
     def spoiled(self, number: int, bases: Sequence[int], *, span: bool) -> Sequence[int]:

@@ -158,6 +158,11 @@ class Tenant:
         default_factory=lambda: Counter(dict.fromkeys(TENANT_COUNTERS, 0))
     )
 
+    @property
+    def takes_recipes(self) -> bool:
+        """Whether any are made of its spans there."""
+        return self.decodes or not self.tier
+
 
 class TenantBook:
     """All tenants with slabs, and the last few without.

@@ -271,26 +271,50 @@ def test_a_worker_that_could_not_be_reached_is_asked_for_again(place: Place) -> 
     assert place.begin() == [ipc.Verify(1, 0, 0, 100, 7)]
 
 
+def beats(place: Place, seconds: int) -> None:
+    """That many go by, in which the worker says nothing but that it is there."""
+    for _ in range(seconds):
+        for message in place.heard():
+            if isinstance(message, ipc.Beat):
+                place.answer(message)
+        place.turn(1.0)
+
+
+def encode(job: int, pieces: list[effects.Piece]) -> effects.Encode:
+    span, base = (effects.Payload(bytes(32), 0, at, 100, 1, 7, 64, 0) for at in (0, 65536))
+    return effects.Encode(job, span, bytes(32), "bfloat16", 64, 0, [base], (), False, pieces)
+
+
+def test_kernels_may_be_compiled_after_other_jobs(place: Place) -> None:
+    """The first encoding by provenance takes longer, whatever was answered before."""
+    place.start()
+    place.begin()
+    place.worker.recode(effects.Densify(1, encode(1, []).span, [], 0, 0, 100, 7))
+    place.answer(ipc.Densified(1, True))
+    place.worker.recode(encode(2, []))
+    place.answer(ipc.NotEncoded(2, "it shares nothing"))
+    piece = effects.Piece(0, 64, 0, 0)
+    place.worker.recode(encode(3, [piece]))
+    beats(place, 25)
+    assert not place.restarts
+    place.answer(ipc.Encoded(3, 50, [0]))
+    place.worker.recode(encode(4, [piece]))
+    beats(place, 4)
+    assert len(place.restarts) == 1
+
+
 def test_the_first_recipe_of_a_worker_takes_longer(place: Place) -> None:
     """It loads the codec for that, or compiles a GPU's kernels. Each worker does."""
     for life in range(2):
         place.start()
         place.worker.recode(effects.KeepRecipe(10 * life, 0, 0, 100))
         assert place.begin() == [ipc.KeepRecipe(10 * life, 0, 0, 100)]
-
-        def beats(seconds: float) -> None:
-            for message in place.heard():
-                place.answer(message)
-            place.turn(seconds)
-
-        for _ in range(25):
-            beats(1.0)
+        beats(place, 25)
         assert not place.restarts
         place.answer(ipc.RecipeKept(10 * life, 7))
         assert place.events.pop() == events.RecipeKept(10 * life, 7)
         place.worker.recode(effects.KeepRecipe(10 * life + 1, 0, 0, 100))
-        for _ in range(4):
-            beats(1.0)
+        beats(place, 4)
         assert len(place.restarts) == 1
         place.restarts.clear()
         place.kill()

@@ -103,6 +103,11 @@ class DeviceSlabs:
     Nothing can be written through it. A slab of host memory that is still growing gets the rest of
     its pages by being registered.
 
+    It can't know what the GPU reads, so it lets go of nothing by itself. A slab that the daemon
+    has given up keeps its memory until ``drop`` or ``close``: whoever keeps this object for longer
+    than some leases calls ``drop`` for each of ``Session.slabs_gone`` when nothing reads it any
+    more, told by ``Session.on_slabs_gone``.
+
     Args:
         session: gives the slabs; may end before this object is closed.
         device: stays the caller's, and must be closed later.

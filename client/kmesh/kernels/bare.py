@@ -42,6 +42,7 @@ class BareDevice(Launcher):
         )
         self._options = (*sources.OPTIONS, f"--gpu-architecture=sm_{major}{minor}")
         self._compiler = Compiler(driver.version())
+        self._unloaded: dict[str, bytes] = {}
         self._modules: dict[str, int] = {}
         self._functions: dict[tuple[str, str], int] = {}
         self._entered: list[AbstractContextManager[object]] = []
@@ -51,16 +52,21 @@ class BareDevice(Launcher):
         super().__init__(_Runtime(device, self.stream), self._pinned)
 
     def prepare(self, program: str) -> None:
-        """Compiles a program and loads it, if that was not done yet: some seconds.
+        """Compiles a program and loads it, if that was not done yet: some seconds. What is
+        compiled and could not be loaded is kept for the next call.
 
         Raises:
             UnsupportedError, CudaError: as for this object.
         """
         if program in self._modules:
             return
-        code = self._compiler.compile(sources.text(program), f"{program}.cu", self._options)
+        code = self._unloaded.get(program)
+        if code is None:
+            code = self._compiler.compile(sources.text(program), f"{program}.cu", self._options)
+            self._unloaded[program] = code
         with self._device.current() as driver:
             self._modules[program] = driver.load_module(code)
+        del self._unloaded[program]
 
     def launch(
         self,
@@ -139,9 +145,13 @@ class _Runtime:
     for by waiting for all that was started on it."""
 
     def __init__(self, device: cuda.Device, stream: int) -> None:
-        driver = device.driver
-        self._driver, self._stream = driver, stream
-        self.malloc, self.free = driver.allocate, driver.free
+        self._driver, self._stream = device.driver, stream
+
+    def malloc(self, size: int) -> int:
+        return self._driver.allocate(size)
+
+    def free(self, address: int) -> None:
+        self._driver.free(address)
 
     def memcpyAsync(self, to: int, source: int, size: int, _kind: int, stream: int) -> None:
         self._driver.copy_async(to, source, size, stream)

@@ -186,13 +186,10 @@ def test_without_what_the_gpu_needs_the_processor_encodes(
         gpu = Gpu(attributes={Attribute.COMPUTE_MAJOR: 1})
     driver = Elsewhere if lacking == "addresses" else FakeDriver
     bench = GpuBench(driver(gpu, kernels=lambda: kernels))
-
-    def full(name: str) -> None:
-        if name == "allocate":
-            raise CudaError("cuMemAlloc_v2", 2, "CUDA_ERROR_OUT_OF_MEMORY")
-
+    both(bench)
+    held = bench.driver.ledger()["streams"]
     if lacking == "memory":
-        bench.driver.refuse = full
+        bench.driver.refuse = full("allocate")
     host = HostBench()
     expected, _, _ = made_by(host)
     wanted = read(host, expected)
@@ -201,6 +198,9 @@ def test_without_what_the_gpu_needs_the_processor_encodes(
         answer, _, _ = made_by(bench)
         assert read(bench, answer) == wanted
     assert len(bench.fallbacks) == 3
+    # Where there is no hope of kernels, nothing is kept for them.
+    hopeful = lacking in ("memory", "addresses")
+    assert bench.driver.ledger()["streams"] == held + hopeful
     (said,) = [r for r in caplog.records if "encoded by the processor" in r.getMessage()]
     reason = {
         "no compiler": "libnvrtc.so.13 or libnvrtc.so.12",
@@ -210,6 +210,57 @@ def test_without_what_the_gpu_needs_the_processor_encodes(
     }
     assert reason[lacking] in said.getMessage()
     bench.close()
+
+
+def full(call: str) -> Callable[[str], None]:
+    """For ``refuse``: no memory of the GPU is left for that call."""
+
+    def refuse(name: str) -> None:
+        if name == call:
+            raise CudaError(name, 2, "CUDA_ERROR_OUT_OF_MEMORY")
+
+    return refuse
+
+
+def test_kernels_that_find_no_memory_are_kept_for_when_there_is_some(
+    bench: GpuBench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Compiled once, with one stream, however often they can't be loaded."""
+    compiled: list[str] = []
+    compile_text = nvrtc.Compiler.compile
+
+    def counted(self: nvrtc.Compiler, text: str, name: str, options: tuple[str, ...]) -> bytes:
+        compiled.append(name)
+        return compile_text(self, text, name, options)
+
+    monkeypatch.setattr(nvrtc.Compiler, "compile", counted)
+    base, own, _ = both(bench)
+    streams = bench.driver.ledger()["streams"]
+    bench.driver.refuse = full("load_module")
+    for _ in range(3):
+        assert isinstance(bench.encode(own, [base], PIECES, ROTARY.frequencies), ipc.Encoded)
+    assert (len(bench.fallbacks), bench.driver.launched) == (3, [])
+    bench.driver.refuse = None
+    assert isinstance(bench.encode(own, [base], PIECES, ROTARY.frequencies), ipc.Encoded)
+    assert len(bench.fallbacks) == 3
+    assert bench.driver.launched
+    assert compiled == ["encode.cu"]
+    assert bench.driver.ledger()["streams"] == streams + 1
+
+
+@pytest.mark.parametrize("call", ["load_module", "allocate"])
+def test_want_of_memory_is_no_verdict_on_a_span(
+    bench: GpuBench, monkeypatch: pytest.MonkeyPatch, call: str
+) -> None:
+    """It is too large for the processor: the job fails, and may be tried again."""
+    monkeypatch.setattr(gpurecipes, "MOST_BYTES", 2 * LENGTH - 1)
+    base, own, _ = both(bench)
+    bench.driver.refuse = full(call)
+    with pytest.raises(CudaError, match="OUT_OF_MEMORY"):
+        bench.encode(own, [base], PIECES, ROTARY.frequencies)
+    bench.driver.refuse = None
+    assert isinstance(bench.encode(own, [base], PIECES, ROTARY.frequencies), ipc.Encoded)
+    assert not bench.fallbacks
 
 
 def test_a_driver_that_fails_somewhere_leaves_nothing(

@@ -421,7 +421,7 @@ def test_members_are_not_looked_through_before_the_base_is_whole(room: World) ->
     for name in (A, B):
         room.store(one, [name], length=DENSE)
         assert not room.core.behind
-        assert not room.core.families._scans
+        assert not room.core.families.waiting
     room.store(one, [C], length=DENSE)
     settle(room)
     assert len(room.mirrors) == 1

@@ -127,6 +127,37 @@ def test_on_a_gpu_nothing_is_encoded_before_somebody_takes_recipes(room: World) 
     room.check()
 
 
+@pytest.mark.parametrize("decoding", [False, True])
+def test_nothing_is_looked_for_where_there_is_enough_to_do(room: World, decoding: bool) -> None:
+    """A GPU that could encode more, or takes no recipes, has no say in host memory's."""
+    session = room.connect()
+    stored(room, session, [A, B, C, D], HOST)
+    stored(room, session, [A], ONE)
+    if decoding:
+        room.acquire(session, [B], tier=ONE, recipes=True)
+    declare(room, session, [A])
+    for name, member in {"b": B, "c": C, "d": D}.items():
+        join(room, session, [member], name)
+    for left in (2, 1):
+        (job,) = room.encodes
+        assert room.core.families.waiting == [HOST]
+        assert not room.core.behind
+        room.encode_ends(job)
+        room.keep_ends(job)
+        assert len(room.mirrors) == 3 - left
+    assert not room.core.families.waiting
+    settle(room)
+    assert len(room.mirrors) == 3
+    # A family that is forgotten meanwhile is not looked for either.
+    stored(room, session, [E], HOST)
+    join(room, session, [E, B], "e")
+    join(room, session, [C, D], "f")
+    assert room.core.families.waiting == [HOST]
+    room.ask(ev.Dissolve, session, "round", 0, b"")
+    assert not room.core.families.waiting
+    room.check()
+
+
 def test_what_is_not_wanted_is_forgotten_where_it_was_made(room: World) -> None:
     session = named(room, [A], [B])
     stored(room, session, [A, B], ONE)

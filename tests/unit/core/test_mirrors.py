@@ -188,6 +188,23 @@ def test_what_a_later_join_says_counts_for_spans_that_wait(room: World) -> None:
     room.check()
 
 
+@pytest.mark.parametrize("length", [0, DENSE], ids=["nothing shared", "too large"])
+def test_what_a_job_was_not_told_yet_is_tried_too(room: World, length: int) -> None:
+    one = room.connect()
+    room.store(one, [A, B], length=DENSE)
+    declare(room, one, [A])
+    join(room, one, [B])
+    (job,) = room.encodes
+    join(room, one, [B], runs=[Run(0, 64, A, 0)])
+    room.encode_ends(job, length, used=bool(length))
+    (job,) = room.encodes
+    assert room.encodes[job].pieces
+    room.encode_ends(job, length, used=bool(length))
+    assert not room.encodes
+    assert room.core.counters["encode_refused"] == 1
+    room.check()
+
+
 @pytest.mark.parametrize("spoiled", [A, B])
 def test_what_an_encoding_finds_changed_is_read_again(room: World, spoiled: bytes) -> None:
     one = room.connect()
