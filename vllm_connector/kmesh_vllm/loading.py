@@ -192,10 +192,15 @@ class Loader:
             return
         try:
             session = self._session_of(job.plan.epoch)
+            if job.plan.mirrors and not job.decoded:
+                # Of a load that has waited for this thread, less is left: decoding takes time too.
+                left = job.deadline - self._timeout / 2 - self._clock()
+                self._mover.takes_recipes(max(left, 0.0))
+                if job.state is not State.WAITING:
+                    return
             self._clerk.write(
-                job, lambda n: self._mover.attach(session, n, self._timeout),
-                patience=self._timeout / 2,
-            )  # fmt: skip
+                job, lambda n: self._mover.attach(session, n, self._timeout), decodes=True
+            )
         except Exception as wrong:
             self._failed(job, wrong)
             return

@@ -118,14 +118,15 @@ class Clerk:
         job: LoadJob,
         slab_of: Callable[[int], Slab | None],
         sibling: LoadJob | None = None,
-        patience: float | None = None,
+        *,
+        decodes: bool = False,
     ) -> bool:
         """Fills in the job's piece; False if ``slab_of`` had none of its slabs.
 
         Args:
             sibling: a job of the same step, written before; what both need is taken from there.
-            patience: seconds to wait until the mover takes recipes, before they are decoded; None:
-                nothing is waited for, and what has to be decoded makes it False.
+            decodes: what the mover takes no recipes for is decoded, which takes long; otherwise it
+                makes it False.
 
         Raises:
             ProtocolError: the plan names bytes that no slab can have.
@@ -170,7 +171,7 @@ class Clerk:
         job.piece = Piece(records, found.on_gpu, self._pages(plan, base))
         if plan.mirrors:
             placed = self._mirrors.place(
-                plan, job.piece, numbered, stored, locator, job.decoded, patience
+                plan, job.piece, numbered, stored, locator, job.decoded, decodes
             )
             if placed is None:
                 return False

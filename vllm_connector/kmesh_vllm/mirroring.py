@@ -63,15 +63,15 @@ class MirrorClerk:
         stored: Sharding,
         locator: Locator,
         refused: str,
-        patience: float | None,
+        decodes: bool,
     ) -> Placed | None:
-        """Fills in a piece whose records say where recipes lie; None: later, with patience.
+        """Fills in a piece whose records say where recipes lie; None: not at once.
 
         Args:
             numbered: of the piece's records, their numbers in the plan.
             stored: in which the spans were stored.
             refused: why the mover takes none of them; or empty.
-            patience, raises: as ``Clerk.write``.
+            decodes, raises: as ``Clerk.write``.
         """
         mirrors = np.frombuffer(plan.mirrors, MIRROR_RECORD)
         mirrors = mirrors[np.isin(mirrors["record"], numbered)]
@@ -85,7 +85,7 @@ class MirrorClerk:
         def readable(number: int) -> Readable:
             return mover.readable(locator.slab(number))
 
-        if not refused and not mover.takes_recipes(patience or 0):
+        if not refused and not mover.takes_recipes(0):
             refused = "there is no kernel for them"
         why = dict.fromkeys(range(len(mirrors)), refused)
         if not refused:
@@ -102,7 +102,7 @@ class MirrorClerk:
             if tables.any():
                 piece.recipes = Recipes(tables, bases, read.kept)
         if why:
-            if patience is None:
+            if not decodes:
                 return None
             lent = self._decode(plan, piece, numbered, mirrors["record"][list(why)], readable)
             self._tell(set(why.values()))

@@ -315,6 +315,43 @@ def test_recipes_wait_a_while_for_their_kernel_and_nobody_else_does(
     assert gpu.launches[1:] == [("round", Memory.HOST, 3, 1)]
 
 
+def test_who_has_waited_for_a_thread_does_not_wait_for_the_kernel_as_well(
+    engine: Make, daemon: FakeDaemon
+) -> None:
+    """All threads wait for it; of the load behind them half the time is over when they end."""
+    round_of_siblings(daemon, engine("a"))
+    gpu, compiled, half_time = FakeGpu(), threading.Event(), threading.Event()
+    gpu.refuse = lambda name: (
+        None if name != "prepare_rounds" or compiled.wait(2 * WAIT) else pytest.fail(name)
+    )
+    now = [0.0]
+    other = engine("b", gpu=gpu)
+    other.workers[0]._loader._clock = lambda: now[0]  # type: ignore[union-attr]
+    warm(other, daemon)
+    mover: Any = other.workers[0]._mover
+    takes, waits = mover.takes_recipes, []
+
+    def patient(timeout: float) -> bool:
+        if timeout:
+            waits.append(timeout)
+            assert half_time.wait(WAIT)
+        return bool(takes(0))
+
+    mover.takes_recipes = patient
+    names = {str(seed): prompt(TOKENS, seed) for seed in SIBLINGS}
+    places = start(other, names)
+    until(lambda: len(waits) == 2)
+    now[0] = 31.0
+    half_time.set()
+    bad = ends(other, names)
+    compiled.set()
+    assert bad == set()
+    assert waits == [30.0, 30.0]
+    for name in names:
+        assert wrong(other, int(name), places[name]) == set()
+    assert other.workers[0].counts.take()["recipes_decoded"] == 9
+
+
 def test_decoding_that_takes_too_long_is_dropped(
     engine: Make, daemon: FakeDaemon, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -298,7 +298,7 @@ class Bench:
         for job in jobs:
             if not self.clerk.write(job, lambda n: self.memory.slab):
                 assert decoded
-                assert self.clerk.write(job, lambda n: self.memory.slab, patience=0.0)
+                assert self.clerk.write(job, lambda n: self.memory.slab, decodes=True)
         moving = self.mover.restore([job.piece for job in jobs if job.piece])
         for job, status in zip(jobs, moving.statuses(), strict=True):
             self.clerk.judge(job, status)
