@@ -70,7 +70,9 @@ class MirrorReader:
             ProtocolError: the daemon named bytes that no span can have.
         """
         slab = self._slab(place.slab, place.offset, place.length)
-        data = bytes(slab.view(place.offset, place.length))
+        # The view keeps the sums mapped too.
+        view = slab.view(place.offset, place.length)
+        data = bytes(view)
         sums = slab.sums_address(place.offset)
         if not _host.verify(_host.address(data), len(data), sums, place.root):
             raise errors.CorruptionError("a recipe: its bytes do not match their sums")

@@ -86,7 +86,7 @@ class Worker:
         tokens = SPAN * len(spans.payloads)
         state = RequestState(spans.name, [0] * tokens, self.household.namespace)
         restore = Restore(
-            self.session, Hit(self.sharding, len(spans.payloads), 0), 0, tokens, Future(), 0.0,
+            self.session, Hit(self.sharding, len(spans.payloads), 0), 0, tokens, Future(),
             lease, 0, tokens,
         )  # fmt: skip
         return load_plan(state, restore, lease, blocks)

@@ -15,21 +15,28 @@ class Held:
 
     Attributes:
         future: of the lease.
+        deadline: when nobody waits for it any more.
+        told: that it did not come was counted.
 
     Args:
         unused: told when nobody uses it any more, in whichever thread.
     """
 
-    def __init__(self, future: Future[Lease], unused: Callable[[Held], None]) -> None:
+    def __init__(
+        self, future: Future[Lease], deadline: float, unused: Callable[[Held], None]
+    ) -> None:
         self.future = future
+        self.deadline = deadline
+        self.told = False
         self._unused = unused
         self._users = 1
         self._lock = threading.Lock()
 
-    def join(self) -> bool:
-        """One more uses it; False: nobody does any more, or it is not all that was asked for."""
+    def join(self, soonest: float) -> bool:
+        """One more uses it; False: nobody does any more, it is not all that was asked for, or it is
+        still to come and not waited for until ``soonest``."""
         with self._lock:
-            if not self._users or not self._whole():
+            if not self._users or not self._serves(soonest):
                 return False
             self._users += 1
             return True
@@ -43,9 +50,9 @@ class Held:
         self._unused(self)
         self.future.add_done_callback(_release)
 
-    def _whole(self) -> bool:
+    def _serves(self, soonest: float) -> bool:
         if not self.future.done():
-            return True
+            return self.deadline >= soonest
         if self.future.exception() is not None:
             return False
         lease = self.future.result()
@@ -58,17 +65,27 @@ class Leases:
     def __init__(self) -> None:
         self._held: dict[Hashable, Held] = {}
 
-    def ask(self, question: Hashable, acquire: Callable[[], Future[Lease]]) -> Held:
+    def ask(
+        self,
+        question: Hashable,
+        acquire: Callable[[], Future[Lease]],
+        *,
+        now: float,
+        timeout: float,
+    ) -> Held:
         """A lease; the one that answers the same question already, if there is one.
+
+        One that is under way has at least half of its time left.
 
         Args:
             question: all that the answer depends on.
             acquire: asks the daemon; its errors are raised.
+            timeout: seconds that it waits.
         """
         found = self._held.get(question)
-        if found is None or not found.join():
+        if found is None or not found.join(now + timeout / 2):
             found = self._held[question] = Held(
-                acquire(), lambda held: self._forget(question, held)
+                acquire(), now + timeout, lambda held: self._forget(question, held)
             )
         return found
 

@@ -82,7 +82,7 @@ class Loader:
             self._jobs[plan.request] = job
             self._mover.begin()
             if not (self._mover.starts_only and self._at_once(job, written)):
-                self._threads.submit(self._prepare, job)
+                self._submit(job)
             elif job.state is State.READY:
                 written = job
         self._start_ready()
@@ -109,7 +109,7 @@ class Loader:
             if job.state is not State.DONE:
                 continue
             del self._jobs[request]
-            self._mover.end()
+            self._leave(job)
             if job.lent is not None and not job.lent.closed:
                 self._lending.append(job)
                 self._threads.submit(job.close)
@@ -166,6 +166,26 @@ class Loader:
         job.state = State.READY
         return True
 
+    def _submit(self, job: LoadJob) -> None:
+        """Has a thread of ours make a job ready."""
+        with self._lock:
+            job.users += 1
+        self._threads.submit(self._run, job)
+
+    def _run(self, job: LoadJob) -> None:
+        try:
+            self._prepare(job)
+        finally:
+            self._leave(job)
+
+    def _leave(self, job: LoadJob) -> None:
+        """One reads a job's memory no longer."""
+        with self._lock:
+            job.users -= 1
+            last = not job.users
+        if last:
+            self._mover.end()
+
     def _prepare(self, job: LoadJob) -> None:
         """Makes a job ready, in a thread that may be kept; moves it if the mover may."""
         if job.state is not State.WAITING:
@@ -217,7 +237,7 @@ class Loader:
                 for job in mirrored:
                     job.decoded, job.state = str(wrong), State.WAITING
             for job in mirrored:
-                self._threads.submit(self._prepare, job)
+                self._submit(job)
             if dense := [job for job in jobs if job.state is State.MOVING]:
                 self._move(dense)
 

@@ -59,6 +59,8 @@ class LoadJob:
         bad: ranges of positions whose pages are not what they should be.
         corrupt: entries of the lease whose bytes were wrong.
         counted: of its spans, those that were counted as decoded.
+        users: who may still read its memory: the engine's thread until it has said that the job has
+            ended, and each thread of ours that makes it ready, which may come late.
         slabs: memory that it reads. lent: the same, of what was decoded for it.
     """
 
@@ -75,6 +77,7 @@ class LoadJob:
     bad: list[tuple[int, int]] = field(default_factory=list)
     corrupt: list[int] = field(default_factory=list)
     counted: int = 0
+    users: int = 1
     slabs: list[Slab] = field(default_factory=list)
     lent: Lent | None = None
 

@@ -17,7 +17,7 @@ from kmesh_vllm.config import Settings
 from kmesh_vllm.counts import Counts
 from kmesh_vllm.flights import Flights
 from kmesh_vllm.identity import Identity
-from kmesh_vllm.leases import Leases
+from kmesh_vllm.leases import Held, Leases
 from kmesh_vllm.lookup import Hit, longest_hit
 from kmesh_vllm.patience import Patience
 from kmesh_vllm.quarantine import Quarantine
@@ -149,10 +149,12 @@ class Matcher:
                     # What is on disk is waited for as a lease is, in the background.
                     wait=timeout * _DISK_SHARE,
                 ),
+                now=self._clock(),
+                timeout=timeout,
             )
         except KMeshError:
             return 0, False
-        state.restore = Restore(session, hit, first, limit, held, self._clock() + timeout)
+        state.restore = Restore(session, hit, first, limit, held)
         state.phase = Phase.ACQUIRING
         if self._sharing:
             key = key_at(state, session, local)
@@ -195,23 +197,30 @@ class Matcher:
         restore = state.restore
         assert restore is not None
         done = restore.future.done()
-        if not done and self._clock() < restore.deadline:
+        if not done and self._clock() < restore.held.deadline:
             return None, False
         error = restore.future.exception() if done else DeadlineExceeded("no lease in time")
-        if isinstance(error, DeadlineExceeded):
-            self._counts.add("acquire_late")
-            self._paused_until = self._clock() + _PAUSE * self._settings.acquire_timeout_ms / 1000
-        elif error is not None:
-            if not isinstance(error, KMeshError):
-                logger.error("acquire failed", exc_info=error)
-            self._counts.add("acquire_refused")
         if error is not None:
+            self._missed(restore.held, error)
             self._give_up(state)
             return 0, False
         self.flights.land(state)
         restore.lease = restore.future.result()
         state.phase = Phase.LEASED
         return None
+
+    def _missed(self, held: Held, error: BaseException) -> None:
+        """A lease did not come; the first of those who waited for it says so."""
+        if held.told:
+            return
+        held.told = True
+        if isinstance(error, DeadlineExceeded):
+            self._counts.add("acquire_late")
+            self._paused_until = self._clock() + _PAUSE * self._settings.acquire_timeout_ms / 1000
+            return
+        if not isinstance(error, KMeshError):
+            logger.error("acquire failed", exc_info=error)
+        self._counts.add("acquire_refused")
 
     def _promise(self, state: RequestState, session: Session, local: int, limit: int) -> Match:
         restore = state.restore

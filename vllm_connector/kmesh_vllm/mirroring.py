@@ -65,7 +65,7 @@ class MirrorClerk:
         refused: str,
         decodes: bool,
     ) -> Placed | None:
-        """Fills in a piece whose records say where recipes lie; None: not without decoding, or memory.
+        """Fills in a piece whose records say where recipes lie; None: not at once.
 
         Args:
             numbered: of the piece's records, their numbers in the plan.
@@ -177,9 +177,13 @@ def read_recipes(
     from kmesh.codec import ManyTables
 
     addresses = spans["offset"].copy()
-    for number in set(spans["slab"].tolist()):
-        addresses[spans["slab"] == number] += np.uint64(readable(number).address)
+    slabs = {number: readable(number) for number in set(spans["slab"].tolist())}
+    # A view keeps its slab mapped while the tables are copied.
+    views = [slab.view(0, 0) for slab in slabs.values()]
+    for number, slab in slabs.items():
+        addresses[spans["slab"] == number] += np.uint64(slab.address)
     found = ManyTables(addresses, spans["length"])
+    del views
     # Where a recipe is wrong its head means nothing, and is not asked.
     heads, names = found.heads, identity.namespace
     same = heads["payload_root"] == mirrors["dense_root"]

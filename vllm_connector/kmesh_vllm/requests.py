@@ -46,7 +46,6 @@ class Restore:
         first: number of the first span asked for.
         limit: tokens that were of use when the index was asked.
         held: the lease, which other requests may use too.
-        deadline: when the request waits for it no longer.
         lease: once it is there.
         begin, end: tokens that are promised and then loaded.
         began: when the load began.
@@ -57,7 +56,6 @@ class Restore:
     first: int
     limit: int
     held: Held
-    deadline: float
     lease: Lease | None = None
     begin: int = 0
     end: int = 0

@@ -343,12 +343,13 @@ def test_who_has_waited_for_a_thread_does_not_wait_for_the_kernel_as_well(
     until(lambda: len(waits) == 2)
     now[0] = 31.0
     half_time.set()
-    assert ends(other, names) == set()
+    bad = ends(other, names)
+    compiled.set()
+    assert bad == set()
     assert waits == [30.0, 30.0]
     for name in names:
         assert wrong(other, int(name), places[name]) == set()
     assert other.workers[0].counts.take()["recipes_decoded"] == 9
-    compiled.set()
 
 
 def test_decoding_that_takes_too_long_is_dropped(
@@ -379,6 +380,48 @@ def test_decoding_that_takes_too_long_is_dropped(
     assert len(gpu.driver._registered) == 1
     assert gpu.launches == []
     assert other.workers[0].counts.take()["load_failed_late"] == 1
+
+
+@pytest.mark.parametrize("reader", ["read_recipes", "decode_mirrors"])
+def test_memory_stays_until_a_late_thread_has_read_it(
+    engine: Make, daemon: FakeDaemon, monkeypatch: pytest.MonkeyPatch, reader: str
+) -> None:
+    """The load has failed and the slab was given up, but the thread has its address."""
+    one = engine("a")
+    round_of_siblings(daemon, one, (5,))
+    if reader == "decode_mirrors":
+        cold(daemon, one, 5, 1)
+    reached, go, read = threading.Event(), threading.Event(), getattr(mirroring, reader)
+
+    def slow(*given: Any) -> Any:
+        # The engine's thread looks whether it can do without another one, and must not wait.
+        if threading.current_thread() is not threading.main_thread():
+            reached.set()
+            assert go.wait(2 * WAIT)
+        return read(*given)
+
+    monkeypatch.setattr(mirroring, reader, slow)
+    gpu, now, compiled = FakeGpu(), [0.0], threading.Event()
+    gpu.refuse = lambda name: (
+        None if name != "prepare_rounds" or compiled.wait(2 * WAIT) else pytest.fail(name)
+    )
+    other = engine("b", gpu=gpu)
+    other.workers[0]._loader._clock = lambda: now[0]  # type: ignore[union-attr]
+    warm(other, daemon)
+    places = start(other, {"5": prompt(TOKENS, 5)})
+    compiled.set()
+    assert reached.wait(WAIT)
+    now[0] = 1e6
+    assert ends(other, {"5"}) == set(places["5"])
+    session, mover = other.workers_client.session, other.workers[0]._mover
+    assert session is not None
+    session._slabs.forget([0])
+    mover._memory._thread.join(0.2)  # type: ignore[union-attr]
+    kept = bool(gpu.driver._registered)
+    go.set()
+    assert kept, "memory went while it was read"
+    until(lambda: not gpu.driver._registered)
+    assert gpu.launches == []
 
 
 def test_there_is_no_memory_for_what_was_decoded(engine: Make, daemon: FakeDaemon) -> None:

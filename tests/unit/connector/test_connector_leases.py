@@ -119,6 +119,28 @@ def test_other_salts_share_nothing(
     assert asked == [b"", b"s" * 32]
 
 
+def test_a_daemon_that_hangs_is_counted_once_for_all_who_wait(
+    engine: Make, daemon: FakeDaemon
+) -> None:
+    engine_of(engine, daemon)
+    now = [0.0]
+    siblings = engine("c", sharing=False, clock=lambda: now[0])
+    with daemon.hold("acquire"):
+        for name in "rst":
+            siblings.scheduler.add(name, prompt(160), DIGEST)
+            assert siblings.scheduler.match(name, 0, 160) == (None, False)
+        now[0] = 61.0
+        for name in "rst":
+            assert siblings.scheduler.match(name, 0, 160) == (0, False)
+            # Nor do the later ones make the pause longer.
+            now[0] += 100.0
+        assert siblings.scheduler.counts.take() == {"acquire_late": 1}
+    until(lambda: daemon.leases == 0, WAIT)
+    now[0] = 362.0
+    siblings.scheduler.add("u", prompt(160), DIGEST)
+    assert siblings.match("u", 0, 160) == 128
+
+
 # By themselves.
 
 
@@ -156,15 +178,15 @@ def asked() -> _Asked:
 
 def test_a_lease_that_comes_when_nobody_wants_it_goes_back(asked: _Asked) -> None:
     leases = Leases()
-    one, two = (leases.ask("q", asked.acquire) for _ in "ab")
+    one, two = (leases.ask("q", asked.acquire, now=0.0, timeout=2.0) for _ in "ab")
     assert one is two
     one.leave()
-    assert leases.ask("q", asked.acquire) is two
+    assert leases.ask("q", asked.acquire, now=0.0, timeout=2.0) is two
     one.leave()
     two.leave()
     assert not leases._held
     # While it is on its way nobody joins it any more.
-    assert leases.ask("q", asked.acquire) is not two
+    assert leases.ask("q", asked.acquire, now=0.0, timeout=2.0) is not two
     assert len(asked.futures) == 2
     asked.answer(0)
     assert asked.released == [0]
@@ -172,18 +194,38 @@ def test_a_lease_that_comes_when_nobody_wants_it_goes_back(asked: _Asked) -> Non
     assert asked.released == [0]
 
 
+def test_one_on_its_way_is_joined_while_half_of_its_time_is_left(asked: _Asked) -> None:
+    """Its waiting ends at the time of who asked first."""
+    leases = Leases()
+    first, early, late = (
+        leases.ask("q", asked.acquire, now=now, timeout=2.0) for now in (5.0, 6.0, 6.5)
+    )
+    assert early is first is not late
+    assert (first.deadline, late.deadline) == (7.0, 8.5)
+    asked.answer(1)
+    # One that is there serves for as long as somebody has it.
+    assert leases.ask("q", asked.acquire, now=9.0, timeout=2.0) is late
+    for held in (first, early):
+        held.leave()
+    asked.answer(0)
+    assert asked.released == [0]
+    for _ in range(2):
+        late.leave()
+    assert asked.released == [0, 1]
+
+
 @pytest.mark.parametrize("how", ["part", "error"])
 def test_what_is_not_all_that_was_asked_for_is_shared_with_nobody_new(
     asked: _Asked, how: str
 ) -> None:
     leases = Leases()
-    first = leases.ask("q", asked.acquire)
+    first = leases.ask("q", asked.acquire, now=0.0, timeout=2.0)
     if how == "part":
         asked.answer(0, hits=1)
     else:
         asked.futures[0].set_exception(RuntimeError("no"))
-    second = leases.ask("q", asked.acquire)
+    second = leases.ask("q", asked.acquire, now=0.0, timeout=2.0)
     assert second is not first
     first.leave()
-    assert leases.ask("q", asked.acquire) is second
+    assert leases.ask("q", asked.acquire, now=0.0, timeout=2.0) is second
     assert asked.released == ([0] if how == "part" else [])
