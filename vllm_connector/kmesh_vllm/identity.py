@@ -96,7 +96,7 @@ def identify(config: VllmConfig, kv_cache: KVCacheConfig, settings: Settings) ->
         )
     order, pages = block_order(config, spec)
     namespace = Namespace(
-        model=str(model.model),
+        model=_architecture(model),
         weights=weights_digest(config, settings),
         dtype=dtype,
         layers=layers,
@@ -106,6 +106,12 @@ def identify(config: VllmConfig, kv_cache: KVCacheConfig, settings: Settings) ->
         pages=pages,
     )
     return Identity(namespace, sharding, spec.block_size, kv_cache.num_blocks, order)
+
+
+def _architecture(model: Any) -> str:
+    """What kind of model it is. Which one the weights say, wherever they lie and whatever their
+    folder or repository is called."""
+    return "+".join(model.hf_config.architectures or [model.hf_config.model_type])
 
 
 def block_order(config: VllmConfig, spec: Any) -> tuple[BlockOrder | None, str]:

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-
-#: Seconds that a flight takes beside computing, however short it is: the leader stores when its step
-#: has ended, the daemon copies, and a step of this engine begins to restore.
+#: Seconds that a flight takes beside computing, however short it is: the leader stores when its
+#: step has ended, the daemon copies, and a step of this engine begins to restore.
 STORING = 0.25
 
 

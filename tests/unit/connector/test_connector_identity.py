@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -67,6 +68,7 @@ def config(
         "quantization": None,
         "hf_overrides": {},
         "hf_text_config": hf,
+        "hf_config": SimpleNamespace(architectures=["TinyForCausalLM"]),
         "use_mla": False,
         "is_hybrid": False,
         "is_attention_free": False,
@@ -108,6 +110,14 @@ def test_an_engine_is_identified(checkpoint: Path) -> None:
     assert '"rope_theta":1000000.0' in namespace.rope
     assert len(namespace.weights) == 64
     assert (identity.block_tokens, identity.num_blocks) == (32, 100)
+
+
+def test_the_same_model_may_lie_anywhere(checkpoint: Path, tmp_path: Path) -> None:
+    other = tmp_path / "of another name"
+    shutil.copytree(checkpoint, other)
+    one, same = (identify(config(path), kv_cache(), SETTINGS) for path in (checkpoint, other))
+    assert one.namespace == same.namespace
+    assert one.namespace.model == "TinyForCausalLM"
 
 
 def test_blocks_of_any_size_are_shared(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
