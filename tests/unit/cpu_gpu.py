@@ -44,6 +44,7 @@ class Gpu:
     Attributes:
         launched: name, blocks and parts of each launch.
         copied: bytes of each copy to the GPU, jobs' left out.
+        pooled: of each allocation of pinned memory that its pool keeps.
     """
 
     def __init__(self, kernels: ctypes.CDLL, multiprocessors: int = 4) -> None:
@@ -51,6 +52,7 @@ class Gpu:
         self._memory: dict[int, np.ndarray] = {}
         self.launched: list[tuple[str, int, tuple[int, int]]] = []
         self.copied: list[int] = []
+        self.pooled: list[int] = []
         self.room = self.free = 1 << 40
         attributes = {
             "MultiProcessorCount": multiprocessors,
@@ -59,6 +61,7 @@ class Gpu:
         }
         runtime = SimpleNamespace(
             malloc=self._malloc, free=self._memory.pop, memcpyAsync=self._copy,
+            hostAlloc=lambda size, _: self._kept(size), freeHost=self._memory.pop,
             getDevice=lambda: 0, streamCreateWithFlags=lambda _: 1, streamDestroy=lambda _: None,
             eventCreateWithFlags=lambda _: 1, eventDestroy=lambda _: None,
             eventRecord=lambda *_: None, eventSynchronize=lambda _: None, eventQuery=lambda _: 0,
@@ -68,7 +71,7 @@ class Gpu:
         self.cuda = SimpleNamespace(
             runtime=runtime,
             driver=SimpleNamespace(launchKernel=self._launch),
-            alloc_pinned_memory=lambda size: _aligned(size).view(Pinned),
+            alloc_pinned_memory=self._pool,
             Device=lambda _: SimpleNamespace(attributes=attributes),
         )
 
@@ -88,9 +91,16 @@ class Gpu:
             refused = RuntimeError("out of memory")
             refused.status = 2  # type: ignore[attr-defined]
             raise refused
+        return self._kept(size)
+
+    def _kept(self, size: int) -> int:
         memory = _aligned(size)
         self._memory[memory.ctypes.data] = memory
         return int(memory.ctypes.data)
+
+    def _pool(self, size: int) -> Pinned:
+        self.pooled.append(size)
+        return _aligned(size).view(Pinned)
 
     def _copy(self, to: int, source: int, size: int, _kind: int, stream: int) -> None:
         ctypes.memmove(to, source, size)

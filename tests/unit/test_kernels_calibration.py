@@ -131,6 +131,8 @@ def test_restores_of_both_routes_and_memories_are_timed(gpu: Gpu) -> None:
     assert blocks.count(1) >= 2
     assert sum(gpu.copied) >= 2 * 5 * MIB
     assert gpu.held == 0
+    # The jobs' alone; payloads are not to stay page-locked.
+    assert max(gpu.pooled) < MIB
 
 
 def test_without_memory_for_copies_the_rest_is_timed(gpu: Gpu) -> None:

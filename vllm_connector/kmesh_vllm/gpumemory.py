@@ -32,14 +32,16 @@ class _Known:
         self.session = session
         self.slabs = DeviceSlabs(session, device)
         self.there: dict[int, DeviceSlab] = {}
+        #: Slabs that were given up, and are nobody's any more who begins from here on.
+        self.gone: set[int] = set()
 
 
 class GpuMemory:
     """Imports and registers slabs: all that there are when a session is new, in the background.
 
-
-    Slabs of an ended session go when no load is under way and, as the next session's mostly are
-    the same memory, when those are attached.
+    Slabs of an ended session, and those that the daemon has given up, go when the loads that had
+    begun by then have ended. Later ones don't get them, so that there may always be some. As the
+    next session's slabs mostly are the same memory, those are attached before.
 
     Attributes:
         reads_host: whether this GPU can read host memory that is mapped read-only.
@@ -58,10 +60,12 @@ class GpuMemory:
         self._current = current
         self._lock = threading.Lock()
         self._known: _Known | None = None
-        self._ended: list[_Known] = []
-        self._loads = 0
-        # Slabs that the daemon has given up wait for the end of all loads.
-        self._held_up = False
+        # Loads are numbered as they begin. With what is to go: the first number that has no part
+        # in it.
+        self._begun = 0
+        self._loads: set[int] = set()
+        self._ended: list[tuple[int, _Known]] = []
+        self._gone: list[tuple[int, _Known, int]] = []
         self._closed = threading.Event()
         self._wake = threading.Event()
         # One thread, so that nothing is attached through what is being closed. It may wait for a
@@ -78,25 +82,41 @@ class GpuMemory:
         """A slab; errors as ``DeviceSlabs.slab``. Not for the engine's thread."""
         self._device.enter()
         known = self._of(session)
+        if number in session.slabs_gone:
+            raise NotFound(f"slab {number} was given up")
         slab = known.slabs.slab(number, timeout)
-        known.there[number] = slab
+        with self._lock:
+            if number not in known.gone:
+                known.there[number] = slab
+        if number in session.slabs_gone:
+            self._wake.set()
         return slab
 
     def changed(self) -> None:
         """There is another session, or none: the background sees to what it gives."""
         self._wake.set()
 
-    def begin(self) -> None:
-        """A load begins: what it is given stays until ``end``."""
+    def begin(self) -> int:
+        """A load begins: what it is given stays until ``end``. Returns its number."""
         with self._lock:
-            self._loads += 1
+            number = self._begun
+            self._begun += 1
+            self._loads.add(number)
+        return number
 
-    def end(self) -> None:
+    def end(self, load: int) -> None:
         """A load has ended."""
         with self._lock:
-            self._loads -= 1
-        if (self._ended or self._held_up) and not self._loads:
+            self._loads.remove(load)
+            first = self._first()
+            waiting = [before for before, _ in self._ended]
+            waiting += [before for before, _, _ in self._gone]
+        if any(load < before <= first for before in waiting):
             self._wake.set()
+
+    def _first(self) -> int:
+        """Number of the first load that is under way, or of the next one. With the lock held."""
+        return min(self._loads, default=self._begun)
 
     def close(self) -> bool:
         """Gives everything back; nothing may be read any more.
@@ -111,8 +131,9 @@ class GpuMemory:
             logger.error("slabs are still being attached: their memory is kept")
             return False
         with self._lock:
-            rest = [*self._ended, *filter(None, [self._known])]
-            self._ended, self._known = [], None
+            rest = [known for _, known in self._ended]
+            rest += filter(None, [self._known])
+            self._ended, self._gone, self._known = [], [], None
         _close(rest)
         return True
 
@@ -121,7 +142,7 @@ class GpuMemory:
             known = self._known
             if known is None or known.session is not session:
                 if known is not None:
-                    self._ended.append(known)
+                    self._ended.append((self._begun, known))
                 known = self._known = _Known(session, self._device)
                 session.on_slabs_gone(self._wake.set)
             return known
@@ -150,26 +171,30 @@ class GpuMemory:
         with self._lock:
             known = self._known
             if known is not None and known.session is not session and known.session.closed:
-                self._ended.append(known)
+                self._ended.append((self._begun, known))
                 self._known = None
-            if self._loads:
-                return []
-            ended, self._ended = self._ended, []
-            return ended
+            first = self._first()
+            unused = [known for before, known in self._ended if before <= first]
+            self._ended = [entry for entry in self._ended if entry[0] > first]
+            return unused
 
     def _drop_gone(self) -> None:
         """Lets go of slabs that the daemon has given up: their memory is kept by who maps them."""
         with self._lock:
             known = self._known
-            gone = known.there.keys() & known.session.slabs_gone if known is not None else set()
-            self._held_up = bool(gone and self._loads)
-            if known is None or not gone or self._held_up:
-                return
-            for number in gone:
-                del known.there[number]
-        with contextlib.suppress(CudaError):
-            self._device.enter()
-        for number in gone:
+            if known is not None:
+                gone = known.there.keys() & known.session.slabs_gone
+                known.gone |= gone
+                for number in gone:
+                    del known.there[number]
+                self._gone += [(self._begun, known, number) for number in gone]
+            first = self._first()
+            unused = [(known, number) for before, known, number in self._gone if before <= first]
+            self._gone = [entry for entry in self._gone if entry[0] > first]
+        if unused:
+            with contextlib.suppress(CudaError):
+                self._device.enter()
+        for known, number in unused:
             try:
                 known.slabs.drop(number)
             except (KMeshError, OSError) as wrong:

@@ -187,11 +187,11 @@ class GpuMover:
         assert self._store is not None
         self._store.prepare(staging)
 
-    def begin(self) -> None:
-        self._memory.begin()
+    def begin(self) -> int:
+        return self._memory.begin()
 
-    def end(self) -> None:
-        self._memory.end()
+    def end(self, load: int) -> None:
+        self._memory.end(load)
 
     def close(self) -> None:
         self._closing.set()

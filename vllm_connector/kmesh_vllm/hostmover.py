@@ -95,10 +95,10 @@ class HostMover:
     def prepare_staging(self, staging: Staging) -> None:
         pass
 
-    def begin(self) -> None:
-        pass
+    def begin(self) -> int:
+        return 0
 
-    def end(self) -> None:
+    def end(self, load: int) -> None:
         pass
 
     def close(self) -> None:

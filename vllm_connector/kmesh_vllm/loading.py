@@ -78,9 +78,8 @@ class Loader:
         """Begins the loads of a step; ``finished`` says when each has ended."""
         written: LoadJob | None = None
         for plan in plans:
-            job = LoadJob(plan, self._clock() + self._timeout)
+            job = LoadJob(plan, self._clock() + self._timeout, number=self._mover.begin())
             self._jobs[plan.request] = job
-            self._mover.begin()
             if not (self._mover.starts_only and self._at_once(job, written)):
                 self._submit(job)
             elif job.state is State.READY:
@@ -184,7 +183,7 @@ class Loader:
             job.users -= 1
             last = not job.users
         if last:
-            self._mover.end()
+            self._mover.end(job.number)
 
     def _prepare(self, job: LoadJob) -> None:
         """Makes a job ready, in a thread that may be kept; moves it if the mover may."""

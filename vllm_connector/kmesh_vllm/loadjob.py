@@ -49,6 +49,7 @@ class LoadJob:
 
     Attributes:
         deadline: by which it must have begun to move.
+        number: of the load, as the mover counts.
         decoded: why its recipes are decoded, if the mover refused them.
         piece: what to move, from READY on.
         base: position from which the piece counts.
@@ -66,6 +67,7 @@ class LoadJob:
 
     plan: LoadPlan
     deadline: float
+    number: int = 0
     state: State = State.WAITING
     decoded: str = ""
     piece: Piece | None = None

@@ -202,10 +202,14 @@ class Mover(Protocol):
             KMeshError, OSError: it can't be written from here.
         """
 
-    def begin(self) -> None:
-        """A load begins: memory that it gets stays until ``end``, also if its session ends."""
+    def begin(self) -> int:
+        """A load begins: memory that it gets stays until ``end``, also if its session ends.
 
-    def end(self) -> None:
+        Returns:
+            Its number.
+        """
+
+    def end(self, load: int) -> None:
         """A load has ended. Never waits."""
 
     def close(self) -> None:

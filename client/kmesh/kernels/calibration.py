@@ -7,6 +7,7 @@ copy engine's buffers and 32 MiB of pinned memory, which are given back.
 
 from __future__ import annotations
 
+import ctypes
 import logging
 import math
 import threading
@@ -137,10 +138,10 @@ class _Bench:
         size = spans * _SPAN_BYTES
         # All spans are alike, and so are their sums.
         sums = 8 * tiles(_SPAN_BYTES)
-        self._pinned = module.cuda.alloc_pinned_memory(size + sums + 8)
-        memory = np.frombuffer(self._pinned, dtype=np.uint8, count=size + sums + 8)
-        memory[:size] = 0
-        self._host = memory.ctypes.data
+        # Past CuPy's pool, which would keep it page-locked for as long as the process lives.
+        self._host = runtime.hostAlloc(size + sums + 8, 0)
+        undo.callback(runtime.freeHost, self._host)
+        ctypes.memset(self._host, 0, size)
         self._sums = self._host + -(-size // 8) * 8
         self._root = _host.tile_sums(self._host, _SPAN_BYTES, self._sums)
         self._gpu = runtime.malloc(self.part(spans) * _SPAN_BYTES)

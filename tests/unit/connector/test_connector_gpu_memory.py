@@ -14,8 +14,9 @@ from mini_engine import WAIT, MiniEngine, until
 
 from kmesh.cuda import proof
 from kmesh.cuda.driver import Attribute
-from kmesh.errors import CudaError, UnsupportedError
+from kmesh.errors import CudaError, NotFound, UnsupportedError
 from kmesh.handles import HandleKind
+from kmesh.session import Session
 from kmesh.testing import FakeDaemon
 from kmesh_vllm import gpumemory, gpumover
 from kmesh_vllm.gpumemory import GpuMemory
@@ -182,7 +183,7 @@ def test_a_slab_that_the_daemon_gives_up_is_let_go_when_nothing_reads(
     session = other.workers_client.session
     assert session is not None
     session._slabs.forget([0])
-    until(lambda: mover._memory._held_up, WAIT)
+    until(lambda: mover._memory._gone, WAIT)
     assert len(gpu.driver._registered) == 1, "memory went while it was read"
     gpu.run()
     assert not other.settle("r", WAIT).bad_blocks
@@ -191,6 +192,42 @@ def test_a_slab_that_the_daemon_gives_up_is_let_go_when_nothing_reads(
     until(lambda: not gpu.driver._registered, WAIT)
     assert mover._memory._attach_filled(session) == 0
     assert not gpu.driver._registered
+
+
+@pytest.mark.parametrize("how", ["given up", "ended"])
+def test_what_is_to_go_waits_for_no_load_that_began_later(daemon: FakeDaemon, how: str) -> None:
+    """There may always be one under way."""
+    gpu = FakeGpu()
+    with daemon.connect() as session:
+        now: list[Session | None] = [session]
+        memory = GpuMemory(gpu.device, lambda: now[0])
+        try:
+            load = memory.begin()
+            slab = memory.attach(session, 0)
+            other = memory.begin()
+            assert memory.attached(session, 0) is slab
+            if how == "given up":
+                session._slabs.forget([0])
+                until(lambda: memory.attached(session, 0) is None, WAIT)
+                with pytest.raises(NotFound, match="given up"):
+                    memory.attach(session, 0)
+            else:
+                now[0] = None
+                session.close()
+                memory.changed()
+                until(lambda: memory._known is None, WAIT)
+            later = memory.begin()
+            memory.end(load)
+            memory.changed()
+            until(lambda: not memory._wake.is_set(), WAIT)
+            assert len(gpu.driver._registered) == 1, "memory went while it was read"
+            memory.end(other)
+            until(lambda: not gpu.driver._registered, WAIT)
+            memory.end(later)
+        finally:
+            assert memory.close()
+            gpu.close()
+            del session.index
 
 
 def test_host_memory_that_the_gpu_can_not_read(
