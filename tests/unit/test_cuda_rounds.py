@@ -100,7 +100,8 @@ def test_neighbours_of_a_slab_are_one_copy() -> None:
     assert sorted(lengths.tolist()) == sorted(
         [*(len(b.data) for _, b, _ in case.bases), *(len(m.blob.data) for m in case.members)]
     )
-    near = HostBytes(case.round(Slab(case)))
+    slab = Slab(case)
+    near = HostBytes(case.round(slab))
     ends = near.records["address"] + near.records["length"]
     assert (ends[:-1] == near.records["address"][1:]).all()
     moved = near.moved(np.arange(6, dtype=np.uint64) * 1000)
@@ -110,8 +111,8 @@ def test_neighbours_of_a_slab_are_one_copy() -> None:
 def test_recipes_of_a_slab_are_one_copy_with_what_is_between_them(gpu: Gpu) -> None:
     case, _ = siblings(12, frames=1)
     engine, expected = case.engine(), case.engine()
-    restorer = RoundRestorer(engine.layout)
-    pending = restorer.restore(case.round(Slab(case)), 0, route=Route.COPY)
+    restorer, slab = RoundRestorer(engine.layout), Slab(case)
+    pending = restorer.restore(case.round(slab), 0, route=Route.COPY)
     assert pending.route is Route.COPY
     assert pending.wait() == round_reference.restore(expected.layout, *case.built())
     assert engine.image() == expected.image()

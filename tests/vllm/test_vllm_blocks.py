@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import pytest
 from daemon_process import Daemon
@@ -35,13 +35,15 @@ def test_vllm_own_kernels_have_the_documented_order() -> None:
 @pytest.fixture(scope="module")
 def engines(
     start: Callable[..., Engine], control: Engine, shared_spand: Daemon
-) -> dict[int, Engine]:
-    """One for each size of blocks; they start side by side."""
+) -> Iterator[dict[int, Engine]]:
+    """One for each size of blocks; they start side by side, and leave their staging to others."""
     arguments = {"transfer": transfer(shared_spand.socket_dir)}
     found = {block: start(block_size=block, **arguments) for block in BLOCKS}
     for engine in (control, *found.values()):
         engine.up()
-    return found
+    yield found
+    for engine in found.values():
+        engine.close()
 
 
 @pytest.mark.parametrize("storing", BLOCKS)

@@ -1004,7 +1004,7 @@ def test_core_walks(run_seed: int) -> None:
     for number in range(run_seed, run_seed + 18):
         for machine, count in (
             *((CoreMachine, 25), (FlightMachine, 10), (FamilyMachine, 10)),
-            (TierMachine, 10),
+            (TierMachine, 25),
         ):
             few = settings(max_examples=count, stateful_step_count=60, deadline=None)
             walks(machine, number, few)
