@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import datetime
 import os
 import sys
 import time
@@ -10,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.results import Row
-from demo.evidence import _git, command, hardware, versions
+from demo.evidence import command, functional
 
 
 def busy_cpus(seconds: float = 1.0) -> float:
@@ -49,15 +48,8 @@ class Run:
     def to_json(self) -> dict[str, Any]:
         """The result file, which is an evidence file."""
         return {
-            "kind": "bench",
-            "label": "functional, CPU",
-            "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
-            "command": command("python -m benchmarks", sys.argv[1:]),
+            **functional("bench", command("python -m benchmarks", sys.argv[1:])),
             "quick": self._quick,
-            "commit": _git("rev-parse", "HEAD"),
-            "clean": not _git("status", "--porcelain", "--untracked-files=no"),
-            "hardware": hardware(),
-            "versions": versions(),
             "raw": {
                 "busy_cpus_before": self._others,
                 "benchmarks": self._benchmarks,

@@ -29,19 +29,28 @@ def write(path: Path, report: Report) -> None:
     raw["daemon"] = {
         key: value for key, value in raw["daemon"].items() if key not in ("socket_dir", "counters")
     }
-    evidence: dict[str, Any] = {
-        "kind": "demo",
+    evidence = {**functional("demo", command("python -m demo", sys.argv[1:])), "raw": raw}
+    evidence["derived"] = derive(evidence)
+    path.write_text(json.dumps(evidence, indent=1, ensure_ascii=False) + "\n")
+
+
+def functional(kind: str, told: str) -> dict[str, Any]:
+    """What evidence of a run without a GPU says of where it comes from.
+
+    Args:
+        kind: of evidence, as ``tools/verify_evidence.py`` knows it.
+        told: the command.
+    """
+    return {
+        "kind": kind,
         "label": "functional, CPU",
         "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
-        "command": command("python -m demo", sys.argv[1:]),
+        "command": told,
         "commit": _git("rev-parse", "HEAD"),
         "clean": not _git("status", "--porcelain", "--untracked-files=no"),
         "hardware": hardware(),
         "versions": versions(),
-        "raw": raw,
     }
-    evidence["derived"] = derive(evidence)
-    path.write_text(json.dumps(evidence, indent=1, ensure_ascii=False) + "\n")
 
 
 def command(program: str, arguments: Sequence[str]) -> str:

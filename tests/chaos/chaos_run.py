@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import datetime
 import shutil
 import tempfile
 import time
@@ -75,18 +74,8 @@ def summary(storm: Storm, took: float) -> dict[str, Any]:
 
 def evidence(runs: list[dict[str, Any]], command: str) -> dict[str, Any]:
     """Runs in the form of evidence/README.md."""
-    from demo.evidence import _git, hardware, versions
+    from demo.evidence import functional
     from tools.verify_evidence import derive
 
-    made: dict[str, Any] = {
-        "kind": "chaos",
-        "label": "functional, CPU",
-        "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
-        "command": command,
-        "commit": _git("rev-parse", "HEAD"),
-        "clean": not _git("status", "--porcelain", "--untracked-files=no"),
-        "hardware": hardware(),
-        "versions": versions(),
-        "raw": {"runs": runs},
-    }
+    made = {**functional("chaos", command), "raw": {"runs": runs}}
     return {**made, "derived": derive(made)}

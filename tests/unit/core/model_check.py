@@ -7,7 +7,6 @@ one number, so that the one that fails can be made again alone: ``make model-che
 from __future__ import annotations
 
 import argparse
-import datetime
 import json
 import multiprocessing
 import os
@@ -152,18 +151,11 @@ def _must(checks: Sequence[dict[str, Any]]) -> list[str]:
 
 def evidence(checks: Sequence[dict[str, Any]], command: str) -> dict[str, Any]:
     """Checks in the form of evidence/README.md."""
-    from demo.evidence import _git, hardware, versions
+    from demo.evidence import functional
     from tools.verify_evidence import derive
 
-    made: dict[str, Any] = {
-        "kind": "model-check",
-        "label": "functional, CPU",
-        "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
-        "command": command,
-        "commit": _git("rev-parse", "HEAD"),
-        "clean": not _git("status", "--porcelain", "--untracked-files=no"),
-        "hardware": hardware(),
-        "versions": versions(),
+    made = {
+        **functional("model-check", command),
         "raw": {"must_reach": _must(checks), "checks": list(checks)},
     }
     return {**made, "derived": derive(made)}
