@@ -139,7 +139,7 @@ def test_a_wedged_worker_is_replaced(start_spand: Start) -> None:
 
 
 def test_control_killed_under_load(start_spand: Start) -> None:
-    daemon = start_spand(errors=True, grace_ms=300)
+    daemon = start_spand(errors=True, grace_ms=300, host_memory="512MiB")
     daemon.wait_populated()
     payloads = {os.urandom(32): os.urandom(50_000 + n) for n in range(40)}
     with RawClient(daemon.socket_dir) as client:
@@ -181,15 +181,21 @@ def test_control_killed_under_load(start_spand: Start) -> None:
 
 
 def _load(socket_dir: Path, stop: threading.Event) -> None:
-    """Stores, reads and leaves leases open until the daemon hangs up, again and again."""
-    while not stop.is_set():
+    """Stores, reads and leaves leases open until the daemon hangs up, again and again.
+
+    Of 2,000 keys at most (125 MiB), so that three of these never evict what a test looks for.
+    """
+    left = 2000
+    while not stop.is_set() and left:
         try:
             with RawClient(socket_dir) as client:
-                while not stop.is_set():
+                while not stop.is_set() and left:
+                    left -= 1
                     key = os.urandom(32)
                     if client.store(key, key * 100) == 0:
                         client.acquire([key])
                         client.read(key)
+                stop.wait()
         except (OSError, EOFError):
             time.sleep(0.02)
 
