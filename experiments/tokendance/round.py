@@ -8,7 +8,6 @@ sibling's prompt out of dense spans, then out of recipes.
 
 from __future__ import annotations
 
-import datetime
 import json
 import signal
 import subprocess
@@ -22,7 +21,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from demo import daemon, engine
 from demo.__main__ import prepared_model
-from demo.evidence import hardware
+from demo.evidence import command, functional
 from demo.processes import ProcessFailed
 from demo.progress import console, step
 from experiments import profile
@@ -184,13 +183,8 @@ def write_evidence(path: Path, report: Report) -> None:
     from tools.verify_evidence import derive
 
     evidence: dict[str, Any] = {
-        "kind": "round",
-        "label": "functional, CPU",
-        "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
-        "command": "make tokendance-round ROUND_ARGS='--evidence FILE'",
-        **profile.source(),
+        **functional("round", command("python -m experiments.tokendance", sys.argv[1:])),
         "note": NOTE,
-        "hardware": hardware(),
         "versions": profile.versions(),
         "raw": report.to_json(),
     }
