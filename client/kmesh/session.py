@@ -380,6 +380,10 @@ class Session:
                     self._slabs.keep(found)
         return found
 
+    def mapped(self, slab_id: int) -> SlabMapping | None:
+        """A slab that ``slab`` has mapped before, or None. Never waits."""
+        return self._slabs.get(slab_id)
+
     def export_slab(
         self, slab_id: int, timeout: float | None = None, kind: HandleKind | None = None
     ) -> Handle:
