@@ -16,7 +16,7 @@ from kmesh_vllm.counts import Counts
 from kmesh_vllm.identity import Identity
 from kmesh_vllm.loadjob import Clerk, LoadJob, State
 from kmesh_vllm.metadata import LoadPlan, LoadReport
-from kmesh_vllm.movers import Mover, Moving
+from kmesh_vllm.movers import Mover, Moving, Slab
 from kmesh_vllm.paged import PagedCache
 
 logger = logging.getLogger("kmesh_vllm")
@@ -29,6 +29,10 @@ _POLL = 50e-6
 _DRAIN = 30.0
 
 
+class _Lacking(Exception):
+    """Something has to be waited for."""
+
+
 class Loader:
     """Runs load plans, and says of each how it ended.
 
@@ -39,6 +43,9 @@ class Loader:
     Where a mover only starts things, the engine's thread starts them, at once if all memory is
     attached: a thread of ours would wait for the interpreter while an engine with nothing else to
     do spins in it. Loads of one step are started together.
+
+    A load that lacks something, as memory that is not attached, goes to threads that only such
+    loads keep: the others do not queue behind them.
 
     Args:
         mover: moves bytes between slabs and the pages of ``cache``.
@@ -73,6 +80,7 @@ class Loader:
         #: A thread of ours has made a load ready, or has ended one.
         self._news = threading.Event()
         self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="kmesh-load")
+        self._waiters = ThreadPoolExecutor(_THREADS, thread_name_prefix="kmesh-wait")
 
     def start(self, plans: Sequence[LoadPlan]) -> None:
         """Begins the loads of a step; ``finished`` says when each has ended."""
@@ -126,7 +134,9 @@ class Loader:
         """Waits for moves under way and forgets the rest."""
         for job in self._jobs.values():
             self._fail(job, (State.WAITING, State.READY), "load_failed_lost")
-        self._threads.shutdown(wait=True, cancel_futures=True)
+        # In this order: the first pass loads on to the second.
+        for pool in (self._threads, self._waiters):
+            pool.shutdown(wait=True, cancel_futures=True)
         until = time.monotonic() + _DRAIN
         while self._moving and time.monotonic() < until:
             self._settle()
@@ -169,13 +179,17 @@ class Loader:
         """Has a thread of ours make a job ready."""
         with self._lock:
             job.users += 1
-        self._threads.submit(self._run, job)
+        self._threads.submit(self._run, job, waits=False)
 
-    def _run(self, job: LoadJob) -> None:
+    def _run(self, job: LoadJob, *, waits: bool) -> None:
+        prepared = True
         try:
-            self._prepare(job)
+            prepared = self._prepare(job, waits)
         finally:
-            self._leave(job)
+            if prepared:
+                self._leave(job)
+            else:
+                self._waiters.submit(self._run, job, waits=True)
 
     def _leave(self, job: LoadJob) -> None:
         """One reads a job's memory no longer."""
@@ -185,35 +199,54 @@ class Loader:
         if last:
             self._mover.end(job.number)
 
-    def _prepare(self, job: LoadJob) -> None:
-        """Makes a job ready, in a thread that may be kept; moves it if the mover may."""
+    def _prepare(self, job: LoadJob, waits: bool) -> bool:
+        """Makes a job ready, in a thread that may be kept; moves it if the mover may.
+
+        Args:
+            waits: for what is lacking.
+
+        Returns:
+            Whether it came to an end: False if something is lacking, and it may not wait.
+        """
         if job.state is not State.WAITING:
-            return
+            return True
         try:
-            session = self._session_of(job.plan.epoch)
+            session = self._session_of(job.plan.epoch, waits)
             if job.plan.mirrors and not job.decoded:
                 # Of a load that has waited for this thread, less is left: decoding takes time too.
-                left = job.deadline - self._timeout / 2 - self._clock()
-                self._mover.takes_recipes(max(left, 0.0))
+                left = job.deadline - self._timeout / 2 - self._clock() if waits else 0.0
+                taken = self._mover.takes_recipes(max(left, 0.0))
                 if job.state is not State.WAITING:
-                    return
-            self._clerk.write(
-                job, lambda n: self._mover.attach(session, n, self._timeout), decodes=True
-            )
+                    return True
+                if self._mover.moves_recipes and not (taken or waits):
+                    return False
+            self._clerk.write(job, lambda n: self._slab(session, n, waits), decodes=True)
+        except _Lacking:
+            return False
         except Exception as wrong:
             self._failed(job, wrong)
-            return
+            return True
         with self._lock:
             late = job.state is not State.WAITING
             if not late:
                 job.state = State.READY if self._mover.starts_only else State.MOVING
         if late:
             job.close()
-            return
+            return True
         if job.state is State.MOVING:
             assert job.piece is not None
             self._end(_start(self._mover, [job]), [job])
         self._news.set()
+        return True
+
+    def _slab(self, session: Session, number: int, waits: bool) -> Slab:
+        """A slab that is attached, or is waited for."""
+        if waits:
+            return self._mover.attach(session, number, self._timeout)
+        slab = self._mover.attached(session, number)
+        if slab is None:
+            raise _Lacking
+        return slab
 
     def _start_ready(self) -> None:
         """Starts all that is ready, together. In the engine's thread."""
@@ -259,12 +292,13 @@ class Loader:
             for job in jobs:
                 self._fail(job, (State.MOVING,), "load_failed_error")
 
-    def _session_of(self, epoch: int) -> Session:
+    def _session_of(self, epoch: int, waits: bool) -> Session:
         """The live session, if it is of this epoch.
 
         The scheduler's session may be a moment ahead of this worker's, so that is waited for.
 
         Raises:
+            _Lacking: there is none just now, and it may not be waited for.
             ConnectionClosed: the daemon that gave the lease is gone, and its memory with it.
         """
         until = time.monotonic() + min(_CATCH_UP, self._timeout / 2)
@@ -276,6 +310,8 @@ class Loader:
                     return session
             elif self._epoch == epoch:
                 raise ConnectionClosed("the daemon that gave the lease is gone")
+            if not waits:
+                raise _Lacking
             if time.monotonic() >= until:
                 raise ConnectionClosed("no session with the daemon that gave the lease")
             time.sleep(0.02)

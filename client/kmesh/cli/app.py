@@ -12,7 +12,7 @@ import typer
 import kmesh
 from kmesh import errors
 from kmesh.cli import doctor as doctor_module
-from kmesh.cli import render
+from kmesh.cli import documents, render
 from kmesh.cli.options import App, Options, SocketDir, Timeout, chosen
 from kmesh.cli.rpc import Tool
 from kmesh.keys import Namespace
@@ -55,7 +55,7 @@ def status(context: typer.Context, as_json: AsJson = False) -> None:
     with connected(context) as tool:
         answer, clients = tool.status(), tool.sessions()
     if as_json:
-        render.print_json(render.status_json(answer, clients))
+        render.print_json(documents.status_json(answer, clients))
     else:
         render.print_status(answer, clients)
 
@@ -79,13 +79,13 @@ def ls(
             spaces = [pick(spaces, namespace)]
         if namespaces:
             if as_json:
-                render.print_json({"namespaces": [render.namespace_json(s) for s in spaces]})
+                render.print_json({"namespaces": [documents.namespace_json(s) for s in spaces]})
             else:
                 render.print_namespaces(spaces)
             return
         spans = list(tool.spans(spaces[0].digest if spaces else b"", limit))
     if as_json:
-        render.print_json({"spans": [render.span_json(span) for span in spans]})
+        render.print_json({"spans": [documents.span_json(span) for span in spans]})
     else:
         render.print_spans(spans)
 
