@@ -260,12 +260,23 @@ def token_words(ids: Sequence[int], /) -> bytes:
         TypeError: one is no integer.
     """
 
-def chain_keys(parent: Buffer, words: Buffer, step: int, /) -> bytes:
+def chain_keys(
+    parent: Buffer,
+    words: Buffer,
+    step: int,
+    known_words: Buffer = b"",
+    known_keys: Buffer = b"",
+    /,
+) -> bytes:
     """Keys of 32 bytes: of each run of ``step`` bytes the BLAKE3 of the key before it, for the
     first one ``parent``, and of the run.
 
+    known_words, known_keys: runs behind the same parent, and their keys, which are taken for the
+    runs that ``words`` begins with too.
+
     Raises:
-        ValueError: ``parent`` is no key, or ``words`` are not whole runs.
+        ValueError: ``parent`` is no key, ``words`` are not whole runs, or there is no run for a
+            known key.
     """
 
 def load(address: int, bits: int, /) -> int:
