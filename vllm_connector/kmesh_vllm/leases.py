@@ -17,6 +17,8 @@ class Held:
         future: of the lease.
         deadline: when nobody waits for it any more.
         told: that it did not come was counted.
+        packed: spans, mirrors and bases as load plans have them, by number of the first span and of
+            keys: siblings have the same. For the scheduler's thread.
 
     Args:
         unused: told when nobody uses it any more, in whichever thread.
@@ -28,6 +30,7 @@ class Held:
         self.future = future
         self.deadline = deadline
         self.told = False
+        self.packed: dict[tuple[int, int], tuple[bytes, bytes, bytes]] = {}
         self._unused = unused
         self._users = 1
         self._lock = threading.Lock()

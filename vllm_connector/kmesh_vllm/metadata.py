@@ -9,19 +9,10 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 
-#: One stored span of a load: where it lies, and which tokens of the request it holds.
-SPAN_RECORD = np.dtype(
-    [
-        ("slab", np.uint32),
-        ("part", np.uint32),  # number of its shard within its sharding
-        ("offset", np.uint64),
-        ("length", np.uint64),
-        ("root", np.uint64),
-        ("tokens", np.uint32),  # that the stored span holds
-        ("entry", np.uint32),  # of the lease
-        ("start", np.uint64),  # position of its first token in the request
-    ]
-)
+from kmesh.kernels.plan import LEASED
+
+#: One stored span of a load.
+SPAN_RECORD = LEASED
 
 
 def packed_ids(blocks: Sequence[int]) -> bytes:
