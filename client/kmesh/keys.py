@@ -216,7 +216,9 @@ class KeyChain:
                 if known or like is None or not self._begins_as(like):
                     self._keys += _host.chain_keys(self.parent(known), run, step)
                 else:
-                    self._keys = _host.chain_keys(self._root, run, step, like._tokens, like._keys)
+                    keys = _host.chain_keys(self._root, run, step, like._tokens, like._keys)
+                    # One object: who compares or hashes both has less to do.
+                    self._keys = like._keys if keys == like._keys else keys
                 if first < end:
                     more = self._extras_between(first * self._span, (first + 1) * self._span)
                     plain = tokens[first * step : (first + 1) * step].tobytes()

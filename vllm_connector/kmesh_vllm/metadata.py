@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 import numpy.typing as npt
 
+from kmesh import _host
 from kmesh.kernels.plan import LEASED
 
 #: One stored span of a load.
@@ -17,7 +17,7 @@ SPAN_RECORD = LEASED
 
 def packed_ids(blocks: Sequence[int]) -> bytes:
     """Ids of blocks as int64, one behind the other."""
-    return array("q", blocks).tobytes()
+    return np.frombuffer(_host.token_words(blocks), np.uint32).astype(np.int64).tobytes()
 
 
 #: Of a load's spans, one that is a recipe: which, and the payload that it gives.
