@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections import Counter
 
 import numpy as np
 
@@ -54,6 +55,8 @@ class Launched:
         self._counts = counts
         self._launches: list[tuple[Pending, Memory, list[list[int]]]] = []
         self._round: PendingRound | None = None
+        #: Bytes of pages that were written, by the way that they came.
+        self._moved: Counter[str] = Counter()
         self.error: Exception | None = None
 
     def add(self, pending: Pending, memory: Memory, owners: list[list[int]]) -> None:
@@ -83,6 +86,9 @@ class Launched:
         if self._round is not None:
             pending_round, self._round = self._round, None
             self._take_round(pending_round)
+        for route, amount in self._moved.items():
+            self._counts.add(f"restored_bytes_{route}", amount)
+        self._moved.clear()
         if self.error is not None:
             raise self.error
         return self._results
@@ -115,5 +121,4 @@ class Launched:
             result = np.frombuffer(bytearray(self._results[number]), np.uint8)
             result[piece.on_gpu == on_gpu] = np.frombuffer(status, np.uint8)
             self._results[number] = result.tobytes()
-        amount = _host.moved_bytes(records, status, self._row_bytes)
-        self._counts.add(f"restored_bytes_{route}", amount)
+        self._moved[route] += _host.moved_bytes(records, status, self._row_bytes)

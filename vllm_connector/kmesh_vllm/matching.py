@@ -18,7 +18,7 @@ from kmesh_vllm.counts import Counts
 from kmesh_vllm.flights import Flights
 from kmesh_vllm.identity import Identity
 from kmesh_vllm.leases import Held, Leases
-from kmesh_vllm.lookup import Hit, longest_hit
+from kmesh_vllm.lookup import Hit, Looked, longest_hit
 from kmesh_vllm.patience import Patience
 from kmesh_vllm.quarantine import Quarantine
 from kmesh_vllm.requests import LookedAt, Phase, RequestState, Restore
@@ -69,6 +69,7 @@ class Matcher:
         self.quarantine = Quarantine(settings.retry_after_ms / 1000, clock=clock)
         self.tiers = Tiers(settings.tier, settings.acquire_timeout_ms / 1000, clock)
         self._leases = Leases()
+        self._looked = Looked()
         self._recipes = recipes
         self._identity = identity
         self._settings = settings
@@ -178,6 +179,8 @@ class Matcher:
         remembered, hit = state.remembered(at)
         if not remembered:
             welcome = session.welcome
+            # Its version is that of before the look: what came since is looked for again.
+            known = self._looked.known(*at[:2])
             hit = longest_hit(
                 state.chain(welcome.span_tokens, welcome.sub_tokens),
                 session.index,
@@ -188,6 +191,7 @@ class Matcher:
                 limit=limit,
                 avoid=self.quarantine,
                 devices=self.tiers.look,
+                known=known,
             )
             state.remember(at, hit)
         return hit
