@@ -77,13 +77,15 @@ class Loader:
     def start(self, plans: Sequence[LoadPlan]) -> None:
         """Begins the loads of a step; ``finished`` says when each has ended."""
         written: LoadJob | None = None
+        later: list[LoadJob] = []
         for plan in plans:
             job = LoadJob(plan, self._clock() + self._timeout, number=self._mover.begin())
             self._jobs[plan.request] = job
             if not (self._mover.starts_only and self._at_once(job, written)):
-                self._submit(job)
+                later.append(job)
             elif job.state is State.READY:
                 written = job
+        self._submit_all(later)
         self._start_ready()
 
     def finished(self, patience: float = 0.0) -> tuple[set[str], set[int], LoadReport]:
@@ -165,17 +167,32 @@ class Loader:
         job.state = State.READY
         return True
 
-    def _submit(self, job: LoadJob) -> None:
-        """Has a thread of ours make a job ready."""
-        with self._lock:
-            job.users += 1
-        self._threads.submit(self._run, job)
+    def _submit_all(self, jobs: Sequence[LoadJob]) -> None:
+        """Has threads of ours make a step's jobs ready.
 
-    def _run(self, job: LoadJob) -> None:
+        Recipes that have only to be brought here are one thread's, so that they are started
+        together and what they refer to is read once.
+        """
+        together = [job for job in jobs if job.far and self._mover.takes_recipes(0)]
+        if together:
+            self._submit(*together)
+        for job in jobs:
+            if job not in together:
+                self._submit(job)
+
+    def _submit(self, *jobs: LoadJob) -> None:
+        """Has a thread of ours make jobs ready, all at the same time."""
+        with self._lock:
+            for job in jobs:
+                job.users += 1
+        self._threads.submit(self._run, jobs)
+
+    def _run(self, jobs: Sequence[LoadJob]) -> None:
         try:
-            self._prepare(job)
+            self._ready([job for job in jobs if self._prepare(job)])
         finally:
-            self._leave(job)
+            for job in jobs:
+                self._leave(job)
 
     def _leave(self, job: LoadJob) -> None:
         """One reads a job's memory no longer."""
@@ -185,10 +202,10 @@ class Loader:
         if last:
             self._mover.end(job.number)
 
-    def _prepare(self, job: LoadJob) -> None:
-        """Makes a job ready, in a thread that may be kept; moves it if the mover may."""
+    def _prepare(self, job: LoadJob) -> bool:
+        """Writes a job, in a thread that may be kept; whether it did."""
         if job.state is not State.WAITING:
-            return
+            return False
         try:
             session = self._session_of(job.plan.epoch)
             if job.plan.mirrors and not job.decoded:
@@ -196,24 +213,31 @@ class Loader:
                 left = job.deadline - self._timeout / 2 - self._clock()
                 self._mover.takes_recipes(max(left, 0.0))
                 if job.state is not State.WAITING:
-                    return
+                    return False
             self._clerk.write(
                 job, lambda n: self._mover.attach(session, n, self._timeout), decodes=True
             )
         except Exception as wrong:
             self._failed(job, wrong)
-            return
+            return False
+        return True
+
+    def _ready(self, jobs: Sequence[LoadJob]) -> None:
+        """Makes jobs that were written ready at the same time; moves them if the mover may."""
+        late: list[LoadJob] = []
         with self._lock:
-            late = job.state is not State.WAITING
-            if not late:
-                job.state = State.READY if self._mover.starts_only else State.MOVING
-        if late:
-            job.close()
-            return
-        if job.state is State.MOVING:
-            assert job.piece is not None
-            self._end(_start(self._mover, [job]), [job])
-        self._news.set()
+            for job in jobs:
+                if job.state is not State.WAITING:
+                    late.append(job)
+                else:
+                    job.state = State.READY if self._mover.starts_only else State.MOVING
+        for job in jobs:
+            if job in late:
+                job.close()
+            elif not self._mover.starts_only:
+                self._end(_start(self._mover, [job]), [job])
+        if len(late) < len(jobs):
+            self._news.set()
 
     def _start_ready(self) -> None:
         """Starts all that is ready, together. In the engine's thread."""

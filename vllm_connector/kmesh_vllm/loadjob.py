@@ -55,6 +55,7 @@ class LoadJob:
         base: position from which the piece counts.
         entries: of the lease, behind each record.
         mirrored: of each record, whether the daemon keeps it as a recipe.
+        far: some of its recipes lie where this process can't read them.
         reach: position up to which the records go.
         spoiled: (begin, end, entry) of recipes of which nothing is moved: they are wrong.
         bad: ranges of positions whose pages are not what they should be.
@@ -74,6 +75,7 @@ class LoadJob:
     base: int = 0
     entries: npt.NDArray[np.uint32] = field(default_factory=lambda: np.zeros(0, np.uint32))
     mirrored: npt.NDArray[np.bool_] = field(default_factory=lambda: np.zeros(0, np.bool_))
+    far: bool = False
     reach: int = 0
     spoiled: list[tuple[int, int, int]] = field(default_factory=list)
     bad: list[tuple[int, int]] = field(default_factory=list)
@@ -127,8 +129,8 @@ class Clerk:
 
         Args:
             sibling: a job of the same step, written before; what both need is taken from there.
-            decodes: what the mover takes no recipes for is decoded, which takes long; otherwise it
-                makes it False.
+            decodes: recipes that lie far away are read, and those that the mover does not take
+                are decoded, both of which may take long; otherwise they make it False.
 
         Raises:
             ProtocolError: the plan names bytes that no slab can have.
@@ -155,6 +157,9 @@ class Clerk:
         locator = Locator(slab_of, self._reads_gpu)
         found = locator.locate(spans["slab"], spans["offset"], spans["length"])
         if found is None:
+            return False
+        job.far = self._mirrors.far(plan, numbered, locator)
+        if job.far and not decodes:
             return False
         records = empty_records(len(spans))
         records["address"], records["sums_address"] = found.address, found.sums_address

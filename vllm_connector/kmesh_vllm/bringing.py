@@ -1,0 +1,150 @@
+"""Brings to the host what only a GPU reads: recipes' tables, by which rounds are planned, and spans
+that have to be decoded."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from kmesh import _host
+from kmesh.errors import DeadlineExceeded
+from kmesh_vllm.gpu import Gpu
+
+if TYPE_CHECKING:
+    from kmesh.kernels.cuda_fetch import PendingFetch
+
+#: What is brought of a recipe at first: most have smaller tables, and the rest of larger ones takes
+#: a second turn. Multiples of what ``kmesh.codec.many.tables_bytes`` counts by.
+_USUAL_BYTES, _MOST_BYTES = 4096, 65536
+#: Bytes that one launch brings, so that no more memory is pinned.
+_LAUNCH_BYTES = 8 << 20
+#: Seconds that a thread of ours waits for the GPU; it takes less than milliseconds.
+_DEVICE_WAIT = 30.0
+_POLL = 50e-6
+
+
+class Brought(NamedTuple):
+    """Copies of heads and tables: their addresses here, as long as ``kept`` lives."""
+
+    addresses: npt.NDArray[np.uint64]
+    kept: object
+
+
+class Bringer:
+    """For threads of ours, which wait; one at a time gets its turn."""
+
+    def __init__(self, gpu: Gpu) -> None:
+        self._gpu = gpu
+        self._fetcher = gpu.fetcher()
+        self._stream, self._event = gpu.stream(), gpu.event()
+        self._lock = threading.Lock()
+        self._usual = _USUAL_BYTES
+        #: What the GPU has not ended in time, and where it may still write.
+        self._late: tuple[Callable[[], bool], object] | None = None
+
+    @property
+    def stuck(self) -> bool:
+        """Whether the GPU hangs, and may go on reading and writing at any time."""
+        late = self._late
+        return late is not None and not late[0]()
+
+    def tables(self, addresses: npt.NDArray[np.uint64], lengths: npt.NDArray[np.uint64]) -> Brought:
+        """What ``kmesh.codec.ManyTables`` reads of recipes, at least one, that lie on tiles.
+
+        Args:
+            addresses, lengths: u64, of each, as the GPU sees it.
+
+        Raises:
+            DeadlineExceeded: the GPU hangs.
+        """
+        from kmesh.codec.many import tables_bytes
+
+        with self._lock:
+            first = _units(np.minimum(lengths, np.uint64(self._usual)))
+            memory, here = self._pieces(addresses, first)
+            # By the copies of heads, and no others are read from here on.
+            sizes = tables_bytes(here, lengths)
+            more = sizes > first
+            if not more.any():
+                return Brought(here, memory)
+            rest, rest_at = self._pieces(addresses[more] + first[more], sizes[more] - first[more])
+            largest = int(sizes.max())
+            self._usual = max(self._usual, min(largest, _MOST_BYTES))
+        begin = address_of(memory)
+        whole = np.empty(int(sizes[more].sum()), np.uint8)
+        at = 0
+        for number, behind in zip(np.flatnonzero(more).tolist(), rest_at.tolist(), strict=True):
+            head, size = int(first[number]), int(sizes[number])
+            source = int(here[number]) - begin
+            whole[at : at + head] = memory[source : source + head]
+            source = behind - address_of(rest)
+            whole[at + head : at + size] = rest[source : source + size - head]
+            here[number] = address_of(whole) + at
+            at += size
+        return Brought(here, (memory, whole))
+
+    def data(self, address: int, size: int) -> bytearray:
+        """A copy of bytes, at the GPU's address.
+
+        Raises:
+            DeadlineExceeded: the GPU hangs.
+        """
+        found = bytearray(size)
+        with self._lock:
+            self._begin()
+            self._gpu.fetch(_host.address(found), address, size, self._stream)
+            self._gpu.record(self._event, self._stream)
+            self._end(lambda: self._gpu.done(self._event), found)
+            self._gpu.wait(self._event)
+        return found
+
+    def close(self) -> None:
+        """Frees what was allocated; nothing is under way."""
+        self._fetcher.close()
+
+    def _pieces(
+        self, addresses: npt.NDArray[np.uint64], sizes: npt.NDArray[np.uint64]
+    ) -> tuple[npt.NDArray[np.uint8], npt.NDArray[np.uint64]]:
+        """Memory with copies one behind the other, and their addresses."""
+        self._begin()
+        ends = np.cumsum(sizes)
+        memory = np.empty(int(ends[-1]), np.uint8)
+        starts = ends - sizes
+        at = 0
+        while at < len(sizes):
+            room = np.searchsorted(ends, starts[at] + np.uint64(_LAUNCH_BYTES), side="right")
+            behind = max(int(room), at + 1)
+            pending = self._fetcher.fetch(addresses[at:behind], sizes[at:behind], self._stream)
+            self._end(pending.done, pending)
+            memory[int(starts[at]) : int(ends[behind - 1])] = pending.wait()
+            at = behind
+        return memory, starts + np.uint64(address_of(memory))
+
+    def _begin(self) -> None:
+        self._gpu.enter()
+        if self.stuck:
+            raise DeadlineExceeded("the GPU still hangs")
+        self._late = None
+
+    def _end(self, done: Callable[[], bool], written: PendingFetch | bytearray) -> None:
+        """Waits until the GPU has written that."""
+        latest = time.monotonic() + _DEVICE_WAIT
+        while not done():
+            if time.monotonic() >= latest:
+                self._late = done, written
+                raise DeadlineExceeded("the GPU does not end what brings recipes to the host")
+            time.sleep(_POLL)
+
+
+def address_of(memory: npt.NDArray[np.uint8]) -> int:
+    return int(memory.ctypes.data)
+
+
+def _units(sizes: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
+    """Rounded up to multiples of 64, of which a recipe's last tile has the bytes."""
+    return (sizes + np.uint64(63)) // np.uint64(64) * np.uint64(64)
