@@ -6,7 +6,7 @@ import contextlib
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -78,7 +78,7 @@ class GpuMover:
         self._restorer = gpu.restorer(layout, self._settings)
         self._round_settings = RoundSettings(max_ctas=max_ctas or None)
         self._rounds = gpu.round_restorer(layout, self._round_settings) if recipes else None
-        self._bringer = Bringer(gpu) if recipes else None
+        self._bringer = Bringer(gpu, self.begin, self.end) if recipes else None
         self._stream, self._behind = gpu.stream(), gpu.event()
         self._store = GpuStore(gpu, layout, self._settings, buffer_bytes) if buffer_bytes else None
         self._under_way: list[Launched] = []
@@ -132,24 +132,14 @@ class GpuMover:
         return slab.host or FetchedSlab(slab, self._data)
 
     def bring(self, addresses: npt.NDArray[np.uint64], lengths: npt.NDArray[np.uint64]) -> Brought:
-        with self._bringing() as bringer:
-            return bringer.tables(addresses, lengths)
-
-    def _data(self, address: int, size: int) -> bytearray:
-        with self._bringing() as bringer:
-            return bringer.data(address, size)
-
-    @contextlib.contextmanager
-    def _bringing(self) -> Iterator[Bringer]:
-        """What it reads stays, also if the GPU hangs and whoever waits for it gives up."""
         if self._bringer is None:
             raise UnsupportedError("no recipes are restored here")
-        load = self._memory.begin()
-        try:
-            yield self._bringer
-        finally:
-            if not self._bringer.stuck:
-                self._memory.end(load)
+        return self._bringer.tables(addresses, lengths)
+
+    def _data(self, address: int, size: int) -> bytearray:
+        if self._bringer is None:
+            raise UnsupportedError("no recipes are restored here")
+        return self._bringer.data(address, size)
 
     def takes_recipes(self, timeout: float) -> bool:
         if self._no_rounds:
