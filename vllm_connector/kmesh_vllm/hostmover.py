@@ -6,10 +6,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
+import numpy.typing as npt
 
+from kmesh.errors import UnsupportedError
 from kmesh.kernels.host import PagedLayout, gather_packed, scatter_packed
 from kmesh.memory import SlabMapping
 from kmesh.session import Session, Staging
+from kmesh_vllm.bringing import Brought
 from kmesh_vllm.decoding import Payload
 from kmesh_vllm.lending import Lent
 from kmesh_vllm.movers import Ids, Piece, Records, Slab
@@ -52,6 +55,7 @@ class HostMover:
     starts_only = False
     moves_recipes = False
     devices = ("",)
+    recipes = ()
 
     def __init__(self, layout: PagedLayout) -> None:
         self._layout = layout
@@ -65,9 +69,14 @@ class HostMover:
     def reads_gpu(self, slab: Slab) -> bool:
         return False
 
-    def readable(self, slab: Slab) -> SlabMapping:
+    def at_hand(self, slab: Slab) -> SlabMapping:
         assert isinstance(slab, SlabMapping)
         return slab
+
+    readable = at_hand
+
+    def bring(self, addresses: npt.NDArray[np.uint64], lengths: npt.NDArray[np.uint64]) -> Brought:
+        raise UnsupportedError("all that is read here is at hand")
 
     def takes_recipes(self, timeout: float) -> bool:
         return False

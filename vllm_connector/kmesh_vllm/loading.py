@@ -85,13 +85,15 @@ class Loader:
     def start(self, plans: Sequence[LoadPlan]) -> None:
         """Begins the loads of a step; ``finished`` says when each has ended."""
         written: LoadJob | None = None
+        later: list[LoadJob] = []
         for plan in plans:
             job = LoadJob(plan, self._clock() + self._timeout, number=self._mover.begin())
             self._jobs[plan.request] = job
             if not (self._mover.starts_only and self._at_once(job, written)):
-                self._submit(job)
+                later.append(job)
             elif job.state is State.READY:
                 written = job
+        self._submit_all(later)
         self._start_ready()
 
     def finished(self, patience: float = 0.0) -> tuple[set[str], set[int], LoadReport]:
@@ -175,21 +177,43 @@ class Loader:
         job.state = State.READY
         return True
 
-    def _submit(self, job: LoadJob) -> None:
-        """Has a thread of ours make a job ready."""
-        with self._lock:
-            job.users += 1
-        self._threads.submit(self._run, job, waits=False)
+    def _submit_all(self, jobs: Sequence[LoadJob]) -> None:
+        """Has threads of ours make a step's jobs ready.
 
-    def _run(self, job: LoadJob, *, waits: bool) -> None:
-        prepared = True
+        Recipes that have only to be brought here are one thread's, so that they are started
+        together and what they refer to is read once.
+        """
+        together = [job for job in jobs if job.far and self._mover.takes_recipes(0)]
+        if together:
+            self._submit(*together)
+        for job in jobs:
+            if job not in together:
+                self._submit(job)
+
+    def _submit(self, *jobs: LoadJob) -> None:
+        """Has a thread of ours make jobs ready, all at the same time."""
+        with self._lock:
+            for job in jobs:
+                job.users += 1
+        self._threads.submit(self._run, jobs, waits=False)
+
+    def _run(self, jobs: Sequence[LoadJob], *, waits: bool) -> None:
+        lacking: list[LoadJob] = []
         try:
-            prepared = self._prepare(job, waits)
+            written = []
+            for job in jobs:
+                try:
+                    if self._prepare(job, waits):
+                        written.append(job)
+                except _Lacking:
+                    lacking.append(job)
+            self._ready(written)
         finally:
-            if prepared:
-                self._leave(job)
-            else:
-                self._waiters.submit(self._run, job, waits=True)
+            for job in jobs:
+                if job not in lacking:
+                    self._leave(job)
+            if lacking:
+                self._waiters.submit(self._run, lacking, waits=True)
 
     def _leave(self, job: LoadJob) -> None:
         """One reads a job's memory no longer."""
@@ -200,16 +224,16 @@ class Loader:
             self._mover.end(job.number)
 
     def _prepare(self, job: LoadJob, waits: bool) -> bool:
-        """Makes a job ready, in a thread that may be kept; moves it if the mover may.
+        """Writes a job, in a thread that may be kept; whether it did.
 
         Args:
             waits: for what is lacking.
 
-        Returns:
-            Whether it came to an end: False if something is lacking, and it may not wait.
+        Raises:
+            _Lacking: something is, and it may not wait.
         """
         if job.state is not State.WAITING:
-            return True
+            return False
         try:
             session = self._session_of(job.plan.epoch, waits)
             if job.plan.mirrors and not job.decoded:
@@ -217,27 +241,33 @@ class Loader:
                 left = job.deadline - self._timeout / 2 - self._clock() if waits else 0.0
                 taken = self._mover.takes_recipes(max(left, 0.0))
                 if job.state is not State.WAITING:
-                    return True
-                if self._mover.moves_recipes and not (taken or waits):
                     return False
+                if self._mover.moves_recipes and not (taken or waits):
+                    raise _Lacking
             self._clerk.write(job, lambda n: self._slab(session, n, waits), decodes=True)
         except _Lacking:
-            return False
+            raise
         except Exception as wrong:
             self._failed(job, wrong)
-            return True
-        with self._lock:
-            late = job.state is not State.WAITING
-            if not late:
-                job.state = State.READY if self._mover.starts_only else State.MOVING
-        if late:
-            job.close()
-            return True
-        if job.state is State.MOVING:
-            assert job.piece is not None
-            self._end(_start(self._mover, [job]), [job])
-        self._news.set()
+            return False
         return True
+
+    def _ready(self, jobs: Sequence[LoadJob]) -> None:
+        """Makes jobs that were written ready at the same time; moves them if the mover may."""
+        late: list[LoadJob] = []
+        with self._lock:
+            for job in jobs:
+                if job.state is not State.WAITING:
+                    late.append(job)
+                else:
+                    job.state = State.READY if self._mover.starts_only else State.MOVING
+        for job in jobs:
+            if job in late:
+                job.close()
+            elif not self._mover.starts_only:
+                self._end(_start(self._mover, [job]), [job])
+        if len(late) < len(jobs):
+            self._news.set()
 
     def _slab(self, session: Session, number: int, waits: bool) -> Slab:
         """A slab that is attached, or is waited for."""

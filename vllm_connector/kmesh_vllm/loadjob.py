@@ -57,6 +57,7 @@ class LoadJob:
         base: position from which the piece counts.
         entries: of the lease, behind each record.
         mirrored: of each record, whether the daemon keeps it as a recipe.
+        far: some of its recipes lie where this process can't read them.
         reach: position up to which the records go.
         spoiled: (begin, end, entry) of recipes of which nothing is moved: they are wrong.
         bad: ranges of positions whose pages are not what they should be.
@@ -76,6 +77,7 @@ class LoadJob:
     base: int = 0
     entries: npt.NDArray[np.uint32] = field(default_factory=lambda: np.zeros(0, np.uint32))
     mirrored: npt.NDArray[np.bool_] = field(default_factory=lambda: np.zeros(0, np.bool_))
+    far: bool = False
     reach: int = 0
     spoiled: list[tuple[int, int, int]] = field(default_factory=list)
     bad: list[tuple[int, int]] = field(default_factory=list)
@@ -129,8 +131,8 @@ class Clerk:
 
         Args:
             sibling: a job of the same step, written before; what both need is taken from there.
-            decodes: what the mover takes no recipes for is decoded, which takes long; otherwise it
-                makes it False.
+            decodes: recipes that lie far away are read, and those that the mover does not take
+                are decoded, both of which may take long; otherwise they make it False.
 
         Raises:
             ProtocolError: the plan names bytes that no slab can have.
@@ -152,6 +154,13 @@ class Clerk:
         slabs = locator.around(plan.spans, heads)
         if slabs is None:
             return False
+        numbered = np.zeros(0, np.intp)
+        if plan.mirrors:
+            gives = np.frombuffer(heads, np.uint64).reshape(-1, 3)[:, 2]
+            numbered = np.flatnonzero(gives[plan.records()["part"]])
+            job.far = self._mirrors.far(plan, numbered, locator)
+            if job.far and not decodes:
+                return False
         block = self._identity.block_tokens
         parts, on_gpu, entries, job.base, job.reach = _host.leased_parts(
             plan.spans, heads, slabs, plan.begin, plan.end, block, stored.part_heads, names.layers
@@ -162,8 +171,6 @@ class Clerk:
         pages = self._pages(plan, job.base)
         job.piece = Piece(records, np.frombuffer(on_gpu, np.bool_), pages)
         if plan.mirrors:
-            gives = np.frombuffer(heads, np.uint64).reshape(-1, 3)[:, 2]
-            numbered = np.flatnonzero(gives[plan.records()["part"]])
             placed = self._mirrors.place(
                 plan, job.piece, numbered, stored, locator, job.decoded, decodes
             )

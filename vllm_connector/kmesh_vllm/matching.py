@@ -145,7 +145,7 @@ class Matcher:
                     timeout=timeout,
                     salt=state.salt,
                     device=hit.device,
-                    recipes=self._recipes and not hit.device,
+                    recipes=self._recipes and self.tiers.recipes(hit.device),
                     # What is on disk is waited for as a lease is, in the background.
                     wait=timeout * _DISK_SHARE,
                 ),

@@ -210,6 +210,8 @@ class SchedulerHalf:
         if report is not None:
             if report.devices is not None:
                 self._matcher.tiers.hear(report.devices)
+            if report.recipes is not None:
+                self._matcher.tiers.hear_recipes(report.recipes)
             for request, entries in report.corrupt.items():
                 if state := self._loading.get(request):
                     state.corrupt.extend(e for e in entries if e not in state.corrupt)

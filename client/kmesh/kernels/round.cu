@@ -156,6 +156,27 @@ __device__ inline void upload(Vec16 *job, const Vec16 *written, Range vectors) {
 
 KM_UPLOAD_ENTRY(kmesh_round_upload)
 
+// Bytes that only the GPU reads, and where they go in what is found; counted in vectors.
+struct Fetched { u64 address; u32 at, vectors; };
+
+// Recipes' tables, for whoever plans a round on the host: a block takes a piece at a time.
+__device__ inline void fetch(const Fetched *pieces, Vec16 *found, Range range) {
+    for (u32 i = range.begin + block(); i < range.end; i += blocks()) {
+        const Fetched piece = pieces[i];
+        for (u32 v = thread(); v < piece.vectors; v += threads())
+            store_once(found + piece.at + v, load_once((const Vec16 *)piece.address + v));
+    }
+}
+
+#ifndef KM_FETCH_ENTRY
+#define KM_FETCH_ENTRY(name)                                                                \
+    extern "C" __global__ void name(const Fetched *pieces, Vec16 *found, Range range) { \
+        fetch(pieces, found, range);                                                        \
+    }
+#endif
+
+KM_FETCH_ENTRY(kmesh_round_fetch)
+
 #ifndef KM_ENTRY
 #define KM_ENTRY(name, vector, threads, resident)                          \
     extern "C" __global__ void __launch_bounds__(threads, resident)        \
