@@ -18,7 +18,8 @@ from test_operator import SPACE, engine
 from kmesh.v1 import admin_pb2
 
 PAGE = (Path(__file__).parents[2] / "docs" / "operations.md").read_text()
-BLOCKS = re.findall(r"```\n(.*?)```", PAGE, re.DOTALL)
+_FENCED = re.findall(r"^```(\w*)\n(.*?)^```$", PAGE, re.DOTALL | re.MULTILINE)
+BLOCKS = [text for language, text in _FENCED if not language]
 
 
 def test_grpcurl_examples_name_methods_and_fields_that_exist() -> None:
