@@ -133,7 +133,7 @@ class Supervisor:
         if self._control_pid:
             os.kill(self._control_pid, signal.SIGKILL)
             os.waitpid(self._control_pid, 0)
-        self._worker.end()
+        self._worker.close()
         self._gpus.close()
         self._forget_control()
         self._handover.close()
@@ -226,7 +226,9 @@ class Supervisor:
 
     def _timeout_ms(self) -> int | None:
         ours = (
-            self._control_at,
+            # The end of a worker is told by a signal.
+            None if self._worker.ending else self._control_at,
+            self._worker.late_at,
             self._worker.start_at,
             self._stop_by,
             self._retry_at,
@@ -249,7 +251,9 @@ class Supervisor:
             self._gpus.stop()
             return
         now = time.monotonic()
-        if self._control_at is not None and now >= self._control_at:
+        self._worker.say_late(now)
+        # A worker of the control before must not write once the catalog is read again.
+        if self._control_at is not None and now >= self._control_at and not self._worker.ending:
             self._control_at = None
             try:
                 self._start_control(now)
@@ -380,9 +384,14 @@ class Supervisor:
             self._holdings.serving()
             notify("READY=1")
 
+    @property
+    def _pids(self) -> list[int]:
+        """All processes that were started and not reaped, control first."""
+        return [pid for pid in (self._control_pid, self._worker.pid, *self._gpus.pids) if pid]
+
     def _reap(self) -> None:
-        for pid in (*self._gpus.pids, self._worker.pid, self._control_pid):
-            if pid and os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT):
+        for pid in reversed(self._pids):
+            if os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT):
                 self._on_death(pid, os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
 
     def _on_death(self, pid: int, status: int) -> None:
@@ -391,7 +400,8 @@ class Supervisor:
         if pid in self._gpus.pids:
             name = "device worker"
         how = f"killed by {signal.Signals(-status).name}" if status < 0 else f"exit {status}"
-        if not self._stop_signal and not self._halting and not self._gpus.ends(pid):
+        expected = self._gpus.ends(pid) or (pid == self._worker.pid and self._worker.ending)
+        if not self._stop_signal and not self._halting and not expected:
             logger.error("a process died: %s", how, extra={"name_of": name, "child": pid})
         if pid in self._gpus.pids:
             self._gpus.died(pid, how)
@@ -405,7 +415,7 @@ class Supervisor:
         self._handover.break_off()
         self._holdings.storage.poison()
         self._forget_control()
-        # Its jobs are for nobody, and it must not write once the catalog is read again.
+        # Its jobs are for nobody.
         self._worker.end()
         self._gpus.end_lives()
         # One that ended by itself would again. One that was killed may have had sessions already.
@@ -434,7 +444,7 @@ class Supervisor:
         """Ends all other processes, as when control died."""
         self._halting = True
         until = time.monotonic() + _HALT_SECONDS
-        while pids := [pid for pid in (self._control_pid, *self._gpus.pids) if pid]:
+        while pids := self._pids:
             if time.monotonic() >= until:
                 self.resume()
                 return f"process {pids[0]} was killed, and has not ended"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import signal
+import time
 from collections.abc import Callable
 
 from kmesh_spand import child, ipc, logs
@@ -14,6 +15,12 @@ from kmesh_spand.settings import Settings
 from kmesh_spand.storage import Storage
 
 logger = logging.getLogger(__name__)
+
+#: One that was killed and is stuck in the kernel, as in a disk that hangs, ends when that lets it
+#: go. It is said after this.
+_END_SECONDS = 10.0
+#: At the daemon's own end it is not waited for longer.
+_CLOSE_SECONDS = 5.0
 
 
 class WorkerKeeper:
@@ -25,6 +32,8 @@ class WorkerKeeper:
     Attributes:
         pid: of the one that runs, or 0.
         start_at: when the next one is due, by the monotonic clock; None: none is.
+        ending: it works for nobody any more, and is not gone yet.
+        late_at: when that is said to take long.
     """
 
     def __init__(
@@ -32,6 +41,8 @@ class WorkerKeeper:
     ) -> None:
         self.pid = 0
         self.start_at: float | None = None
+        self.ending = False
+        self.late_at: float | None = None
         self._settings = settings
         self._tell = tell
         self._restarts = -1
@@ -86,15 +97,38 @@ class WorkerKeeper:
             os.kill(self.pid, signal.SIGKILL)
 
     def end(self) -> None:
-        """Ends the one that runs, if any, and waits for that; none follows."""
-        if self.pid:
+        """Ends the one that runs, if any; none follows. It is not waited for."""
+        if self.pid and not self.ending:
+            self.ending = True
+            self.late_at = time.monotonic() + _END_SECONDS
             os.kill(self.pid, signal.SIGKILL)
-            os.waitpid(self.pid, 0)
-            self.pid = self._killed_by = 0
         self.start_at = None
+
+    def say_late(self, now: float) -> None:
+        """Says once that one that was ended takes long to be gone."""
+        if self.late_at is not None and now >= self.late_at:
+            self.late_at = None
+            logger.error(
+                "the store worker was killed, and has not ended: the kernel holds it (process %d); "
+                "control starts when it is gone",
+                self.pid,
+            )
 
     def died(self, status: int, now: float) -> None:
         """It was reaped, with this exit status, or minus the signal that killed it."""
         self.pid = 0
+        if self.ending:
+            self.ending, self.late_at, self._killed_by = False, None, 0
+            return
         self._killed_by = max(0, -status)
         self.start_at = self._backoff.died(now)
+
+    def close(self) -> None:
+        """Ends the one that runs, if any, for good.
+
+        One that the kernel holds is left to the system: it has been killed.
+        """
+        self.end()
+        if self.pid:
+            child.wait([self.pid], _CLOSE_SECONDS)
+            self.pid = 0
