@@ -22,6 +22,7 @@ from kmesh.kernels.device import UNIT_THREADS, Device, Slot
 from kmesh.kernels.host import PagedLayout, part_reads
 from kmesh.kernels.plan import Load, Memory, Request
 from kmesh.kernels.rotary import Rotary
+from kmesh.kernels.started import Started
 
 __all__ = ["H200", "Load", "Memory", "Pending", "Request", "Restorer", "Settings", "Storer"]
 
@@ -124,11 +125,14 @@ class Settings:
         )
 
 
-class Pending:
-    """A restore that was started. Its pages and payloads stay alive and unused until it ends.
+class Pending(Started[list[list[bytes]]]):
+    """A restore that was started.
+
+    ``wait`` gives for each load, for each of its requests, a ``Status`` for each part, one byte
+    each.
 
     Attributes:
-        route: how payloads get from host memory to the GPU.
+        route: what brings payloads in host memory.
         read_bytes: of payloads that are read where they lie: by the kernel the tiles that hold
             what is wanted, by the copy engine all.
     """
@@ -136,29 +140,13 @@ class Pending:
     def __init__(
         self, device: Device, slot: Slot, job: plan.Job, route: Route, read_bytes: int
     ) -> None:
-        self._device = device
-        self._slot: Slot | None = slot
+        super().__init__(device, slot)
         self._job = job
-        self._statuses: list[list[bytes]] = []
         self.route = route
         self.read_bytes = read_bytes
 
-    def done(self) -> bool:
-        """Whether it has ended."""
-        return self._slot is None or self._slot.done()
-
-    def wait(self) -> list[list[bytes]]:
-        """Waits for the end.
-
-        Returns:
-            For each load, for each of its requests: a ``Status`` for each part, one byte each.
-        """
-        if self._slot is not None:
-            self._slot.wait()
-            self._statuses = self._job.statuses(self._slot.results(self._job.parts, np.uint32))
-            self._device.release(self._slot)
-            self._slot = None
-        return self._statuses
+    def _read(self, slot: Slot) -> list[list[bytes]]:
+        return self._job.statuses(slot.results(self._job.parts, np.uint32))
 
 
 def _whole(loads: Sequence[Load]) -> int:
@@ -320,34 +308,21 @@ class Restorer:
         )  # fmt: skip
 
 
-class PendingStore:
-    """A store that was started."""
+class PendingStore(Started[tuple[bytes, list[npt.NDArray[np.uint64]]]]):
+    """A store that was started.
+
+    ``wait`` gives a ``Status`` for each part, and the sums of each part's tiles, from the first to
+    the last of which a byte was moved, bytes that were not moved taken as zero.
+    """
 
     def __init__(self, device: Device, slot: Slot, job: plan.Job) -> None:
-        self._device = device
-        self._slot: Slot | None = slot
+        super().__init__(device, slot)
         self._job = job
-        self._sums: list[npt.NDArray[np.uint64]] = []
 
-    def done(self) -> bool:
-        """Whether it has ended."""
-        return self._slot is None or self._slot.done()
-
-    def wait(self) -> tuple[bytes, list[npt.NDArray[np.uint64]]]:
-        """Waits for the end.
-
-        Returns:
-            A ``Status`` for each part; the sums of each part's tiles, from the first to the last
-            of which a byte was moved, bytes that were not moved taken as zero.
-        """
-        if self._slot is not None:
-            self._slot.wait()
-            results = self._slot.results(self._job.tiles, np.uint64)
-            self._sums = self._job.sums(results.copy())
-            self._device.release(self._slot)
-            self._slot = None
+    def _read(self, slot: Slot) -> tuple[bytes, list[npt.NDArray[np.uint64]]]:
+        sums = self._job.sums(slot.results(self._job.tiles, np.uint64).copy())
         statuses = self._job.statuses(np.zeros(self._job.parts, dtype=np.uint32))
-        return statuses[0][0], self._sums
+        return statuses[0][0], sums
 
 
 class Storer:
