@@ -49,7 +49,7 @@ def worst(found: Sequence[Any]) -> Any:
 
 
 class Halves:
-    """Both runs of pytest in one directory.
+    """Both runs of pytest in one directory; signals that would end this process interrupt both.
 
     Args:
         root: where pytest runs.
@@ -60,18 +60,23 @@ class Halves:
     def __init__(self, root: Path, first: Sequence[str], said: IO[bytes]) -> None:
         shown = ["--color=yes"] if sys.stdout.isatty() else []
         chosen = (list(first), [*shown, *(f"--ignore={path}" for path in first)])
-        self._processes = [
-            subprocess.Popen(
-                [sys.executable, "-m", "pytest", "-o", f"cache_dir={cache}", *arguments],
-                cwd=root,
-                stdin=subprocess.DEVNULL,
-                stdout=out,
-                stderr=out and subprocess.STDOUT,
-                # A terminal's interrupt comes through here alone: a second one breaks off the end.
-                start_new_session=True,
+        self._processes: list[subprocess.Popen[bytes]] = []
+        # Before they start: what is ignored here would be ignored there.
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            signal.signal(number, self.interrupt)
+        for cache, arguments, out in zip(_CACHES, chosen, (None, said), strict=True):
+            self._processes.append(
+                subprocess.Popen(
+                    [sys.executable, "-m", "pytest", "-o", f"cache_dir={cache}", *arguments],
+                    cwd=root,
+                    stdin=subprocess.DEVNULL,
+                    stdout=out,
+                    stderr=out and subprocess.STDOUT,
+                    # A terminal's interrupt comes through here alone: a second one would break
+                    # off their end.
+                    start_new_session=True,
+                )
             )
-            for cache, arguments, out in zip(_CACHES, chosen, (None, said), strict=True)
-        ]
 
     def interrupt(self, *_: object) -> None:
         """Ends both as Ctrl-C does."""
@@ -106,10 +111,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     seed = os.environ.setdefault(SEED, str(random.SystemRandom().getrandbits(32)))
     print(f"== {' '.join(options.first)}; beside it, shown after it, the others", flush=True)
     with tempfile.NamedTemporaryFile() as written, open(written.name, "rb") as said:
-        halves = Halves(root, options.first, written)
-        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-            signal.signal(number, halves.interrupt)
-        statuses = halves.statuses(said)
+        statuses = Halves(root, options.first, written).statuses(said)
     run = joined(seed, [last_run(root, cache / _RUN_IN_CACHE) for cache in _CACHES])
     (root / RUN).parent.mkdir(parents=True, exist_ok=True)
     (root / RUN).write_text(json.dumps(run))
