@@ -38,17 +38,22 @@ from kmesh_vllm.restoring import load_plan
 from kmesh_vllm.sharding import Sharding
 
 WAIT = 60.0
-BLOCK, BLOCKS = 16, 64
+BLOCK, BLOCKS = 16, 96
+#: Spans of each sibling that become recipes, by their tokens. Of the longer ones, whose recipes
+#: spare tiles sooner, the first does too.
+RECIPES = {64: 3, 128: 4}
+
+
+@pytest.fixture(params=[SPAN])
+def household(request: pytest.FixtureRequest) -> Household:
+    """Of spans of so many tokens, as many in each prompt."""
+    times = request.param // SPAN
+    return Household(percent=5, span=request.param, shared=208 * times, own=112 * times)
 
 
 @pytest.fixture
-def household() -> Household:
-    return Household(percent=5)
-
-
-@pytest.fixture
-def spand(start_spand: Callable[..., Daemon]) -> Daemon:
-    daemon = start_spand(host_memory="16MiB")
+def spand(start_spand: Callable[..., Daemon], household: Household) -> Daemon:
+    daemon = start_spand(host_memory="16MiB", span_tokens=household.span)
     daemon.wait_populated()
     return daemon
 
@@ -89,20 +94,21 @@ class Worker:
         for spans in self.household.siblings:
             if names and spans.name not in names:
                 continue
-            count = SPAN * len(spans.payloads) // BLOCK
+            count = self.household.span * len(spans.payloads) // BLOCK
             places[spans.name] = list(range(behind, behind + count))[::-1]
             behind += count
             lease = self.session.acquire(
                 spans.keys, [self.household.shard], recipes=True, device=device
             )
-            assert sum(map(lease.is_recipe, range(len(spans.payloads)))) == 3
+            recipes = sum(map(lease.is_recipe, range(len(spans.payloads))))
+            assert recipes == RECIPES[self.household.span]
             self.leases[spans.name] = lease
             plans.append(self.plan(spans, lease, places[spans.name]))
         self.loader.start(plans)
         return places
 
     def plan(self, spans: Spans, lease: Lease, blocks: list[int]) -> LoadPlan:
-        tokens = SPAN * len(spans.payloads)
+        tokens = self.household.span * len(spans.payloads)
         state = RequestState(spans.name, [0] * tokens, self.household.namespace)
         restore = Restore(
             self.session, Hit(self.sharding, len(spans.payloads), 0), 0, tokens, Future(),
@@ -125,15 +131,15 @@ class Worker:
 
     def wrong(self, spans: Spans, blocks: list[int]) -> set[int]:
         """Spans whose bytes the pages do not hold."""
-        shape = self.household.shape
+        shape, span = self.household.shape, self.household.span
         found = set()
         for number, payload in enumerate(spans.payloads):
             state = np.frombuffer(payload, np.uint16)
-            state = state.reshape(shape.layers, 2, shape.heads, SPAN, shape.head_dim)
-            own = blocks[number * SPAN // BLOCK : (number + 1) * SPAN // BLOCK]
+            state = state.reshape(shape.layers, 2, shape.heads, span, shape.head_dim)
+            own = blocks[number * span // BLOCK : (number + 1) * span // BLOCK]
             for layer, page in enumerate(self.pages):
                 held = page[own].view(torch.uint16).numpy().swapaxes(0, 1)
-                held = held.reshape(shape.heads, SPAN, 2, shape.head_dim)
+                held = held.reshape(shape.heads, span, 2, shape.head_dim)
                 if (held.transpose(2, 0, 1, 3) != state[layer]).any():
                     found.add(number)
         return found
@@ -150,13 +156,15 @@ def worker(spand: Daemon, household: Household) -> Iterator[Worker]:
     with Session.connect(spand.socket_dir, role=Role.TOOL, timeout=30) as session:
         household.settle(session)
         family = session.families
-        wait_for(lambda: family.describe("round").family.mirrors == 6, WAIT, "recipes")
+        wanted = 2 * RECIPES[household.span]
+        wait_for(lambda: family.describe("round").family.mirrors == wanted, WAIT, "recipes")
         made = Worker(session, household)
         assert made.mover.takes_recipes(0)
         yield made
         made.close()
 
 
+@pytest.mark.parametrize("household", RECIPES, indirect=True)
 def test_a_round_of_siblings_is_one_launch(
     spand: Daemon, household: Household, worker: Worker
 ) -> None:
