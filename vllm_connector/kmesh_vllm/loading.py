@@ -146,8 +146,10 @@ class Loader:
         self._jobs.clear()
 
     def _watch(self, until: float) -> None:
-        """Returns when something that moves is done, when there is news, at that time, or soon: loads
-        that have not begun may be late."""
+        """Returns when something that moves is done, when there is news, or at that time.
+
+        Soon in any case: loads that have not begun may be late.
+        """
         until = min(until, time.monotonic() + _WATCH)
         while not self._news.is_set() and time.monotonic() < until:
             _host.nap(_POLL)

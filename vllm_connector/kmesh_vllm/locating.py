@@ -14,7 +14,6 @@ from kmesh.errors import ProtocolError
 from kmesh.layout import TILE_BYTES
 from kmesh_vllm.movers import Slab
 
-
 _EXTENT = struct.Struct("<4Q")
 #: number, address, address of its sums, whether it is GPU memory
 _SLAB = struct.Struct("<4Q")
