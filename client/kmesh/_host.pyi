@@ -7,7 +7,12 @@ outside the memory that was named.
 
 from collections.abc import Sequence
 
+import numpy as np
+from numpy.typing import NDArray
 from typing_extensions import Buffer
+
+#: ``kmesh.kernels.plan.RECORD``s. A view of such an array would cost more than most calls.
+Parts = Buffer | NDArray[np.void]
 
 TILE_BYTES: int
 
@@ -334,7 +339,7 @@ def leased_parts(
             2**30 or more.
     """
 
-def chunks(parts: Buffer, room: int, smallest: int, /) -> tuple[bytes, bytes, bytes]:
+def chunks(parts: Parts, room: int, smallest: int, /) -> tuple[bytes, bytes, bytes]:
     """Payloads of parts (``kmesh.kernels.plan.RECORD``) in chunks of at most ``room`` bytes, which
     get smaller towards the end, down to ``smallest``.
 
@@ -347,14 +352,14 @@ def chunks(parts: Buffer, room: int, smallest: int, /) -> tuple[bytes, bytes, by
         ValueError: the buffer has the wrong length, or a payload has no room in a chunk.
     """
 
-def payload_bytes(parts: Buffer, /) -> tuple[int, int]:
+def payload_bytes(parts: Parts, /) -> tuple[int, int]:
     """Bytes of the payloads of parts (RECORD): of all, and of the largest.
 
     Raises:
         ValueError: the buffer has the wrong length.
     """
 
-def moved_bytes(parts: Buffer, status: Buffer, row_bytes: int, /) -> int:
+def moved_bytes(parts: Parts, status: Buffer, row_bytes: int, /) -> int:
     """Bytes of pages that those parts (RECORD) have written whose status is 0.
 
     Raises:

@@ -121,4 +121,4 @@ class Launched:
             result = np.frombuffer(bytearray(self._results[number]), np.uint8)
             result[piece.on_gpu == on_gpu] = np.frombuffer(status, np.uint8)
             self._results[number] = result.tobytes()
-        self._moved[route] += _host.moved_bytes(records.data, status, self._row_bytes)
+        self._moved[route] += _host.moved_bytes(records, status, self._row_bytes)

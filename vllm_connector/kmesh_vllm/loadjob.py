@@ -221,10 +221,10 @@ class Clerk:
             job.bad.append((max(job.reach, plan.begin), plan.end))
             self._counts.add("load_failed_error")
         row = self._cache.layout.row_bytes
-        self._counts.add("restored_bytes", _host.moved_bytes(piece.records.data, status, row))
+        self._counts.add("restored_bytes", _host.moved_bytes(piece.records, status, row))
         if plan.mirrors:
             recipes = np.frombuffer(status, np.uint8)[job.mirrored]
-            amount = _host.moved_bytes(piece.records[job.mirrored].data, recipes.data, row)
+            amount = _host.moved_bytes(piece.records[job.mirrored], recipes.data, row)
             self._counts.add("restored_bytes_recipes", amount)
 
     def _corrupt(self, job: LoadJob, entry: int) -> None:

@@ -70,7 +70,7 @@ def chunks_of(records: npt.NDArray[np.void], room: int, smallest: int) -> Iterat
     Raises:
         ValueError: a payload is larger than ``room``.
     """
-    offsets, chunks, copies = _host.chunks(records.data, room, smallest)
+    offsets, chunks, copies = _host.chunks(records, room, smallest)
     places, each = np.frombuffer(offsets, np.uint64), memoryview(copies)
     for begin, end, size, one, behind in _CHUNK.iter_unpack(chunks):
         mine = each[_COPY.size * one : _COPY.size * behind]

@@ -258,11 +258,11 @@ class Restorer:
         # twice, and what fits no buffer can't be.
         if not all([load.requests for load in loads]):
             return False
-        largest = max([_host.payload_bytes(load.records.data)[1] for load in loads], default=0)
+        largest = max([_host.payload_bytes(load.records)[1] for load in loads], default=0)
         return requests <= plan.SHARED_BY and largest <= self._settings.chunk_bytes
 
     def _choose(self, loads: Sequence[Load], requests: int, grid: Grid) -> Route:
-        size = sum([_host.payload_bytes(load.records.data)[0] for load in loads])
+        size = sum([_host.payload_bytes(load.records)[0] for load in loads])
         if not size or not requests:
             return Route.KERNEL
         return choose(size, requests, grid.blocks, self.rates)
