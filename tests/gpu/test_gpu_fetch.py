@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import mmap
+import os
 from typing import Any
 
 import numpy as np
@@ -31,7 +32,9 @@ def test_pieces_of_every_memory_that_a_slab_may_be_in(
     for node in (None, device.host_node):
         memory = DeviceMemory.create(device, size, node=node)
         memory.write(data.tobytes())
-        made += [memory, DeviceMemory.open(device, memory.export(), size)]
+        fd = memory.export()
+        made += [memory, DeviceMemory.open(device, fd, size)]
+        os.close(fd)
         addresses.append(made[-1].address)
     fetcher = Fetcher()
     for count in (1, 3, 700):
