@@ -2,31 +2,22 @@
 
 from __future__ import annotations
 
-from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 import numpy.typing as npt
 
-#: One stored span of a load: where it lies, and which tokens of the request it holds.
-SPAN_RECORD = np.dtype(
-    [
-        ("slab", np.uint32),
-        ("part", np.uint32),  # number of its shard within its sharding
-        ("offset", np.uint64),
-        ("length", np.uint64),
-        ("root", np.uint64),
-        ("tokens", np.uint32),  # that the stored span holds
-        ("entry", np.uint32),  # of the lease
-        ("start", np.uint64),  # position of its first token in the request
-    ]
-)
+from kmesh import _host
+from kmesh.kernels.plan import LEASED
+
+#: One stored span of a load.
+SPAN_RECORD = LEASED
 
 
 def packed_ids(blocks: Sequence[int]) -> bytes:
     """Ids of blocks as int64, one behind the other."""
-    return array("q", blocks).tobytes()
+    return np.frombuffer(_host.token_words(blocks), np.uint32).astype(np.int64).tobytes()
 
 
 #: Of a load's spans, one that is a recipe: which, and the payload that it gives.

@@ -80,6 +80,12 @@ class Piece:
     on_gpu: npt.NDArray[np.bool_]
     pages: Ids
     recipes: Recipes | None = None
+    #: Values that ``on_gpu`` has, once they were looked for.
+    _places: bytes | None = None
+
+    def like(self, pages: Ids) -> Piece:
+        """The same parts for the pages of another request, without recipes."""
+        return Piece(self.records, self.on_gpu, pages, None, self._places)
 
     def without(self, dropped: npt.NDArray[np.bool_]) -> Piece:
         """The same piece without some of its records."""
@@ -90,8 +96,12 @@ class Piece:
 
     def part(self, on_gpu: bool) -> Records:
         """The records whose payloads are in a GPU's memory, or those whose are not."""
-        here = self.on_gpu if on_gpu else ~self.on_gpu
-        return self.records if here.all() else self.records[here]
+        if self._places is None:
+            places = self.on_gpu.tobytes()
+            self._places = bytes([value for value in (0, 1) if value in places])
+        if len(self._places) <= 1:
+            return self.records if self._places == bytes([on_gpu]) else self.records[:0]
+        return self.records[self.on_gpu == on_gpu]
 
 
 class Moving(Protocol):

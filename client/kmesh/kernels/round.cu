@@ -134,8 +134,9 @@ __device__ inline Lot lot_of(const Job *job, Range range) {
 template <typename V>
 __device__ inline void restore_round(const Job *job, u32 *results, Range range, u8 *shared) {
     Ring<V> ring(shared, job->stages, ITEM_BYTES, job->entries);
-    move<1, Producer<V, RoundRows>, Consumer<V, RoundRows>>(job, ring, range, lot_of(job, range), true);
-    finish<RoundRows>(job, results, range, shared);
+    move<1, Producer<V, RoundRows>, Consumer<V, RoundRows>>(job, ring, range, lot_of(job, range),
+                                               all_consumers());
+    finish<RoundRows>(job, results, range, shared, everybody());
 }
 
 // A job, of so many vectors, from where the host wrote it. The copy engine would bring it behind all
