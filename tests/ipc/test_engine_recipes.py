@@ -32,6 +32,7 @@ from kmesh_vllm.config import Settings
 from kmesh_vllm.counts import Counts
 from kmesh_vllm.gpumover import GpuMover
 from kmesh_vllm.identity import Identity
+from kmesh_vllm.leases import Held
 from kmesh_vllm.loading import Loader
 from kmesh_vllm.lookup import Hit
 from kmesh_vllm.metadata import LoadPlan
@@ -107,9 +108,10 @@ class Worker:
     def plan(self, spans: Spans, lease: Lease, blocks: list[int]) -> LoadPlan:
         tokens = SPAN * len(spans.payloads)
         state = RequestState(spans.name, [0] * tokens, self.household.namespace)
+        held = Held(Future(), 0.0, lambda _: None)
         restore = Restore(
-            self.session, Hit(self.sharding, len(spans.payloads), 0), 0, tokens, Future(),
-            lease, 0, tokens,
+            self.session, Hit(self.sharding, len(spans.payloads), 0), 0, tokens, held, lease, 0,
+            tokens,
         )  # fmt: skip
         return load_plan(state, restore, lease, blocks)
 
