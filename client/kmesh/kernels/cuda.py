@@ -186,15 +186,17 @@ class Restorer:
         self._buffers = Buffers(self._device, self._settings.chunk_bytes, self._settings.chunks)
 
     def prepare(self, *, copies: bool) -> None:
-        """Allocates what the first restore would otherwise; may take some milliseconds.
+        """Compiles and allocates what the first restore would otherwise wait for. May be called in
+        any thread, before another one uses this object.
 
         Args:
             copies: and the copy engine's buffers, if the GPU has memory for them.
 
         Raises:
-            RuntimeError: there is no memory.
+            MemoryError: there is none for a job now; the first restore will ask again.
         """
         with self._device:
+            self._device.prepare("restore", "kmesh_restore_16")
             self._device.reserve()
             if copies:
                 self._buffers.get()
