@@ -63,34 +63,28 @@ def chunks_of(
     Towards the end they get smaller, down to ``smallest`` bytes: what has come last is scattered
     when the bus has nothing left to bring. Neighbours in memory are one copy.
     """
-    sizes = np.asarray(lengths, dtype=np.int64)
+    where, sizes = np.asarray(addresses, dtype=np.int64), np.asarray(lengths, dtype=np.int64)
     taken = (sizes + _ALIGN - 1) // _ALIGN * _ALIGN
     starts = np.cumsum(taken) - taken
+    ends = starts + sizes
     # What lies one behind the other in memory as well as in a buffer is as far from both.
-    apart = np.asarray(addresses, dtype=np.int64) - starts
-    ends, left, begin = starts + sizes, int(sizes.sum()), 0
+    breaks = [*(np.flatnonzero(np.diff(where - starts)) + 1).tolist(), len(sizes)]
+    before = [0, *np.cumsum(sizes).tolist()]
+    begin = number = 0
     while begin < len(sizes):
-        target, at = min(room, max(left // 2, smallest)), int(starts[begin])
-        end = max(int(np.searchsorted(ends, at + target, side="right")), begin + 1)
-        offsets = starts[begin:end] - at
-        copies = _copies(offsets, sizes[begin:end], apart[begin:end] + at)
-        size = int(sizes[begin:end].sum())
-        left -= size
-        yield Chunk(begin, end, copies, offsets, size)
+        left, at = before[-1] - before[begin], int(starts[begin])
+        target = min(room, max(left // 2, smallest))
+        end = max(int(ends.searchsorted(at + target, side="right")), begin + 1)
+        copies, one = [], begin
+        while one < end:
+            while breaks[number] <= one:
+                number += 1
+            behind = min(breaks[number], end)
+            offset = int(starts[one]) - at
+            copies.append(Copy(offset, int(where[one]), int(ends[behind - 1]) - at - offset))
+            one = behind
+        yield Chunk(begin, end, copies, starts[begin:end] - at, before[end] - before[begin])
         begin = end
-
-
-def _copies(
-    offsets: npt.NDArray[np.int64], sizes: npt.NDArray[np.int64], apart: npt.NDArray[np.int64]
-) -> list[Copy]:
-    """Of payloads that go to ``offsets``, and are ``apart`` bytes further in memory."""
-    made = []
-    breaks = (np.flatnonzero(np.diff(apart)) + 1).tolist()
-    for one, behind in pairwise([0, *breaks, len(sizes)]):
-        offset = int(offsets[one])
-        size = int(offsets[behind - 1] + sizes[behind - 1]) - offset
-        made.append(Copy(offset, int(apart[one]) + offset, size))
-    return made
 
 
 class Copier:
