@@ -27,7 +27,7 @@ from kmesh.kernels.chooser import Route
 from kmesh.kernels.cuda_rounds import RoundRestorer
 from kmesh.kernels.host import PagedLayout
 from kmesh.kernels.plan import Memory, Request
-from kmesh.kernels.rounds import HostBytes, Round
+from kmesh.kernels.rounds import HostBytes
 
 SIZES = Sizes(layers=28, heads=4, head_dim=128, spans=64, span_tokens=64, own=12, members=8)
 BLOCK = 16
@@ -148,24 +148,19 @@ def seconds(call: Callable[[], None]) -> float:
 def measured(count: int) -> Iterator[tuple[str, dict[str, list[float]]]]:
     """Microseconds of each step, with caches warm and cold."""
     gpu = _Gpu()
-    with mock.patch.object(device, "cupy", lambda: gpu):
+    with mock.patch.object(device, "cupy", return_value=gpu):
         bench = Bench(SIZES, gpu)
         other = np.zeros(_EVICT_BYTES, np.uint8)
-        for caches in ("warm", "cold"):
+        for caches, size in (("warm", 0), ("cold", len(other))):
             samples: dict[str, list[float]] = {}
             for number in range(-3, count):
-
-                def evict() -> None:
-                    if caches == "cold":
-                        other[::] += 1
-
                 took = {}
                 for name, call in (
                     ("tables", bench.read_tables), ("reads", bench.reads), ("plan", bench.plan),
                 ):  # fmt: skip
-                    evict()
+                    other[:size] += 1
                     took[name] = seconds(call)
-                evict()
+                other[:size] += 1
                 took |= bench.restore()
                 if number >= 0:
                     for name, taken in took.items():

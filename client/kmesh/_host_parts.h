@@ -65,21 +65,15 @@ static void *km_round_again(km_grown *table, size_t begin, size_t end) {
     return made;
 }
 
-// Writes down for a source what was for one like it.
+// Writes down for a source what was for one like it; its strands and items are the other's.
 static int km_round_repeat(km_round *r, const km_source *source, const km_drawn *d) {
     const km_apart *apart = km_round_apart(r, source, km_at(&r->sources, d->source));
-    uint32_t strands = (uint32_t)(r->strands.count - d->strands);
-    uint32_t cells = (uint32_t)(r->cells.count - d->cells);
     uint32_t takers = (uint32_t)(r->takers.count - d->takers);
-    uint32_t pieces = (uint32_t)(r->pieces.count - d->pieces), part = (uint32_t)r->parts.count;
-    km_strand *strand = km_round_again(&r->strands, d->strands, d->strands_end);
+    uint32_t pieces = (uint32_t)(r->pieces.count - d->pieces);
     km_cell *cell = km_round_again(&r->cells, d->cells, d->cells_end);
     km_taker *taker = km_round_again(&r->takers, d->takers, d->takers_end);
     km_piece *piece = km_round_again(&r->pieces, d->pieces, d->pieces_end);
-    km_round_item *item = km_round_again(&r->items, d->items, d->items_end);
-    if (!apart || !strand || !cell || !taker || !piece || !item) return 0;
-    for (size_t i = 0; i < d->strands_end - d->strands; i++)
-        strand[i].part = part, strand[i].cell_begin += cells;
+    if (!apart || !cell || !taker || !piece) return 0;
     for (size_t i = 0; i < d->cells_end - d->cells; i++) cell[i].taker_begin += takers;
     for (size_t i = 0; i < d->takers_end - d->takers; i++, taker++) {
         const km_apart *claim = &apart[taker->claim];
@@ -87,7 +81,6 @@ static int km_round_repeat(km_round *r, const km_source *source, const km_drawn 
         for (uint32_t p = 0; p < taker->pieces; p++, piece++)
             piece->shift += claim->shift, piece->turn += piece->turn ? claim->turn : 0;
     }
-    for (size_t i = 0; i < d->items_end - d->items; i++) item[i].strand += strands;
     r->bytes += d->bytes;
     uint32_t *bits = r->bits.at;
     for (uint64_t t = 0, to = r->tiles; t < km_tiles(source->part.length); t++, to++)
@@ -148,7 +141,7 @@ static int km_round_part(km_round *r, uint32_t number) {
         r->wrong = "more than 2^31 tiles at once";
         return 1;
     }
-    uint32_t first = (uint32_t)r->items.count, *noted = km_round_noted(r, source);
+    uint32_t cells = (uint32_t)r->cells.count, *noted = km_round_noted(r, source);
     const km_drawn *like = *noted == KM_NOBODY ? NULL : km_at(&r->drawn, *noted);
     if (like && !km_round_same(r, source, km_at(&r->sources, like->source))) like = NULL;
     if (!km_round_bits(r, tiles) ||
@@ -156,14 +149,17 @@ static int km_round_part(km_round *r, uint32_t number) {
         !km_round_uses(r, source))
         return 0;
     km_job_part *part = km_grow(&r->parts, 1);
-    if (!part) return 0;
+    km_placed *placed = km_grow(&r->placed, 1);
+    if (!part || !placed) return 0;
     const km_drawn *d = km_at(&r->drawn, *noted);
+    *placed = (km_placed){*noted, cells - (uint32_t)d->cells, r->strand_count, r->item_count};
     *part = (km_job_part){.part = source->part,
-                          .item_begin = first,
+                          .item_begin = (uint32_t)r->item_count,
                           .tile_begin = (uint32_t)r->tiles,
                           .end_tile = (uint32_t)tiles,
                           .requests = d->wanted};
     r->tiles += tiles;
+    r->strand_count += d->strands_end - d->strands, r->item_count += d->items_end - d->items;
     return 1;
 }
 

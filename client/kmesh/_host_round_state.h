@@ -55,7 +55,7 @@ typedef struct {
 } km_round_options;
 
 typedef struct {
-    uint64_t size, upload, vector, parts, items, tiles, bytes, shared, blocks;
+    uint64_t size, upload, vector, parts, items, tiles, bytes, shared, blocks, drawn;
 } km_round_sizes;
 
 // Who took something of a part: a member, or (behind all members) the base that it is of.
@@ -66,8 +66,8 @@ typedef struct {
 // What one member takes of a source: what a recipe's ops take of one of its segments, or one of
 // these. Claims of a source are in a list.
 enum { KM_CLAIM_DENSE = UINT32_MAX, KM_CLAIM_LITERAL = UINT32_MAX - 1, KM_NOBODY = UINT32_MAX };
-// Turns among which a recipe's are looked for.
-enum { KM_TURNS_BACK = 64 };
+// Turns among which a recipe's are looked for; how many members ahead tables are asked for.
+enum { KM_TURNS_BACK = 64, KM_AHEAD_TABLES = 2 };
 
 typedef struct {
     uint32_t member, segment, next, used;
@@ -99,6 +99,13 @@ typedef struct {
     size_t strands_end, cells_end, takers_end, pieces_end, items_end;
 } km_drawn;
 
+// What a part's strands and items are copied from, where they are in the job, and how far its cells
+// are from those of the one that was drawn.
+typedef struct {
+    uint32_t drawn, cells;
+    uint64_t strands, items;
+} km_placed;
+
 // Recipes whose lists, ops and runs are the same: the first one, the sources that were drawn last of
 // those that such a recipe claims first (its own literals, and a payload), and whether all layers have
 // one list for K and one for V.
@@ -127,8 +134,9 @@ typedef struct {
     uint32_t shape_hint, turn_hint, dense;  // `dense`: of payloads that a dense member claims first
     uint32_t pairs, interleaved, element;
     km_grown sources, claims, matched, parts, strands, cells, takers, pieces, items, turns, bits;
-    km_grown uses, orders, sorted, literals, lists, stretches, shapes, drawn, claimed;
+    km_grown uses, orders, sorted, literals, lists, stretches, shapes, drawn, claimed, placed;
     uint64_t tiles, bytes, most, slow_items;
+    uint64_t strand_count, item_count;  // of the job: what is repeated is in no table
     const char *wrong;  // what is not served
 } km_round;
 

@@ -311,14 +311,18 @@ class Loader:
         try:
             self._moving.append((_start(self._mover, jobs), jobs))
         except UnsupportedError as wrong:
-            mirrored = [job for job in jobs if job.piece and job.piece.recipes]
-            with self._lock:
-                for job in mirrored:
-                    job.decoded, job.state = str(wrong), State.WAITING
+            self._refused(jobs, wrong)
+
+    def _refused(self, jobs: list[LoadJob], wrong: UnsupportedError) -> None:
+        """Has recipes decoded that the mover does not move, and starts the others without them."""
+        mirrored = _mirrored(jobs)
+        with self._lock:
             for job in mirrored:
-                self._submit(job)
-            if dense := [job for job in jobs if job.state is State.MOVING]:
-                self._move(dense)
+                job.decoded, job.state = str(wrong), State.WAITING
+        for job in mirrored:
+            self._submit(job)
+        if dense := [job for job in jobs if job.state is State.MOVING]:
+            self._move(dense)
 
     def _settle(self) -> None:
         """Ends what was started and is done."""
@@ -337,6 +341,9 @@ class Loader:
                 with self._lock:
                     job.state = State.DONE
         except Exception as wrong:
+            if isinstance(wrong, UnsupportedError) and _mirrored(jobs):
+                self._refused(jobs, wrong)
+                return
             _log(wrong)
             for job in jobs:
                 self._fail(job, (State.MOVING,), "load_failed_error")
@@ -382,6 +389,11 @@ class Loader:
             job.bad = [(job.plan.begin, job.plan.end)]
             job.state = State.DONE
         self._counts.add(count)
+
+
+def _mirrored(jobs: list[LoadJob]) -> list[LoadJob]:
+    """Those with recipes that are moved as they lie."""
+    return [job for job in jobs if job.piece and job.piece.recipes]
 
 
 def _log(wrong: Exception) -> None:

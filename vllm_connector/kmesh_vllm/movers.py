@@ -122,6 +122,7 @@ class Moving(Protocol):
         """For each piece, a ``kmesh.kernels.host.Status`` for each record; once ``done``.
 
         Raises:
+            UnsupportedError: as ``Mover.restore``; no page was written.
             Exception: the move failed as a whole; all of its pages may hold anything.
         """
 
@@ -220,7 +221,8 @@ class Mover(Protocol):
         """Starts to move the pieces, behind all that the engine has started on its pages.
 
         Raises:
-            UnsupportedError: the recipes among them have to be decoded; nothing was started.
+            UnsupportedError: the recipes among them have to be decoded; nothing was started. Where
+                that is not known at once, ``Moving.statuses`` raises it.
         """
 
     def ready(self) -> bool:

@@ -189,15 +189,17 @@ class Restorer:
         self._grids: dict[tuple[Memory, int], Grid] = {}
 
     def prepare(self, *, copies: bool) -> None:
-        """Allocates what the first restore would otherwise; may take some milliseconds.
+        """Compiles and allocates what the first restore would otherwise wait for. May be called in
+        any thread, before another one uses this object.
 
         Args:
             copies: and the copy engine's buffers, if the GPU has memory for them.
 
         Raises:
-            RuntimeError: there is no memory.
+            MemoryError: there is none for a job now; the first restore will ask again.
         """
         with self._device:
+            self._device.prepare("restore", "kmesh_restore_16")
             self._device.reserve()
             if copies:
                 self._buffers.get()
@@ -265,7 +267,7 @@ class Restorer:
 
     def _choose(self, loads: Sequence[Load], requests: int, grid: Grid) -> Route:
         row = self._layout.row_bytes
-        size = sum(sum(part_reads(load.records, row)) for load in loads)
+        size = sum(sum(part_reads(load.records.data, row)) for load in loads)
         if not size or not requests:
             return Route.KERNEL
         return choose(size, requests, grid.blocks, self.rates, _whole(loads))

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import ctypes
 from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import lru_cache
 from typing import Any, Self
 
@@ -225,25 +227,49 @@ class Launcher(ABC):
             told: address for the kernel, of a kernel that takes parts; 0: of the slot's results.
         """
 
-    def job(self, stream: int) -> Starting:
+    @contextmanager
+    def slot(self) -> Iterator[Slot]:
+        """Memory for one job while it is written, for ``job``. When that fails, nothing was
+        started, so that nothing is waited for."""
+        slot = self._take()
+        try:
+            yield slot
+        except BaseException:
+            self.release(slot)
+            raise
+
+    def job(self, stream: int, slot: Slot | None = None) -> Starting:
         """Memory for one job that is started on a stream, until ``release``.
 
         When starting it fails, it waits for what was started and takes the memory back.
+
+        Args:
+            slot: in which the job was written; by default it is given one.
         """
+        return Starting(self, slot or self._take(), stream)
+
+    def reserve(self, size: int = 1) -> None:
+        """Has memory for a job of usual size, or of ``size`` bytes, so that the first one does not
+        wait for it.
+
+        Raises:
+            MemoryError: there is none now.
+        """
+        if not self._free:
+            self._free.append(Slot(self.runtime, self._allocate_pinned))
+        try:
+            self._free[-1].reserve(size)
+            self._free[-1].expect(1)
+        except RuntimeError as lacking:
+            raise MemoryError(str(lacking)) from lacking
+
+    def _take(self) -> Slot:
         slot = self._free.pop() if self._free else Slot(self.runtime, self._allocate_pinned)
         self._busy.add(slot)
-        return Starting(self, slot, stream)
-
-    def reserve(self) -> None:
-        """Has memory for a job of usual size, so that the first one does not wait for it."""
-        if not self._free:
-            slot = Slot(self.runtime, self._allocate_pinned)
-            self._free.append(slot)
-            slot.reserve(1)
-            slot.expect(1)
+        return slot
 
     def release(self, slot: Slot) -> None:
-        """Its job has ended, and its results were read."""
+        """Its job has ended, and its results were read; or it was never started."""
         self._busy.discard(slot)
         self._free.append(slot)
 

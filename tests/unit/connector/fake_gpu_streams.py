@@ -22,7 +22,7 @@ from kmesh.codec.recipe import _tables_end
 from kmesh.codec.records import HEAD as RECIPE_HEAD
 from kmesh.codec.records import HEAD_FIELDS
 from kmesh.cuda.device import Device
-from kmesh.errors import CudaError
+from kmesh.errors import CudaError, UnsupportedError
 from kmesh.kernels import reference, round_reference, rounds
 from kmesh.kernels.chooser import Rates, Route
 from kmesh.kernels.cuda import H200, Load, Memory, Request
@@ -302,13 +302,29 @@ def _restore(layout: PagedLayout, loads: Sequence[Load]) -> list[list[bytes]]:
     return found
 
 
+class _Refused(_Pending):
+    """What is not served, as is seen when copies are on their way."""
+
+    def __init__(self, gpu: FakeGpu, stream: int, why: UnsupportedError) -> None:
+        super().__init__(gpu, stream, lambda: None, Route.COPY)
+        self._why = why
+
+    def wait(self) -> Any:
+        super().wait()
+        raise self._why
+
+
 class _RoundRestorer(_Kernels):
-    def prepare(self) -> None:
+    def prepare(self, *, copies: bool) -> None:
         self._gpu.called("prepare_rounds")
 
     def restore(self, wanted: Round, stream: int) -> _Pending:
         gpu = self._gpu
         gpu.called("round")
+        try:
+            gpu.called("plan_round")
+        except UnsupportedError as why:
+            return _Refused(gpu, stream, why)
         memory = Memory.GPU if wanted.members["order"].any() else Memory.HOST
         gpu.launches.append(("round", memory, len(wanted.bases), len(wanted.requests)))
         read = rounds.write(self._layout, wanted).read_bytes
