@@ -83,6 +83,44 @@ def taken(shape: pair_engines.Shape) -> engines.Taken:
     return found
 
 
+class Storing:
+    """An engine and its daemon: prompts are stored from the second run on, and one span is late."""
+
+    def __init__(self, runs: int = 1) -> None:
+        self.runs, self.spans, self.late = -runs, 0, 0
+        self.told: list[str] = []
+
+    def run(self, prompts: list[list[int]]) -> None:
+        self.runs += 1
+        self.told.append(f"run {len(prompts[0])}")
+        if self.runs > 0:
+            self.late = 1
+            self.spans += -(-len(prompts[0]) // 128) * 2 - 1
+
+    def reset(self) -> None:
+        self.told.append("reset")
+
+    def status(self) -> SimpleNamespace:
+        self.spans, self.late = self.spans + self.late, 0
+        return SimpleNamespace(spans=self.spans)
+
+
+def test_what_an_engine_did_not_store_it_stores_when_asked_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(engines, "_SETTLE_SECONDS", 0.1)
+    prompts = engines.Prompts(1, {"short": 128, "long": 512})
+    both: Any = Storing()
+    engines.store(both, both, prompts, 0, 2, 128)
+    # 192 tokens are a span and a tail, 576 are four and a tail, of two ranks.
+    assert both.spans == 4 + 10
+    assert both.told == ["run 192", "reset", "run 192", "run 576"]
+    monkeypatch.setattr(engines, "_STORE_SECONDS", 0.0)
+    never: Any = Storing(1000)
+    with pytest.raises(RuntimeError, match="0 of 4 spans were stored"):
+        engines.store(never, never, prompts, 0, 2, 128)
+
+
 def test_every_row_has_its_target(host_rows: list[Row]) -> None:
     rows = list(host_rows)
     for shape in (pair_engines.FOUR, pair_engines.EIGHT, pair_engines.LONG):

@@ -52,7 +52,8 @@ def test_each_rank_reads_its_heads(stored: int, asked: int, span: int, read: flo
     shape = replace(SHAPE, span_tokens=span, ways=((stored, asked),))
     name = f"parallel_{stored}_to_{asked}"
     found = values(list(pair_engines.parallel(1, shape)))
-    assert found[f"{name}_read"] == read
+    # Of a tail, and of a span of which a block is missing, more is read than is wanted.
+    assert read <= (found[f"{name}_read"] or 0) < 1.1 * read
     assert found[f"{name}_other_tokens"] == 0
     assert len(found) == 6
 

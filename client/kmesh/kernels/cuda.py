@@ -151,7 +151,7 @@ class Pending(Started[list[list[bytes]]]):
 
 def _whole(loads: Sequence[Load]) -> int:
     """Bytes of all payloads."""
-    return sum(int(load.records["length"].sum()) for load in loads)
+    return sum([_host.payload_bytes(load.records)[0] for load in loads])
 
 
 class Restorer:
@@ -186,6 +186,7 @@ class Restorer:
         self._settings = settings or Settings()
         self.rates = rates
         self._buffers = Buffers(self._device, self._settings.chunk_bytes, self._settings.chunks)
+        self._grids: dict[tuple[Memory, int], Grid] = {}
 
     def prepare(self, *, copies: bool) -> None:
         """Allocates what the first restore would otherwise; may take some milliseconds.
@@ -223,8 +224,8 @@ class Restorer:
         Raises:
             UnsupportedError, ValueError: as ``plan.write``; nothing was started.
         """
-        requests = max((len(load.requests) for load in loads), default=0)
-        grid = self._settings.grid(self._device, memory, requests)
+        requests = max([len(load.requests) for load in loads], default=0)
+        grid = self._grid(memory, requests)
         if memory is Memory.GPU:
             route = Route.KERNEL
         elif route is None:
@@ -247,17 +248,24 @@ class Restorer:
             self._device.close()
             self._buffers.close()
 
+    def _grid(self, memory: Memory, requests: int) -> Grid:
+        grid = self._grids.get((memory, requests))
+        if grid is None:
+            grid = self._settings.grid(self._device, memory, requests)
+            self._grids[memory, requests] = grid
+        return grid
+
     def _fits(self, loads: Sequence[Load], requests: int) -> bool:
         # What is for nobody has no part in the job, what is read more than once would be copied
         # twice, and what fits no buffer can't be.
-        if not all(load.requests for load in loads):
+        if not all([load.requests for load in loads]):
             return False
-        largest = max((int(load.records["length"].max(initial=0)) for load in loads), default=0)
+        largest = max([_host.payload_bytes(load.records)[1] for load in loads], default=0)
         return requests <= plan.SHARED_BY and largest <= self._settings.chunk_bytes
 
     def _choose(self, loads: Sequence[Load], requests: int, grid: Grid) -> Route:
         row = self._layout.row_bytes
-        size = sum(sum(part_reads(load.records.tobytes(), row)) for load in loads)
+        size = sum(sum(part_reads(load.records, row)) for load in loads)
         if not size or not requests:
             return Route.KERNEL
         return choose(size, requests, grid.blocks, self.rates, _whole(loads))
@@ -265,9 +273,9 @@ class Restorer:
     def _by_copies(
         self, loads: Sequence[Load], requests: int, stream: int, copier: Copier
     ) -> Pending:
-        grid = self._settings.grid(self._device, Memory.GPU, requests)
-        # What is first on the bus is on its way before the job is written.
-        trip = copier.start(loads)
+        grid = self._grid(Memory.GPU, requests)
+        # What is first on the bus is on its way before the job is written, which comes behind it.
+        trip = copier.start(loads, free=1)
         try:
             with self._device.job(stream) as slot:
                 job = self._write(slot, trip.loads, grid)
