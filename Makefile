@@ -26,7 +26,7 @@ LOCKS := requirements/lock.txt requirements/lock-nodeps.txt
 # Stamps carry a digest of what they were made from, so that neither a checkout
 # that only moves times nor a branch with another lock is mistaken.
 LOCK_ID := $(shell cat $(LOCKS) | sha256sum | cut -c1-16)
-PROJECT_ID := $(shell sha256sum pyproject.toml | cut -c1-16)
+PROJECT_ID := $(shell cat pyproject.toml tools/client_path.py | sha256sum | cut -c1-16)
 DEPS_STAMP := $(VENV)/.deps-$(LOCK_ID)
 PROJECT_STAMP := $(VENV)/.project-$(LOCK_ID)-$(PROJECT_ID)
 NATIVE := client/kmesh/_host.abi3.so
@@ -59,6 +59,7 @@ $(DEPS_STAMP):
 $(PROJECT_STAMP): | $(DEPS_STAMP)
 	@echo "== KMesh itself"
 	@PYTHONWARNINGS=ignore $(PIP_INSTALL) -q --no-deps --no-build-isolation -e .
+	@$(PY) tools/client_path.py
 	@rm -f $(VENV)/.project-*
 	@touch $@
 

@@ -13,6 +13,7 @@
 #include "_host_codec.h"
 #include "_host_index.h"
 #include "_host_job.h"
+#include "_host_leased.h"
 #include "_host_paged.h"
 #include "_host_region.h"
 #include "_host_round.h"
@@ -396,6 +397,10 @@ static PyMethodDef host_methods[] = {
     {"rows_unpin", host_rows_unpin, METH_VARARGS, NULL},
     {"rows_link", host_rows_link, METH_VARARGS, NULL},
     {"rows_unlink", host_rows_unlink, METH_VARARGS, NULL},
+    {"leased_spans", host_leased_spans, METH_VARARGS, NULL},
+    {"leased_extents", host_leased_extents, METH_VARARGS, NULL},
+    {"leased_parts", host_leased_parts, METH_VARARGS, NULL},
+    {"moved_bytes", host_moved_bytes, METH_VARARGS, NULL},
     {"pack_field", host_pack_field, METH_VARARGS, NULL},
     {"unpack_field", host_unpack_field, METH_VARARGS, NULL},
     {"recipe_check", host_recipe_check, METH_VARARGS, NULL},

@@ -270,12 +270,85 @@ def token_words(ids: Sequence[int], /) -> bytes:
         TypeError: one is no integer.
     """
 
-def chain_keys(parent: Buffer, words: Buffer, step: int, /) -> bytes:
+def chain_keys(
+    parent: Buffer,
+    words: Buffer,
+    step: int,
+    known_words: Buffer = b"",
+    known_keys: Buffer = b"",
+    /,
+) -> bytes:
     """Keys of 32 bytes: of each run of ``step`` bytes the BLAKE3 of the key before it, for the
     first one ``parent``, and of the run.
 
+    known_words, known_keys: runs behind the same parent, and their keys, which are taken for the
+    runs that ``words`` begins with too.
+
     Raises:
-        ValueError: ``parent`` is no key, or ``words`` are not whole runs.
+        ValueError: ``parent`` is no key, ``words`` are not whole runs, or there is no run for a
+            known key.
+    """
+
+def leased_spans(
+    slab: Buffer,
+    offset: Buffer,
+    length: Buffer,
+    root: Buffer,
+    tokens: Buffer,
+    count: int,
+    shards: int,
+    first: int,
+    step: int,
+    /,
+) -> bytes:
+    """The first ``count`` entries of a lease's columns, as ``kmesh.kernels.plan.LEASED``.
+
+    Entry i is of part i % shards, and starts at (first + i // shards) * step.
+
+    Raises:
+        ValueError: a column is too short, or its items are no integers of 1 to 8 bytes.
+    """
+
+def leased_extents(spans: Buffer, heads: Buffer, /) -> bytes:
+    """For each slab of spans that give something: its number, and the largest offset, length and
+    end of a span in it (2**64 - 1 where that is more), as u64.
+
+    heads: of each part of the sharding (first head there, first head here, heads) as u64.
+
+    Raises:
+        ValueError: a buffer has the wrong length, a span begins on no tile, or is of no part.
+    """
+
+def leased_parts(
+    spans: Buffer,
+    heads: Buffer,
+    slabs: Buffer,
+    begin: int,
+    end: int,
+    block: int,
+    src_heads: int,
+    layers: int,
+    /,
+) -> tuple[bytearray, bytearray, bytearray, int, int]:
+    """Parts for the kernels of spans that hold tokens [begin, end) and give something.
+
+    heads: as for ``leased_extents``. slabs: (number, address, address of its sums, whether it is
+    GPU memory) as u64, aligned. block: tokens of a page.
+
+    Returns:
+        (``kmesh.kernels.plan.RECORD`` of each, whether it is in GPU memory, its entry as u32, the
+        position from which theirs count, which begins a page, the one up to which they reach).
+
+    Raises:
+        ValueError: a buffer has the wrong length, a span is of no part or slab, or a position is
+            2**30 or more.
+    """
+
+def moved_bytes(parts: Buffer, status: Buffer, row_bytes: int, /) -> int:
+    """Bytes of pages that those parts (RECORD) have written whose status is 0.
+
+    Raises:
+        ValueError: there is not one status for each part.
     """
 
 def load(address: int, bits: int, /) -> int:

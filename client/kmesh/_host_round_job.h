@@ -3,7 +3,7 @@
 #ifndef KMESH_HOST_ROUND_JOB_H
 #define KMESH_HOST_ROUND_JOB_H
 
-#include "_host_strands.h"
+#include "_host_parts.h"
 
 static int km_round_by_order(const void *a, const void *b) {
     const uint64_t *x = a, *y = b;
@@ -21,7 +21,7 @@ static int km_round_plan(km_round *r) {
         orders[2 * s] = ((const km_source *)km_at(&r->sources, s))->order, orders[2 * s + 1] = s;
     qsort(orders, count, 2 * sizeof *orders, km_round_by_order);
     for (size_t s = 0; s < count && !r->wrong; s++) {
-        if (!km_round_part(r, km_at(&r->sources, orders[2 * s + 1]))) return 0;
+        if (!km_round_part(r, (uint32_t)orders[2 * s + 1])) return 0;
         if (!orders[2 * s]) r->slow_items = r->items.count;
         // In place of the source: what is left is the order of each part.
         orders[s] = orders[2 * s];
@@ -138,13 +138,14 @@ static const char *km_round_write(const km_round *r, unsigned char *memory, size
     return NULL;
 }
 
-enum { KM_ROUND_TABLES = 17, KM_ROUND_KEPT = 32 << 20 };
+enum { KM_ROUND_TABLES = 20, KM_ROUND_KEPT = 32 << 20 };
 
 static void km_round_tables(km_round *r, km_grown *tables[KM_ROUND_TABLES]) {
     km_grown *all[KM_ROUND_TABLES] = {
         &r->sources, &r->claims, &r->matched, &r->parts, &r->strands, &r->cells,
         &r->takers, &r->pieces, &r->items, &r->turns, &r->bits, &r->uses,
-        &r->orders, &r->sorted, &r->literals, &r->lists, &r->stretches};
+        &r->orders, &r->sorted, &r->literals, &r->lists, &r->stretches,
+        &r->shapes, &r->drawn, &r->claimed};
     memcpy(tables, all, sizeof all);
 }
 
@@ -174,7 +175,9 @@ static void km_round_close(km_round *r, km_grown kept[KM_ROUND_TABLES]) {
     }
     free(r->recipes);
     free(r->turn_begin);
+    free(r->shape_of);
     free(r->slots);
+    free(r->shape_slots);
 }
 
 // Room for what is planned. False: no memory.
@@ -185,7 +188,8 @@ static int km_round_start(km_round *r) {
     r->pieces.each = r->sorted.each = sizeof(km_piece), r->items.each = sizeof(km_round_item);
     r->turns.each = 1, r->bits.each = r->lists.each = r->matched.each = sizeof(uint32_t);
     r->orders.each = sizeof(uint64_t), r->uses.each = sizeof(km_use), r->literals.each = sizeof(km_literals);
-    r->stretches.each = sizeof(km_stretch);
+    r->stretches.each = sizeof(km_stretch), r->shapes.each = sizeof(km_shape);
+    r->drawn.each = sizeof(km_drawn), r->claimed.each = sizeof(km_apart), r->dense = KM_NOBODY;
     size_t most = 1;
     for (size_t m = 0; m < r->member_count; m++) {
         const km_recipe_head *head = (const void *)(uintptr_t)r->members[m].tables;
@@ -195,7 +199,9 @@ static int km_round_start(km_round *r) {
     r->slots = calloc(r->slot_count, sizeof *r->slots);
     r->recipes = calloc(r->member_count + 1, sizeof *r->recipes);
     r->turn_begin = calloc(r->member_count + 1, sizeof *r->turn_begin);
-    return r->slots && r->recipes && r->turn_begin;
+    r->shape_of = calloc(r->member_count + 1, sizeof *r->shape_of);
+    r->shape_slots = calloc(r->slot_count, sizeof *r->shape_slots);
+    return r->slots && r->shape_slots && r->recipes && r->turn_begin && r->shape_of;
 }
 
 #endif

@@ -29,12 +29,12 @@ from kmesh.calls import Procedure, Reservations, ReserveBatch, Welcome
 from kmesh.channel import MAX_UNSENT
 from kmesh.flight import Arrived, Claim, FlightCause
 from kmesh.handles import COMMON, Handle, HandleKind, Preferences, SpanHandle
+from kmesh.hello import Role, hello
 from kmesh.index import IndexReader
 from kmesh.keys import Namespace
 from kmesh.layout import Shard
 from kmesh.lease import Lease
 from kmesh.memory import SlabMapping, Staging
-from kmesh.session import Role, hello
 from kmesh.v1 import sessions_pb2
 from kmesh.wire import (
     DEFAULT_TIMEOUT,

@@ -11,10 +11,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import typer
 from daemon_process import Daemon, environment
 
 from kmesh import errors
 from kmesh.cli import rpc
+from kmesh.cli.commands import app
 from kmesh.handles import HandleKind, HandleRefusal, Tier
 from kmesh.keys import Namespace
 from kmesh.layout import Shard
@@ -276,6 +278,33 @@ def test_a_daemon_that_refuses(tmp_path: Path) -> None:
 )
 def test_wrong_usage(arguments: list[str]) -> None:
     assert kmesh(*arguments).returncode == 2
+
+
+def test_where_the_daemon_is_may_be_said_anywhere(spand: Daemon, tmp_path: Path) -> None:
+    right, wrong = ("--socket-dir", str(spand.socket_dir)), ("--socket-dir", str(tmp_path))
+    for line in (
+        [*right, "doctor"],
+        ["doctor", *right],
+        [*wrong, "doctor", *right],
+        ["--timeout", "0.01", *wrong, "doctor", "--timeout", "5", *right],
+        ["token", *right, "--", "sh", "-c", f'test "$KMESH_SOCKET_DIR" = {right[1]}'],
+    ):
+        done = kmesh(*line, socket_dir=tmp_path)
+        assert done.returncode == 0, (line, done.stdout, done.stderr)
+    for line in ([*right, "status", *wrong], ["status", *wrong], ["status"]):
+        done = kmesh(*line, socket_dir=tmp_path)
+        assert done.returncode == 3
+        assert f"{tmp_path}/session.sock: No such file" in done.stderr
+        assert "--socket-dir says where" in done.stderr
+    assert kmesh("status", *right, "--timeout", "0").returncode == 2
+
+
+def test_every_command_takes_the_options_of_all() -> None:
+    commands = typer.main.get_command(app).commands  # type: ignore[attr-defined]
+    assert {"status", "doctor", "token", "export"} < set(commands)
+    for name, command in commands.items():
+        options = {option for parameter in command.params for option in parameter.opts}
+        assert {"--socket-dir", "--timeout"} <= options, name
 
 
 def test_version_and_help() -> None:

@@ -305,6 +305,8 @@ def poor_machines(seen: Seen) -> None:
         daemon.wait_populated()
         wait_for_reasons(daemon)
         seen.look(daemon)
+    with running(slab_size="16MiB", faults=["small"]) as (daemon, _):
+        wait_for(lambda: seen.look(daemon)['kmesh_warning{reason="hugepages"}'])
     with running(slab_size="16MiB", faults=["second"]) as (daemon, _):
         wait_for(lambda: seen.look(daemon)['kmesh_warning{reason="memory"}'])
         assert readiness(daemon) == set()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from pathlib import Path
 
@@ -61,9 +61,10 @@ def spand(start_spand: Callable[..., Daemon], household: Household) -> Daemon:
 class Worker:
     """A worker's loader over pages of a household's shape."""
 
-    def __init__(self, session: Session, household: Household) -> None:
+    def __init__(self, session: Session, household: Household, gpu: FakeGpu | None = None) -> None:
         shape = household.shape
         self.household, self.session = household, session
+        self.leases: dict[str, Lease] = {}
         self.sharding = Sharding(shape.layers, shape.heads, 1)
         names = Namespace("m", "w", "bfloat16", shape.layers, shape.heads, shape.head_dim)
         identity = Identity(names, self.sharding, BLOCK, BLOCKS)
@@ -74,7 +75,7 @@ class Worker:
             layers=shape.layers, heads=shape.heads, head_dim=shape.head_dim, element_bytes=2,
             block_tokens=BLOCK, num_blocks=BLOCKS,
         )  # fmt: skip
-        self.counts, self.gpu = Counts(), FakeGpu()
+        self.counts, self.gpu = Counts(), gpu or FakeGpu()
         self.mover = GpuMover(
             self.gpu, cache.layout, lambda: session, self.counts, max_ctas=0, buffer_bytes=0,
             recipes=True,
@@ -83,9 +84,28 @@ class Worker:
         mine = self.sharding.shard(0)
         common = (self.mover, cache, identity, mine, lambda: session)
         self.loader = Loader(*common, settings, self.counts)
-        assert self.mover.takes_recipes(WAIT)
+        self.mover.takes_recipes(WAIT)
         for number in range(session.index.slab_count):
             self.mover.attach(session, number, WAIT)
+
+    def start(self, device: str = "", names: Sequence[str] = ()) -> dict[str, list[int]]:
+        """Loads of siblings in one step, out of the memory of ``device``; the blocks of each."""
+        plans, places, behind = [], {}, 1
+        for spans in self.household.siblings:
+            if names and spans.name not in names:
+                continue
+            count = self.household.span * len(spans.payloads) // BLOCK
+            places[spans.name] = list(range(behind, behind + count))[::-1]
+            behind += count
+            lease = self.session.acquire(
+                spans.keys, [self.household.shard], recipes=True, device=device
+            )
+            recipes = sum(map(lease.is_recipe, range(len(spans.payloads))))
+            assert recipes == RECIPES[self.household.span]
+            self.leases[spans.name] = lease
+            plans.append(self.plan(spans, lease, places[spans.name]))
+        self.loader.start(plans)
+        return places
 
     def plan(self, spans: Spans, lease: Lease, blocks: list[int]) -> LoadPlan:
         tokens = self.household.span * len(spans.payloads)
@@ -139,6 +159,7 @@ def worker(spand: Daemon, household: Household) -> Iterator[Worker]:
         wanted = 2 * RECIPES[household.span]
         wait_for(lambda: family.describe("round").family.mirrors == wanted, WAIT, "recipes")
         made = Worker(session, household)
+        assert made.mover.takes_recipes(0)
         yield made
         made.close()
 
@@ -147,16 +168,8 @@ def worker(spand: Daemon, household: Household) -> Iterator[Worker]:
 def test_a_round_of_siblings_is_one_launch(
     spand: Daemon, household: Household, worker: Worker
 ) -> None:
-    leases, plans, places = [], [], {}
-    for number, spans in enumerate(household.siblings):
-        count = household.span * len(spans.payloads) // BLOCK
-        places[spans.name] = list(range(1 + number * count, 1 + (number + 1) * count))[::-1]
-        lease = worker.session.acquire(spans.keys, [household.shard], recipes=True)
-        recipes = sum(map(lease.is_recipe, range(len(spans.payloads))))
-        assert recipes == RECIPES[household.span]
-        leases.append(lease)
-        plans.append(worker.plan(spans, lease, places[spans.name]))
-    worker.loader.start(plans)
+    places = worker.start()
+    leases = worker.leases.values()
     bases = {key for lease in leases for _, key in lease.bases}
     assert worker.gpu.launches == [("round", Memory.HOST, len(bases), 2)]
     assert worker.ends(set(places)) == set()

@@ -165,6 +165,20 @@ def test_a_fall_back_is_said_once_counted_and_shown(start_spand: Start, faults: 
     assert status.counters["fallback_populate"] == 4
 
 
+@pytest.mark.parametrize(("kernel", "slabs"), [("no-huge", 0), ("small", 4)])
+def test_small_pages_are_warned_of_where_the_kernel_would_give_huge_ones(
+    start_spand: Start, faults: Faults, kernel: str, slabs: int
+) -> None:
+    faults.begin(kernel)
+    daemon = start_spand(host_memory="64MiB", slab_size="16MiB", **faults.settings)
+    daemon.wait_populated()
+    status = daemon.status()
+    assert status.counters["fallback_hugepages"] == slabs
+    warned = [warning.text for warning in status.warnings if warning.name == "hugepages"]
+    assert warned == ([f"{slabs} of 4 slabs have small pages"] if slabs else [])
+    assert daemon.log().count("a slab has small pages") == bool(slabs)
+
+
 def test_no_memory_need_be_locked(start_spand: Start) -> None:
     """In a container without CAP_IPC_LOCK: all of it works, and doctor names the limit."""
     limits = resource.getrlimit(resource.RLIMIT_MEMLOCK)

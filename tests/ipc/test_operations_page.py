@@ -1,44 +1,21 @@
-"""docs/operations.md: its Python runs, its commands and messages exist."""
+"""docs/operations.md: its commands and messages exist, and its commands run."""
 
 from __future__ import annotations
 
 import re
 import shlex
 import stat
-import subprocess
-import sys
 from pathlib import Path
 
-from daemon_process import Daemon, environment
+from daemon_process import Daemon
 from google.protobuf import json_format, message_factory
 from test_cli import SHARD, kmesh, store
 from test_operator import SPACE, engine
-from test_operator import store as store_prompt
 
 from kmesh.v1 import admin_pb2
 
 PAGE = (Path(__file__).parents[2] / "docs" / "operations.md").read_text()
 BLOCKS = re.findall(r"```\n(.*?)```", PAGE, re.DOTALL)
-
-
-def test_the_python_example_runs(spand: Daemon) -> None:
-    (code,) = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
-    assert '"/run/kmesh"' in code
-    with engine(spand) as session:
-        store_prompt(session, list(range(128)))
-        code = code.replace('"/run/kmesh"', repr(str(spand.socket_dir)))
-        done = subprocess.run(
-            [sys.executable, "-W", "error", "-c", code],
-            env=environment(),
-            capture_output=True,
-            text=True,
-            timeout=60,
-        )
-    assert done.returncode == 0, done.stderr
-    lines = done.stdout.splitlines()
-    assert lines[0] == "a model: 128 of 256, then VERDICT_NEVER"
-    assert lines[1] == "0 spans dropped, 0 leased"
-    assert re.fullmatch(r"epoch [0-9a-f]{16}: \d+ events, lost: False", lines[2])
 
 
 def test_grpcurl_examples_name_methods_and_fields_that_exist() -> None:

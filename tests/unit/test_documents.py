@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pytest
 
-from demo import daemon
 from demo.engine import connector_config
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -89,29 +88,3 @@ def test_readme_shows_settings_defaults() -> None:
     said = " ".join(_help("kmesh-spand").split())
     assert "memory for spans, such as 8GiB [1GiB]" in said
     assert "tokens of a span [64]" in said
-
-
-@pytest.mark.parametrize(
-    ("document", "said"),
-    [
-        ("README.md", "32768 verified bytes\n"),
-        (
-            "docs/families.md",
-            "False 131072 bytes\nTrue 131072 bytes\nTrue 131072 bytes\n"
-            "524288 bytes of memory for 655360\n",
-        ),
-    ],
-)
-def test_first_examples_run_as_they_stand(tmp_path: Path, document: str, said: str) -> None:
-    example = re.search(r"```python\n(.*?)```", (ROOT / document).read_text(), re.DOTALL)
-    assert example
-    assert '"/run/kmesh"' in example[1]
-    sockets = tmp_path / "s"
-    with daemon.run(tmp_path, sockets) as (spand, process):
-        process.wait_ready(spand.is_ready, 30)
-        code = example[1].replace('"/run/kmesh"', repr(str(sockets)))
-        done = subprocess.run(
-            [sys.executable, "-W", "error", "-c", code], capture_output=True, text=True, timeout=60
-        )
-    assert done.returncode == 0, done.stderr
-    assert done.stdout == said

@@ -229,7 +229,7 @@ def test_the_text_for_the_runtime_compiler_is_complete(program: str) -> None:
 
 def text_entries(program: str) -> int:
     """Kernels of a program."""
-    return len(re.findall(r"^KM_(UPLOAD_)?ENTRY\(", sources.text(program), re.MULTILINE))
+    return len(re.findall(r"^KM_(UPLOAD_|FETCH_)?ENTRY\(", sources.text(program), re.MULTILINE))
 
 
 @pytest.mark.timeout(300)

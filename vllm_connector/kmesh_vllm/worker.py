@@ -74,6 +74,7 @@ class WorkerHalf:
         self._rest = 0.0
         self._bad_blocks: set[int] = set()
         self._report = LoadReport()
+        self._recipes_told: tuple[str, ...] = ()
         self.counts = Counts()
 
     def register(self, tensors: Mapping[str, torch.Tensor]) -> None:
@@ -176,6 +177,9 @@ class WorkerHalf:
         """What the scheduler half has to know, since the last call."""
         if self._saver is not None and (reserved := self._saver.reserved()):
             self._report.merge(LoadReport(reserved=reserved))
+        recipes = self._mover.recipes if self._mover is not None else ()
+        if recipes != self._recipes_told:
+            self._report.recipes = self._recipes_told = recipes
         if not self._report:
             return None
         report, self._report = self._report, LoadReport()

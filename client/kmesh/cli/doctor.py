@@ -122,7 +122,7 @@ def _no_session(socket_dir: str, refused: errors.KMeshError) -> Check:
     elif isinstance(refused, errors.VersionMismatch):
         fix = "install the same version of kmesh here and for the daemon"
     else:
-        fix = f"start one: kmesh-spand --socket-dir {socket_dir}, or name its --socket-dir"
+        fix = f"start one: kmesh-spand --socket-dir {socket_dir}, or name its --socket-dir here"
     return Check("socket", "fail", str(refused), fix)
 
 

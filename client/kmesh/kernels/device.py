@@ -17,8 +17,8 @@ from kmesh.kernels import sources
 
 #: Of a block, by program; the last warp of a restore brings what the others move.
 THREADS = {"restore": 288, "round": 288, "store": 256, "encode": 256}
-#: Of a block that restores in units: more warps bring them.
-UNIT_THREADS = 384
+#: Of a block that restores in units: more warps bring them, and some only sum.
+UNIT_THREADS = 512
 
 _RESERVED = 1024  # of a multiprocessor's shared memory, for each block
 _TO_DEVICE = 1

@@ -26,6 +26,7 @@ from kmesh.errors import CudaError
 from kmesh.kernels import reference, round_reference, rounds
 from kmesh.kernels.chooser import Rates, Route
 from kmesh.kernels.cuda import H200, Load, Memory, Request
+from kmesh.kernels.cuda_fetch import UNIT
 from kmesh.kernels.host import PagedLayout, SpanPart, Status, part_reads
 from kmesh.kernels.rotary import ELEMENTS
 from kmesh.kernels.rounds import BaseSpan, Member, Place, Round, RoundStatuses
@@ -49,6 +50,7 @@ class FakeGpu:
         held: what is started waits for ``run``; otherwise it runs at once, in its order.
         launches: (program, memory, loads, requests) of each launch with something to do; of a
             round, its bases in the place of loads.
+        fetched: pieces of each launch that brings some to the host.
         refuse: called with a call's name before it does anything; raises what it likes.
         dead: every wait for what was started fails.
         asked: how often each event was asked for.
@@ -62,6 +64,7 @@ class FakeGpu:
         self.dead = False
         self.asked: Counter[int] = Counter()
         self.launches: list[tuple[str, Memory, int, int]] = []
+        self.fetched: list[int] = []
         self.refuse: Callable[[str], None] = lambda name: None
         self._lock = threading.RLock()
         self._streams: dict[int, deque[_Mark | Callable[[], None]]] = {COMPUTE: deque()}
@@ -172,6 +175,10 @@ class FakeGpu:
         self.called("fetch")
         self.start(stream, lambda: ctypes.memmove(target, address, size) and None)
 
+    def fetcher(self) -> _Fetcher:
+        self.called("fetcher")
+        return _Fetcher(self)
+
     def restorer(self, layout: PagedLayout, settings: Any) -> _Restorer:
         self.called("restorer")
         return _Restorer(self, layout)
@@ -228,6 +235,29 @@ class _Pending:
     def wait(self) -> Any:
         self._gpu.finish(self._mark)
         return self._found
+
+
+class _Fetcher:
+    def __init__(self, gpu: FakeGpu) -> None:
+        self._gpu = gpu
+        gpu.open += 1
+
+    def fetch(
+        self, addresses: npt.NDArray[np.uint64], sizes: npt.NDArray[np.uint64], stream: int
+    ) -> _Pending:
+        self._gpu.called("pieces")
+        self._gpu.fetched.append(len(addresses))
+        assert not (addresses % UNIT).any()
+        assert not (sizes % UNIT).any()
+
+        def act() -> npt.NDArray[np.uint8]:
+            places = zip(addresses.tolist(), sizes.tolist(), strict=True)
+            return np.frombuffer(b"".join(ctypes.string_at(*one) for one in places), np.uint8)
+
+        return _Pending(self._gpu, stream, act, Route.KERNEL)
+
+    def close(self) -> None:
+        self._gpu.open -= 1
 
 
 class _Kernels:
