@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
@@ -29,6 +30,7 @@ from kmesh_vllm.config import Settings
 from kmesh_vllm.counts import Counts
 from kmesh_vllm.gpumover import GpuMover
 from kmesh_vllm.identity import Identity
+from kmesh_vllm.leases import Held
 from kmesh_vllm.loading import Loader
 from kmesh_vllm.lookup import Hit
 from kmesh_vllm.metadata import LoadPlan
@@ -110,10 +112,9 @@ class Worker:
     def plan(self, spans: Spans, lease: Lease, blocks: list[int]) -> LoadPlan:
         tokens = self.household.span * len(spans.payloads)
         state = RequestState(spans.name, [0] * tokens, self.household.namespace)
-        restore = Restore(
-            self.session, Hit(self.sharding, len(spans.payloads), 0), 0, tokens, Future(),
-            lease, 0, tokens,
-        )  # fmt: skip
+        held = Held(Future(), math.inf, lambda _: None)
+        hit = Hit(self.sharding, len(spans.payloads), 0)
+        restore = Restore(self.session, hit, 0, tokens, held, lease, 0, tokens)
         return load_plan(state, restore, lease, blocks)
 
     def ends(self, names: set[str]) -> set[int]:
