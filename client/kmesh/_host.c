@@ -7,9 +7,12 @@
 #include <Python.h>
 
 #include <stdlib.h>
+#include <sys/prctl.h>
+#include <time.h>
 
 #include "_host_args.h"
 #include "_host_batch.h"
+#include "_host_chunks.h"
 #include "_host_codec.h"
 #include "_host_index.h"
 #include "_host_job.h"
@@ -373,6 +376,25 @@ static PyObject *host_store(PyObject *module, PyObject *args) {
     Py_RETURN_NONE;
 }
 
+// ---- waiting ----------------------------------------------------------------
+
+static PyObject *host_nap(PyObject *module, PyObject *args) {
+    (void)module;
+    uint64_t nanoseconds;
+    if (!PyArg_ParseTuple(args, "O&:nap", to_u64, &nanoseconds)) return NULL;
+    if (nanoseconds >= 1000000000) return refuse("nanoseconds: a second or more");
+    struct timespec span = {0, (long)nanoseconds};
+    Py_BEGIN_ALLOW_THREADS
+    // What the kernel may add to a thread's sleep is more than these take; where it can't be
+    // asked, it stays.
+    int slack = prctl(PR_GET_TIMERSLACK, 0, 0, 0, 0);
+    if (slack > 1) prctl(PR_SET_TIMERSLACK, 1, 0, 0, 0);
+    nanosleep(&span, NULL);
+    if (slack > 1) prctl(PR_SET_TIMERSLACK, (unsigned long)slack, 0, 0, 0);
+    Py_END_ALLOW_THREADS
+    Py_RETURN_NONE;
+}
+
 // ---- module -----------------------------------------------------------------
 
 static PyMethodDef host_methods[] = {
@@ -400,6 +422,8 @@ static PyMethodDef host_methods[] = {
     {"leased_spans", host_leased_spans, METH_VARARGS, NULL},
     {"leased_extents", host_leased_extents, METH_VARARGS, NULL},
     {"leased_parts", host_leased_parts, METH_VARARGS, NULL},
+    {"chunks", host_chunks, METH_VARARGS, NULL},
+    {"payload_bytes", host_payload_bytes, METH_VARARGS, NULL},
     {"moved_bytes", host_moved_bytes, METH_VARARGS, NULL},
     {"pack_field", host_pack_field, METH_VARARGS, NULL},
     {"unpack_field", host_unpack_field, METH_VARARGS, NULL},
@@ -411,6 +435,7 @@ static PyMethodDef host_methods[] = {
     {"token_hashes", host_token_hashes, METH_VARARGS, NULL},
     {"token_words", host_token_words, METH_VARARGS, NULL},
     {"chain_keys", host_chain_keys, METH_VARARGS, NULL},
+    {"nap", host_nap, METH_VARARGS, NULL},
     {"load", host_load, METH_VARARGS, NULL},
     {"store", host_store, METH_VARARGS, NULL},
     {NULL, NULL, 0, NULL},

@@ -7,7 +7,12 @@ outside the memory that was named.
 
 from collections.abc import Sequence
 
+import numpy as np
+from numpy.typing import NDArray
 from typing_extensions import Buffer
+
+#: ``kmesh.kernels.plan.RECORD``s. A view of such an array would cost more than most calls.
+Parts = Buffer | NDArray[np.void]
 
 TILE_BYTES: int
 
@@ -344,11 +349,38 @@ def leased_parts(
             2**30 or more.
     """
 
-def moved_bytes(parts: Buffer, status: Buffer, row_bytes: int, /) -> int:
+def chunks(parts: Parts, room: int, smallest: int, /) -> tuple[bytes, bytes, bytes]:
+    """Payloads of parts (``kmesh.kernels.plan.RECORD``) in chunks of at most ``room`` bytes, which
+    get smaller towards the end, down to ``smallest``.
+
+    Returns:
+        As u64: of each part its offset in its chunk, a multiple of 256; (begin, end, bytes of its
+        payloads, first copy, end of its copies) of each chunk, half-open; (offset in the chunk,
+        address, bytes) of each copy. Neighbours in memory are one copy.
+
+    Raises:
+        ValueError: the buffer has the wrong length, or a payload has no room in a chunk.
+    """
+
+def payload_bytes(parts: Parts, /) -> tuple[int, int]:
+    """Bytes of the payloads of parts (RECORD): of all, and of the largest.
+
+    Raises:
+        ValueError: the buffer has the wrong length.
+    """
+
+def moved_bytes(parts: Parts, status: Buffer, row_bytes: int, /) -> int:
     """Bytes of pages that those parts (RECORD) have written whose status is 0.
 
     Raises:
         ValueError: there is not one status for each part.
+    """
+
+def nap(nanoseconds: int, /) -> None:
+    """Sleeps so long, or until a signal, and hardly longer: without this thread's timer slack.
+
+    Raises:
+        ValueError: a second or more.
     """
 
 def load(address: int, bits: int, /) -> int:

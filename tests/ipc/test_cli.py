@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -225,6 +226,20 @@ def test_doctor_finds_a_daemon_well(spand: Daemon) -> None:
     human = kmesh("doctor", socket_dir=spand.socket_dir)
     assert human.returncode == 0
     assert "pattern" in human.stdout
+
+
+def test_doctor_finds_a_daemon_of_several_users_well(start_spand: Callable[..., Daemon]) -> None:
+    """Slabs in which nothing of this user lies are not given to it, and that is no fault."""
+    spand = start_spand(allow_uids=f"{os.getuid()},{os.getuid() + 1}")
+    spand.wait_populated()
+    report = as_json("doctor", socket_dir=spand.socket_dir)
+    seen = {check["name"]: check for check in report["checks"]}
+    assert report["ok"] is True, report
+    slabs = len(as_json("status", socket_dir=spand.socket_dir)["slabs"])
+    assert slabs > 1
+    assert seen["slabs"]["level"] == "ok"
+    assert seen["slabs"]["seen"].startswith("1 imported: sealed")
+    assert f"; {slabs - 1} hold nothing of uid {os.getuid()}" in seen["slabs"]["seen"]
 
 
 def test_doctor_finds_a_stuck_daemon(spand: Daemon) -> None:

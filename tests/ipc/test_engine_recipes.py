@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
@@ -20,6 +19,9 @@ from fake_gpu_streams import FakeGpu
 from mini_engine import OnGpu
 
 from benchmarks.gpu.recovered import Passage
+from kmesh.cuda import reading
+from kmesh.cuda.device import Device
+from kmesh.cuda.slabs import DeviceSlabs
 from kmesh.kernels.cuda import Memory
 from kmesh.keys import Namespace
 from kmesh.layout import Shard
@@ -112,9 +114,11 @@ class Worker:
     def plan(self, spans: Spans, lease: Lease, blocks: list[int]) -> LoadPlan:
         tokens = self.household.span * len(spans.payloads)
         state = RequestState(spans.name, [0] * tokens, self.household.namespace)
-        held = Held(Future(), math.inf, lambda _: None)
-        hit = Hit(self.sharding, len(spans.payloads), 0)
-        restore = Restore(self.session, hit, 0, tokens, held, lease, 0, tokens)
+        held = Held(Future(), 0.0, lambda _: None)
+        restore = Restore(
+            self.session, Hit(self.sharding, len(spans.payloads), 0), 0, tokens, held, lease, 0,
+            tokens,
+        )  # fmt: skip
         return load_plan(state, restore, lease, blocks)
 
     def ends(self, names: set[str]) -> set[int]:
@@ -184,13 +188,21 @@ def test_a_round_of_siblings_is_one_launch(
         lease.release()
 
 
-def test_siblings_that_measurements_and_engines_on_a_gpu_use(spand: Daemon) -> None:
+@pytest.mark.parametrize("tier", ["host", "gpu"])
+def test_siblings_that_measurements_and_engines_on_a_gpu_use(
+    request: pytest.FixtureRequest, gpu_device: Device, tier: str
+) -> None:
     """They become recipes, and come back as they were."""
-    shape = SMALL
+    shape, gpu = SMALL, None
+    if tier == "gpu":
+        spand, gpu = request.getfixturevalue("start_encoding")(), gpu_device
+    else:
+        spand = request.getfixturevalue("spand")
+    where = gpu.uuid if gpu else ""
     shard = Shard(0, shape.layers, 0, shape.heads)
     passage = Passage(
         spand.socket_dir, shape.namespace, shard, shape.head_dim, list(range(1000, 1192)),
-        shape.rotary,
+        shape.rotary, gpu,
     )  # fmt: skip
     rng = np.random.default_rng(1)
     state = rng.integers(0x3F00, 0x3F80, (shape.layers, 2, shape.heads, 192, shape.head_dim))
@@ -201,17 +213,28 @@ def test_siblings_that_measurements_and_engines_on_a_gpu_use(spand: Daemon) -> N
     with Session.connect(spand.socket_dir, role=Role.TOOL) as session:
         starts = range(0, 192, SPAN)
         lengths = [len(payload) for payload in payloads]
-        batch = ReserveBatch(shape.namespace, shard, passage.keys, [SPAN] * 3, starts, lengths)
+        batch = ReserveBatch(
+            shape.namespace, shard, passage.keys, [SPAN] * 3, starts, lengths, device=where
+        )
         assert not any(put_spans(session, session.staging(4 << 20), batch, payloads))
         passage.store_siblings(own)
         keys = passage.chain([*own[1], *passage.tokens]).keys
-        with session.acquire(keys, [shard]) as lease:
-            dense = [read_span(session, lease, number) for number in range(5)]
-        passage.join("passage", own)
-        wait_for(lambda: passage.mirrors("passage") == 9, WAIT, "recipes")
-        with session.acquire(keys, [shard], recipes=True) as lease:
-            assert [lease.is_recipe(number) for number in range(5)] == [False] * 2 + [True] * 3
-            assert [read_span(session, lease, number) for number in range(5)] == dense
+        with DeviceSlabs(session, gpu_device) as slabs:
+
+            def read(lease: Lease, number: int) -> bytes:
+                if gpu is None:
+                    return read_span(session, lease, number)
+                return reading.read_span(slabs, gpu, lease, number)
+
+            # Somebody takes recipes there: before, none are made.
+            with session.acquire(keys, [shard], device=where, recipes=True) as lease:
+                assert not any(map(lease.is_recipe, range(5)))
+                dense = [read(lease, number) for number in range(5)]
+            passage.join("passage", own)
+            wait_for(lambda: passage.mirrors("passage") == 9, WAIT, "recipes")
+            with session.acquire(keys, [shard], device=where, recipes=True) as lease:
+                assert [lease.is_recipe(number) for number in range(5)] == [False] * 2 + [True] * 3
+                assert [read(lease, number) for number in range(5)] == dense
         session._slabs.clear()
 
 

@@ -12,18 +12,19 @@ _FIRST = 16
 
 
 class Chains:
-    """For each beginning the chain of the last prompt, as long as its request is known."""
+    """For each beginning the longest chain, as long as its request is known."""
 
     def __init__(self) -> None:
-        self._last: WeakValueDictionary[tuple[bytes, tuple[int, ...]], KeyChain]
-        self._last = WeakValueDictionary()
+        self._known: WeakValueDictionary[tuple[bytes, tuple[int, ...]], KeyChain]
+        self._known = WeakValueDictionary()
 
     def __len__(self) -> int:
-        return len(self._last)
+        return len(self._known)
 
     def extend(self, chain: KeyChain, namespace: bytes, tokens: Sequence[int]) -> None:
         """Gives an empty chain a prompt's tokens, and the keys that another one has already."""
         beginning = namespace, tuple(tokens[:_FIRST])
-        chain.extend(tokens, self._last.get(beginning))
-        if chain.spans:
-            self._last[beginning] = chain
+        known = self._known.get(beginning)
+        chain.extend(tokens, known)
+        if chain.spans > (known.spans if known is not None else 0):
+            self._known[beginning] = chain

@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
+from kmesh import _host
 from kmesh.errors import ConnectionClosed, KMeshError, UnsupportedError
 from kmesh.layout import Shard
 from kmesh.session import Session
@@ -23,8 +24,10 @@ logger = logging.getLogger("kmesh_vllm")
 
 _THREADS = 2
 _CATCH_UP = 1.0
-#: Seconds between two questions whether a GPU has ended something.
-_POLL = 50e-6
+#: Nanoseconds between two questions whether a GPU has ended something.
+_POLL = 15_000
+#: Seconds of such questions after which is looked for all else.
+_WATCH = 0.001
 #: Seconds that closing waits for a GPU to end what was started.
 _DRAIN = 30.0
 
@@ -113,7 +116,10 @@ class Loader:
             left = until - time.monotonic()
             if left <= 0:
                 break
-            self._news.wait(min(left, _POLL) if self._moving else left)
+            if self._moving:
+                self._watch(until)
+            else:
+                self._news.wait(left)
         for request, job in list(self._jobs.items()):
             if job.state is not State.DONE:
                 continue
@@ -123,8 +129,8 @@ class Loader:
                 self._lending.append(job)
                 self._threads.submit(job.close)
             requests.add(request)
-            bad_blocks |= self._clerk.bad_blocks(job)
             if job.bad:
+                bad_blocks |= self._clerk.bad_blocks(job)
                 first = min(begin for begin, _ in job.bad)
                 block = self._identity.block_tokens
                 report.failed[request] = max(first // block * block, job.plan.begin)
@@ -150,6 +156,17 @@ class Loader:
                 job.close()
         self._lending.clear()
         self._jobs.clear()
+
+    def _watch(self, until: float) -> None:
+        """Returns when something that moves is done, when there is news, or at that time.
+
+        Soon in any case: loads that have not begun may be late.
+        """
+        until = min(until, time.monotonic() + _WATCH)
+        while not self._news.is_set() and time.monotonic() < until:
+            _host.nap(_POLL)
+            if any([moving.done() for moving, _ in self._moving]):
+                return
 
     def _any_ended(self) -> bool:
         """Moves all loads on as far as they go now; whether one has ended."""

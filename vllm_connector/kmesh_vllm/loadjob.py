@@ -231,7 +231,7 @@ class Clerk:
         self._counts.add("restored_bytes", _host.moved_bytes(piece.records, status, row))
         if plan.mirrors:
             recipes = np.frombuffer(status, np.uint8)[job.mirrored]
-            amount = _host.moved_bytes(piece.records[job.mirrored], recipes, row)
+            amount = _host.moved_bytes(piece.records[job.mirrored], recipes.data, row)
             self._counts.add("restored_bytes_recipes", amount)
 
     def _corrupt(self, job: LoadJob, entry: int) -> None:

@@ -137,7 +137,7 @@ class Matcher:
         shards = hit.sharding.shards
         try:
             held = self._leases.ask(
-                (session, keys, shards, state.salt, hit.device),
+                (session, keys, hit.sharding.codes, state.salt, hit.device),
                 lambda: session.acquire_async(
                     keys,
                     shards,

@@ -101,7 +101,8 @@ class Piece:
             self._places = bytes([value for value in (0, 1) if value in places])
         if len(self._places) <= 1:
             return self.records if self._places == bytes([on_gpu]) else self.records[:0]
-        return self.records[self.on_gpu == on_gpu]
+        mixed: Records = self.records[self.on_gpu == on_gpu]
+        return mixed
 
 
 class Moving(Protocol):

@@ -19,6 +19,7 @@ from kmesh.kernels.device import Device, Slot
 from kmesh.kernels.host import PagedLayout
 from kmesh.kernels.plan import Load
 from kmesh.kernels.rounds import Round, RoundStatuses
+from kmesh.kernels.started import Started
 
 __all__ = ["PendingRound", "RoundRestorer", "RoundSettings"]
 
@@ -58,8 +59,8 @@ class RoundSettings:
             raise ValueError(f"max_ctas is {self.max_ctas}, not at least 1")
 
 
-class PendingRound:
-    """A round that was started. Its pages, payloads and recipes stay alive until it ends.
+class PendingRound(Started[RoundStatuses]):
+    """A round that was started. ``wait`` says what became of members and bases.
 
     Attributes:
         read_bytes: that its kernel reads, sums left out.
@@ -67,25 +68,13 @@ class PendingRound:
     """
 
     def __init__(self, device: Device, slot: Slot, job: rounds.RoundJob, route: Route) -> None:
-        self._device = device
-        self._slot: Slot | None = slot
+        super().__init__(device, slot)
         self._job = job
-        self._statuses = RoundStatuses(b"", b"")
         self.read_bytes = job.read_bytes
         self.route = route
 
-    def done(self) -> bool:
-        """Whether it has ended."""
-        return self._slot is None or self._slot.done()
-
-    def wait(self) -> RoundStatuses:
-        """Waits for the end; says what became of members and bases."""
-        if self._slot is not None:
-            self._slot.wait()
-            self._statuses = self._job.statuses(self._slot.results(self._job.parts, np.uint32))
-            self._device.release(self._slot)
-            self._slot = None
-        return self._statuses
+    def _read(self, slot: Slot) -> RoundStatuses:
+        return self._job.statuses(slot.results(self._job.parts, np.uint32))
 
 
 class RoundRestorer:

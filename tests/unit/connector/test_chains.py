@@ -31,6 +31,11 @@ def test_siblings_have_their_own_keys_and_nothing_is_kept() -> None:
     assert len(chains) == 2
     del sibling, other
     gc.collect()
-    # The last of a beginning is what is found.
+    assert len(chains) == 1
+    longer = chain(chains, ONE, [*shared, *range(300)])
+    del first
+    gc.collect()
+    assert len(chains) == 1
+    del longer
+    gc.collect()
     assert len(chains) == 0
-    assert first.spans == 3
