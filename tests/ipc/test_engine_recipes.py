@@ -50,7 +50,7 @@ RECIPES = {64: 3, 128: 4}
 
 @pytest.fixture
 def household(request: pytest.FixtureRequest) -> Household:
-    """Of spans of so many tokens, as many in each prompt."""
+    """Of spans of as many tokens as a test asks for, and as many in each prompt."""
     span = getattr(request, "param", SPAN)
     times = span // SPAN
     return Household(percent=5, span=span, shared=208 * times, own=112 * times)

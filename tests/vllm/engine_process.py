@@ -102,6 +102,11 @@ class EngineProcess:
         chain.extend(prompt)
         return [chain.key(i).hex() for i in range(chain.spans)]
 
+    def ranks(self) -> list[int]:
+        """Pids of the workers, where there are several."""
+        executor = self.llm.llm_engine.engine_core.engine_core.model_executor
+        return [worker.proc.pid for worker in executor.workers]
+
     def namespace(self) -> str:
         """Digest of the engine's namespace, in hexadecimal."""
         return str(self._scheduler().connector._identity.namespace.digest().hex())
