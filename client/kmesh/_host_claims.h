@@ -176,17 +176,6 @@ static int km_round_turns(km_round *r, size_t at) {
     return to != NULL;
 }
 
-// Asks for a later member's tables, as if it had as many as this one: caches foresee no memcmp, and
-// memory is slow for who waits for each line.
-static void km_round_ahead(const km_round *r, size_t at) {
-    const char *next = at + KM_AHEAD_TABLES < r->member_count
-                           ? (const char *)(uintptr_t)r->members[at + KM_AHEAD_TABLES].tables
-                           : NULL;
-    uint64_t bytes = next && r->members[at].tables ? r->recipes[at].tables_end : 0;
-    if (bytes > KM_AHEAD_BYTES) bytes = KM_AHEAD_BYTES;
-    for (uint64_t line = 0; line < bytes; line += 64) __builtin_prefetch(next + line);
-}
-
 static int km_round_member(km_round *r, size_t at) {
     const km_member *m = &r->members[at];
     const km_wanted *wanted = &r->wanted[m->request];
@@ -196,7 +185,6 @@ static int km_round_member(km_round *r, size_t at) {
     if (code == KM_DONE && payload.length / r->layout->row_bytes >= KM_JOB_LIMIT) right = 0;
     else if (code == KM_DONE && m->tables && !km_round_open(r, at, &right)) return 0;
     if (!right) code = KM_BAD_RECORD;
-    km_round_ahead(r, at);
     r->status[at] = (unsigned char)code;
     if (code != KM_DONE || r->wrong) return 1;
     if (m->part.token_begin == m->part.token_end || !m->part.heads || !m->part.layers) return 1;

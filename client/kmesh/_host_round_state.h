@@ -66,8 +66,8 @@ typedef struct {
 // What one member takes of a source: what a recipe's ops take of one of its segments, or one of
 // these. Claims of a source are in a list.
 enum { KM_CLAIM_DENSE = UINT32_MAX, KM_CLAIM_LITERAL = UINT32_MAX - 1, KM_NOBODY = UINT32_MAX };
-// Turns among which a recipe's are looked for; how many members ahead tables are asked for.
-enum { KM_TURNS_BACK = 64, KM_AHEAD_TABLES = 2 };
+// Turns among which a recipe's are looked for.
+enum { KM_TURNS_BACK = 64 };
 
 typedef struct {
     uint32_t member, segment, next, used;

@@ -80,6 +80,7 @@ class Loader:
         #: Loads that have ended, but whose memory is still to be given back by a thread of ours.
         self._lending: list[LoadJob] = []
         self._epoch = 0
+        self._closing = False
         #: A thread of ours has made a load ready, or has ended one.
         self._news = threading.Event()
         self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="kmesh-load")
@@ -140,6 +141,7 @@ class Loader:
 
     def close(self) -> None:
         """Waits for moves under way and forgets the rest."""
+        self._closing = True
         for job in self._jobs.values():
             self._fail(job, (State.WAITING, State.READY), "load_failed_lost")
         # In this order: the first pass loads on to the second.
@@ -315,6 +317,10 @@ class Loader:
 
     def _refused(self, jobs: list[LoadJob], wrong: UnsupportedError) -> None:
         """Has recipes decoded that the mover does not move, and starts the others without them."""
+        if self._closing:
+            for job in jobs:
+                self._fail(job, (State.MOVING,), "load_failed_lost")
+            return
         mirrored = _mirrored(jobs)
         with self._lock:
             for job in mirrored:

@@ -269,6 +269,29 @@ def test_a_round_that_the_kernels_do_not_serve_is_decoded(
     assert caplog.text.count("keys that are turned in different ways") == 1
 
 
+def test_a_round_that_is_refused_while_the_engine_ends(engine: Make, daemon: FakeDaemon) -> None:
+    """Nobody is left who would decode it."""
+    round_of_siblings(daemon, engine("a"))
+    gpu = FakeGpu()
+
+    def refuse(name: str) -> None:
+        if name == "plan_round":
+            raise UnsupportedError("keys that are turned in different ways")
+
+    gpu.refuse = refuse
+    other = engine("b", gpu=gpu)
+    ready(other, daemon)
+    gpu.held = True
+    start(other, {"5": prompt(TOKENS, 5)})
+    gpu.held = False
+    gpu.run()
+    loader = other.workers[0]._loader
+    assert loader is not None
+    loader.close()
+    assert other.workers[0].counts.take()["load_failed_lost"] == 1
+    assert gpu.launches == []
+
+
 def test_without_the_kernel_for_recipes_they_are_decoded(
     engine: Make, daemon: FakeDaemon, caplog: pytest.LogCaptureFixture
 ) -> None:
