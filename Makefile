@@ -94,8 +94,12 @@ lint: env ## ruff, mypy, import rules, generated code up to date
 	@$(PY) tools/gen_proto.py --check
 
 .PHONY: test
-test: env native ## the whole suite, in two halves at once (PYTEST_ARGS=...: in one)
-	@$(PY) $(if $(PYTEST_ARGS),-m pytest $(PYTEST_ARGS),-m tools.test_halves)
+test: env native ## the whole suite (PYTEST_ARGS=...)
+	@$(PY) -m pytest $(PYTEST_ARGS)
+
+.PHONY: test-halves
+test-halves: env native ## the whole suite in two halves at once, where four cores or more are free
+	@$(PY) -m tools.test_halves
 
 .PHONY: test-again
 test-again: env native ## the tests that failed in the last run, once more alone (three at most)

@@ -1,4 +1,4 @@
-"""`make test`: the suite in two halves at the same time.
+"""`make test-halves`: the suite in two halves at the same time.
 
 Most tests of whole processes wait for them, and leave a processor free for the others. Each half is
 a pytest of its own with its own cache; both have one seed, and what failed in either is left for
