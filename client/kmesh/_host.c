@@ -183,6 +183,29 @@ static PyObject *host_check(PyObject *module, PyObject *args) {
     return paged_call(args, "y*y*y*w*:check", PAGED_CHECK);
 }
 
+static PyObject *host_part_reads(PyObject *module, PyObject *args) {
+    (void)module;
+    Py_buffer parts, reads;
+    uint64_t row;
+    if (!PyArg_ParseTuple(args, "y*O&w*:part_reads", &parts, to_u64, &row, &reads)) return NULL;
+    size_t count = (size_t)parts.len / sizeof(km_part);
+    PyObject *result = NULL;
+    if ((size_t)parts.len % sizeof(km_part)) refuse("spans: not whole records");
+    else if ((size_t)reads.len != 8 * count) refuse("reads: not a u64 for each record");
+    else {
+        for (size_t i = 0; i < count; i++) {
+            km_part part;
+            memcpy(&part, (const char *)parts.buf + i * sizeof part, sizeof part);
+            uint64_t read = km_part_reads(&part, row);
+            memcpy((char *)reads.buf + i * sizeof read, &read, sizeof read);
+        }
+        result = Py_NewRef(Py_None);
+    }
+    PyBuffer_Release(&parts);
+    PyBuffer_Release(&reads);
+    return result;
+}
+
 // ---- jobs of the GPU's kernels -----------------------------------------------
 
 typedef struct {
@@ -361,6 +384,7 @@ static PyMethodDef host_methods[] = {
     {"scatter", host_scatter, METH_VARARGS, NULL},
     {"gather", host_gather, METH_VARARGS, NULL},
     {"check", host_check, METH_VARARGS, NULL},
+    {"part_reads", host_part_reads, METH_VARARGS, NULL},
     {"job", host_job, METH_VARARGS, NULL},
     {"round", host_round, METH_VARARGS, NULL},
     {"round_reads", host_round_reads, METH_VARARGS, NULL},

@@ -49,6 +49,16 @@ def gather(layout: Buffer, spans: Buffer, blocks: Buffer, status: Buffer, /) -> 
 def check(layout: Buffer, spans: Buffer, blocks: Buffer, status: Buffer, /) -> int:
     """What ``scatter`` would refuse before it reads or writes anything: statuses 0, 3 and 4."""
 
+def part_reads(spans: Buffer, row_bytes: int, reads: Buffer, /) -> None:
+    """Bytes of payloads that a restore of each part reads: the tiles that hold what it wants.
+
+    spans: packed ``SpanPart`` records. row_bytes: as in the layout. reads: a u64 for each record,
+    written; 0 for one that contradicts itself.
+
+    Raises:
+        ValueError: a buffer has the wrong length.
+    """
+
 def round(
     layout: Buffer,
     wanted: Buffer,
@@ -109,9 +119,9 @@ def job(
     ``check`` for each group's requests, one after the other, written.
 
     Returns:
-        (size, bytes to upload, bytes of a vector, parts, items, tiles, payload bytes, bytes of
-        shared memory, units, bytes of shared memory for them). When size is more than the
-        memory's, the job was not written.
+        (size, bytes to upload, bytes of a vector, parts, items, tiles, bytes of tiles that are
+        read, bytes of shared memory, units, bytes of shared memory for them). When size is more
+        than the memory's, the job was not written.
 
     Raises:
         ValueError: a buffer has the wrong length, or a size or alignment is not served.

@@ -46,6 +46,7 @@ class Launched:
 
     Attributes:
         error: why not everything was started. What was is waited for all the same.
+        read_bytes: see ``movers.Moving``; of recipes and their bases what the kernel read.
     """
 
     def __init__(self, pieces: list[Piece], row_bytes: int, counts: Counts) -> None:
@@ -58,6 +59,7 @@ class Launched:
         #: Bytes of pages that were written, by the way that they came.
         self._moved: Counter[str] = Counter()
         self.error: Exception | None = None
+        self.read_bytes = 0
 
     def add(self, pending: Pending, memory: Memory, owners: list[list[int]]) -> None:
         """A launch; ``owners`` has the piece's number for each load, for each request."""
@@ -78,6 +80,7 @@ class Launched:
             except Exception as wrong:
                 self.error = self.error or wrong
                 continue
+            self.read_bytes += pending.read_bytes
             route = "gpu" if memory is Memory.GPU else pending.route.value
             for load, numbers in zip(found, owners, strict=True):
                 for status, number in zip(load, numbers, strict=True):
@@ -99,6 +102,7 @@ class Launched:
         except Exception as wrong:
             self.error = self.error or wrong
             return
+        self.read_bytes += pending.read_bytes
         codes, begin = np.frombuffer(found.members, np.uint8), 0
         for number, piece in enumerate(self._pieces):
             own = codes[begin : begin + len(piece.records)]

@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kmesh.errors import UnsupportedError
-from kmesh.kernels.host import PagedLayout, gather_packed, scatter_packed
+from kmesh.kernels.host import PagedLayout, gather_packed, part_reads, scatter_packed
 from kmesh.memory import SlabMapping
 from kmesh.session import Session, Staging
 from kmesh_vllm.bringing import Brought
@@ -23,6 +23,7 @@ class _Moved:
     """Pieces that were restored."""
 
     results: list[bytes]
+    read_bytes: int
 
     def done(self) -> bool:
         return True
@@ -85,11 +86,13 @@ class HostMover:
         return Lent(payloads)
 
     def restore(self, pieces: list[Piece]) -> _Moved:
+        packed = [piece.records.tobytes() for piece in pieces]
         return _Moved(
             [
-                scatter_packed(self._layout, piece.records.tobytes(), piece.pages.data)
-                for piece in pieces
-            ]
+                scatter_packed(self._layout, records, piece.pages.data)
+                for piece, records in zip(pieces, packed, strict=True)
+            ],
+            sum(sum(part_reads(records, self._layout.row_bytes)) for records in packed),
         )
 
     def ready(self) -> bool:

@@ -313,7 +313,9 @@ class Loader:
 
     def _end(self, moving: Moving, jobs: list[LoadJob]) -> None:
         try:
-            for job, status in zip(jobs, moving.statuses(), strict=True):
+            statuses = moving.statuses()
+            self._counts.add("restore_read_bytes", moving.read_bytes)
+            for job, status in zip(jobs, statuses, strict=True):
                 self._clerk.judge(job, status)
                 with self._lock:
                     job.state = State.DONE
@@ -374,6 +376,8 @@ def _log(wrong: Exception) -> None:
 
 class _Refused:
     """What could not be started at all."""
+
+    read_bytes = 0
 
     def __init__(self, error: Exception) -> None:
         self._error = error

@@ -105,7 +105,14 @@ class Piece:
 
 
 class Moving(Protocol):
-    """Pieces that are being restored. Until ``done`` their pages may be written at any time."""
+    """Pieces that are being restored. Until ``done`` their pages may be written at any time.
+
+    Attributes:
+        read_bytes: of payloads that were read for them, tiles whole; once there are ``statuses``.
+    """
+
+    @property
+    def read_bytes(self) -> int: ...
 
     def done(self) -> bool:
         """Whether nothing is written any more. Never waits."""

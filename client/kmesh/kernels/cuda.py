@@ -19,7 +19,7 @@ from kmesh.kernels import plan
 from kmesh.kernels.chooser import Rates, Route, choose
 from kmesh.kernels.copying import Buffers, Copier
 from kmesh.kernels.device import UNIT_THREADS, Device, Slot
-from kmesh.kernels.host import PagedLayout
+from kmesh.kernels.host import PagedLayout, part_reads
 from kmesh.kernels.plan import Load, Memory, Request
 from kmesh.kernels.rotary import Rotary
 
@@ -125,14 +125,23 @@ class Settings:
 
 
 class Pending:
-    """A restore that was started. Its pages and payloads stay alive and unused until it ends."""
+    """A restore that was started. Its pages and payloads stay alive and unused until it ends.
 
-    def __init__(self, device: Device, slot: Slot, job: plan.Job, route: Route) -> None:
+    Attributes:
+        route: how payloads get from host memory to the GPU.
+        read_bytes: of payloads that are read where they lie: by the kernel the tiles that hold
+            what is wanted, by the copy engine all.
+    """
+
+    def __init__(
+        self, device: Device, slot: Slot, job: plan.Job, route: Route, read_bytes: int
+    ) -> None:
         self._device = device
         self._slot: Slot | None = slot
         self._job = job
         self._statuses: list[list[bytes]] = []
         self.route = route
+        self.read_bytes = read_bytes
 
     def done(self) -> bool:
         """Whether it has ended."""
@@ -150,6 +159,11 @@ class Pending:
             self._device.release(self._slot)
             self._slot = None
         return self._statuses
+
+
+def _whole(loads: Sequence[Load]) -> int:
+    """Bytes of all payloads."""
+    return sum(int(load.records["length"].sum()) for load in loads)
 
 
 class Restorer:
@@ -237,7 +251,7 @@ class Restorer:
                 slot.upload(job.upload_bytes, stream)
                 slot.expect(job.parts)
                 self._launch(job, slot, grid, (0, job.parts), stream)
-            return Pending(self._device, slot, job, Route.KERNEL)
+            return Pending(self._device, slot, job, Route.KERNEL, job.read_bytes)
 
     def close(self) -> None:
         """Waits for what is under way and frees what was allocated."""
@@ -254,10 +268,11 @@ class Restorer:
         return requests <= plan.SHARED_BY and largest <= self._settings.chunk_bytes
 
     def _choose(self, loads: Sequence[Load], requests: int, grid: Grid) -> Route:
-        size = sum(int(load.records["length"].sum()) for load in loads)
+        row = self._layout.row_bytes
+        size = sum(sum(part_reads(load.records.tobytes(), row)) for load in loads)
         if not size or not requests:
             return Route.KERNEL
-        return choose(size, requests, grid.blocks, self.rates)
+        return choose(size, requests, grid.blocks, self.rates, _whole(loads))
 
     def _by_copies(
         self, loads: Sequence[Load], requests: int, stream: int, copier: Copier
@@ -278,7 +293,7 @@ class Restorer:
             raise
         finally:
             trip.end(stream)
-        return Pending(self._device, slot, job, Route.COPY)
+        return Pending(self._device, slot, job, Route.COPY, _whole(loads))
 
     def _write(self, slot: Slot, loads: Sequence[Load], grid: Grid) -> plan.Job:
         return plan.write(

@@ -158,7 +158,7 @@ class Job:
         vector: bytes of the vectors that it is for, 16 or 4.
         turns: whether any key is turned.
         loads, parts, items, units, tiles: counts.
-        payload_bytes: of the payloads that are read (or, of a store, written).
+        read_bytes: of the tiles that are read (or, of a store, summed).
         shared_bytes: of shared memory that a restore's block takes, for items and for units.
     """
 
@@ -170,7 +170,7 @@ class Job:
     parts: int
     items: int
     tiles: int
-    payload_bytes: int
+    read_bytes: int
     shared_bytes: int
     units: int
     _groups: list[tuple[int, int, int]] = field(default_factory=list)
@@ -284,7 +284,7 @@ def write(
             size, *sizes = _host.job(*given, memory.data, status)
     except ValueError as wrong:
         raise UnsupportedError(str(wrong)) from None
-    upload, vector, parts, items, tiles, payload_bytes, shared, units, unit_shared = sizes
+    upload, vector, parts, items, tiles, read_bytes, shared, units, unit_shared = sizes
     return Job(
         memory=memory,
         upload_bytes=upload,
@@ -294,7 +294,7 @@ def write(
         parts=parts,
         items=items,
         tiles=tiles,
-        payload_bytes=payload_bytes,
+        read_bytes=read_bytes,
         shared_bytes=max(shared if items or not units else 0, unit_shared),
         units=units,
         _groups=[(number, len(records), len(requests)) for number, records, requests in groups],

@@ -23,11 +23,11 @@ from kmesh.codec.records import HEAD as RECIPE_HEAD
 from kmesh.codec.records import HEAD_FIELDS
 from kmesh.cuda.device import Device
 from kmesh.errors import CudaError
-from kmesh.kernels import reference, round_reference
+from kmesh.kernels import reference, round_reference, rounds
 from kmesh.kernels.chooser import Rates, Route
 from kmesh.kernels.cuda import H200, Load, Memory, Request
 from kmesh.kernels.cuda_fetch import UNIT
-from kmesh.kernels.host import PagedLayout, SpanPart, Status
+from kmesh.kernels.host import PagedLayout, SpanPart, Status, part_reads
 from kmesh.kernels.rotary import ELEMENTS
 from kmesh.kernels.rounds import BaseSpan, Member, Place, Round, RoundStatuses
 from kmesh.layout import Shard
@@ -208,11 +208,19 @@ def _stay() -> None:
 
 
 class _Pending:
-    def __init__(self, gpu: FakeGpu, stream: int, work: Callable[[], Any], route: Route) -> None:
+    def __init__(
+        self,
+        gpu: FakeGpu,
+        stream: int,
+        work: Callable[[], Any],
+        route: Route,
+        read_bytes: int = 0,
+    ) -> None:
         self._gpu = gpu
         self._mark = _Mark()
         self._found: Any = None
         self.route = route
+        self.read_bytes = read_bytes
 
         def act() -> None:
             self._found = work()
@@ -273,7 +281,9 @@ class _Restorer(_Kernels):
         if sum(len(load.records) for load in loads):
             requests = sum(len(load.requests) for load in loads)
             gpu.launches.append(("restore", memory, len(loads), requests))
-        return _Pending(gpu, stream, lambda: _restore(self._layout, loads), Route.KERNEL)
+        reads = [sum(part_reads(o.records.tobytes(), self._layout.row_bytes)) for o in loads]
+        work = lambda: _restore(self._layout, loads)  # noqa: E731
+        return _Pending(gpu, stream, work, Route.KERNEL, sum(reads))
 
 
 def _restore(layout: PagedLayout, loads: Sequence[Load]) -> list[list[bytes]]:
@@ -301,7 +311,9 @@ class _RoundRestorer(_Kernels):
         gpu.called("round")
         memory = Memory.GPU if wanted.members["order"].any() else Memory.HOST
         gpu.launches.append(("round", memory, len(wanted.bases), len(wanted.requests)))
-        return _Pending(gpu, stream, lambda: _restore_round(self._layout, wanted), Route.KERNEL)
+        read = rounds.write(self._layout, wanted).read_bytes
+        work = lambda: _restore_round(self._layout, wanted)  # noqa: E731
+        return _Pending(gpu, stream, work, Route.KERNEL, read)
 
 
 def _restore_round(layout: PagedLayout, wanted: Round) -> RoundStatuses:
