@@ -51,7 +51,7 @@ class Halved(Suite):
         self.command = ("-m", "tools.test_halves", "--root", str(root), "first")
 
     def halves(self) -> tuple[int, str]:
-        """As ``make test`` runs it: the exit status, and what it says."""
+        """As ``make test-halves`` runs it: the exit status, and what it says."""
         done = self._call(*self.command)
         return done.returncode, done.stdout
 
