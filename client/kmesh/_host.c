@@ -7,8 +7,6 @@
 #include <Python.h>
 
 #include <stdlib.h>
-#include <sys/prctl.h>
-#include <time.h>
 
 #include "_host_args.h"
 #include "_host_batch.h"
@@ -17,6 +15,7 @@
 #include "_host_index.h"
 #include "_host_job.h"
 #include "_host_leased.h"
+#include "_host_nap.h"
 #include "_host_paged.h"
 #include "_host_region.h"
 #include "_host_round.h"
@@ -373,25 +372,6 @@ static PyObject *host_store(PyObject *module, PyObject *args) {
         __atomic_store_n((uint64_t *)pointer(address), value, __ATOMIC_RELEASE);
     else
         return refuse("bits: 32 or 64, and the value must fit");
-    Py_RETURN_NONE;
-}
-
-// ---- waiting ----------------------------------------------------------------
-
-static PyObject *host_nap(PyObject *module, PyObject *args) {
-    (void)module;
-    uint64_t nanoseconds;
-    if (!PyArg_ParseTuple(args, "O&:nap", to_u64, &nanoseconds)) return NULL;
-    if (nanoseconds >= 1000000000) return refuse("nanoseconds: a second or more");
-    struct timespec span = {0, (long)nanoseconds};
-    Py_BEGIN_ALLOW_THREADS
-    // What the kernel may add to a thread's sleep is more than these take; where it can't be
-    // asked, it stays.
-    int slack = prctl(PR_GET_TIMERSLACK, 0, 0, 0, 0);
-    if (slack > 1) prctl(PR_SET_TIMERSLACK, 1, 0, 0, 0);
-    nanosleep(&span, NULL);
-    if (slack > 1) prctl(PR_SET_TIMERSLACK, (unsigned long)slack, 0, 0, 0);
-    Py_END_ALLOW_THREADS
     Py_RETURN_NONE;
 }
 
