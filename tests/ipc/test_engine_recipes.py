@@ -29,6 +29,7 @@ from kmesh_vllm.config import Settings
 from kmesh_vllm.counts import Counts
 from kmesh_vllm.gpumover import GpuMover
 from kmesh_vllm.identity import Identity
+from kmesh_vllm.leases import Held
 from kmesh_vllm.loading import Loader
 from kmesh_vllm.lookup import Hit
 from kmesh_vllm.metadata import LoadPlan
@@ -85,10 +86,17 @@ class Worker:
     def plan(self, spans: Spans, lease: Lease, blocks: list[int]) -> LoadPlan:
         tokens = SPAN * len(spans.payloads)
         state = RequestState(spans.name, [0] * tokens, self.household.namespace)
+        held = Held(Future(), 0.0, lambda held: None)
         restore = Restore(
-            self.session, Hit(self.sharding, len(spans.payloads), 0), 0, tokens, Future(),
-            lease, 0, tokens,
-        )  # fmt: skip
+            self.session,
+            Hit(self.sharding, len(spans.payloads), 0),
+            0,
+            tokens,
+            held,
+            lease,
+            0,
+            tokens,
+        )
         return load_plan(state, restore, lease, blocks)
 
     def ends(self, names: set[str]) -> set[int]:
