@@ -132,11 +132,13 @@ class StepPlan:
 
     Attributes:
         computes: whether the model runs in it.
+        number: what workers say when it has run; 0: nothing.
     """
 
     loads: list[LoadPlan] = field(default_factory=list)
     stores: list[StorePlan] = field(default_factory=list)
     computes: bool = False
+    number: int = 0
 
     def __bool__(self) -> bool:
         return bool(self.loads or self.stores)
@@ -153,15 +155,17 @@ class LoadReport:
         failed: positions (first token of the first bad block) of loads that failed, by request.
         reserved: positions (first tokens) of spans that were not stored since somebody else had
             them reserved, by request.
+        step: number of the last step that has run, 0 if it has none.
     """
 
     corrupt: dict[str, list[int]] = field(default_factory=dict)
     failed: dict[str, int] = field(default_factory=dict)
     reserved: dict[str, set[int]] = field(default_factory=dict)
     devices: tuple[str, ...] | None = None
+    step: int = 0
 
     def __bool__(self) -> bool:
-        told = self.corrupt or self.failed or self.reserved
+        told = self.corrupt or self.failed or self.reserved or self.step
         return bool(told or self.devices is not None)
 
     def merge(self, other: LoadReport) -> None:
@@ -173,6 +177,7 @@ class LoadReport:
             self.failed[request] = min(position, self.failed.get(request, position))
         for request, starts in other.reserved.items():
             self.reserved.setdefault(request, set()).update(starts)
+        self.step = max(self.step, other.step)
         if self.devices is None or other.devices is None:
             self.devices = other.devices if self.devices is None else self.devices
         else:
