@@ -185,7 +185,8 @@ class Computing:
         if other is None or other is state or other.part is None:
             return False
         if other.part.role in (Role.CLAIMING, Role.WAITING):
-            return not other.part.future.done()
+            # If its answer is there, it takes that in when it is asked, in this step or the next.
+            return True
         # One that was not given blocks yet may have to wait for memory that this one holds.
         return other.began is not None
 
@@ -295,6 +296,7 @@ class Computing:
         """A step computes tokens [computed, computed + scheduled) of a request."""
         prompt, part = len(state.tokens), state.part
         state.reached = computed + scheduled
+        self._rest.disturb()
         if state.began is None:
             state.began = self._clock(), computed
         if part is not None and part.role is Role.LEADING and part.far is not None:

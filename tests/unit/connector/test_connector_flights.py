@@ -262,6 +262,23 @@ def test_siblings_wait_inside_the_engine(engine: Make, daemon: FakeDaemon) -> No
     assert ask(second, "r1", 256) == ASK
 
 
+def test_an_answer_that_was_not_taken_in_yet_lets_no_sibling_ask_too(
+    engine: Make, daemon: FakeDaemon
+) -> None:
+    first, second, _ = two(engine)
+    leads(first, "r", prompt(192))
+    for name in "st":
+        second.scheduler.add(name, prompt(192) + prompt(64, seed=ord(name)), DIGEST)
+    assert ask(second, "s", 256) == ASK
+    part = second.scheduler._states["s"].part
+    assert part is not None
+    until(part.future.done)
+    assert ask(second, "t", 256) == ASK
+    assert second.scheduler._states["t"].part is None
+    until(lambda: ask(second, "s", 256) == ASK and daemon.waits == 1)
+    assert second.scheduler.counts.take() == {"flight_joins": 1}
+
+
 def test_one_that_leaves_does_not_end_the_wait_of_another(engine: Make, daemon: FakeDaemon) -> None:
     """Without a cache of its own an engine waits once for each request."""
     first, second = engine("a", **PATIENT), engine("b", **PATIENT, sharing=False)
@@ -398,11 +415,14 @@ def test_an_engine_that_only_waits_rests_and_one_that_works_does_not(
     second.scheduler.plan([("s", [0, 1], 0, 64)], [])
     second.scheduler.plan([], [("s", [], False, 64, 1)])
     assert len(slept) == 4
+    second.scheduler.plan([], [])
+    second.scheduler.plan([], [])
+    assert slept[4:] == [0.002, 0.004]
     # Another one has come to wait: more may follow.
     leads(first, "t", prompt(192, seed=5))
     waits(second, daemon, "t", prompt(192, seed=5))
     second.scheduler.plan([], [])
-    assert slept[4:] == [0.002]
+    assert slept[6:] == [0.002]
     monkeypatch.undo()
     # An answer ends the rest: the first of these takes it in, the next would be the wait.
     first.scheduler.finished("r")
