@@ -26,7 +26,7 @@ LOCKS := requirements/lock.txt requirements/lock-nodeps.txt
 # Stamps carry a digest of what they were made from, so that neither a checkout
 # that only moves times nor a branch with another lock is mistaken.
 LOCK_ID := $(shell cat $(LOCKS) | sha256sum | cut -c1-16)
-PROJECT_ID := $(shell sha256sum pyproject.toml | cut -c1-16)
+PROJECT_ID := $(shell cat pyproject.toml tools/client_path.py | sha256sum | cut -c1-16)
 DEPS_STAMP := $(VENV)/.deps-$(LOCK_ID)
 PROJECT_STAMP := $(VENV)/.project-$(LOCK_ID)-$(PROJECT_ID)
 NATIVE := client/kmesh/_host.abi3.so
@@ -59,6 +59,7 @@ $(DEPS_STAMP):
 $(PROJECT_STAMP): | $(DEPS_STAMP)
 	@echo "== KMesh itself"
 	@PYTHONWARNINGS=ignore $(PIP_INSTALL) -q --no-deps --no-build-isolation -e .
+	@$(PY) tools/client_path.py
 	@rm -f $(VENV)/.project-*
 	@touch $@
 
@@ -93,8 +94,8 @@ lint: env ## ruff, mypy, import rules, generated code up to date
 	@$(PY) tools/gen_proto.py --check
 
 .PHONY: test
-test: env native ## the whole suite (PYTEST_ARGS=...)
-	@$(PY) -m pytest $(PYTEST_ARGS)
+test: env native ## the whole suite, in two halves at once (PYTEST_ARGS=...: in one)
+	@$(PY) $(if $(PYTEST_ARGS),-m pytest $(PYTEST_ARGS),-m tools.test_halves)
 
 .PHONY: test-again
 test-again: env native ## the tests that failed in the last run, once more alone (three at most)

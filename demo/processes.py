@@ -53,6 +53,11 @@ class Process:
         return self
 
     @property
+    def log(self) -> str:
+        """Where it writes, as seen from here."""
+        return os.path.relpath(self._log)
+
+    @property
     def pid(self) -> int:
         """Of the process, which must have been started."""
         assert self._process is not None

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
-import importlib.metadata
 import json
-import platform
 import subprocess
 import tomllib
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from demo import evidence
 
 ROOT = Path(__file__).resolve().parent.parent
 CONFIG = ROOT / ".config"
@@ -111,27 +111,16 @@ def read(path: Path = CONFIG) -> tuple[Profile, dict[str, Any]]:
 
 
 def source() -> dict[str, Any]:
-    """The commit, and whether all was committed."""
-    dirty = _git("status", "--porcelain", "--untracked-files=no")
-    return {"commit": _git("rev-parse", "HEAD"), "clean": dirty == ""}
+    """The commit, and whether all was committed; a copy without git may not know."""
+    try:
+        return evidence.source()
+    except (OSError, subprocess.CalledProcessError):
+        return {"commit": "unknown", "clean": False}
 
 
 def versions() -> dict[str, str]:
     """Python and the packages that results depend on."""
-    found = {"python": platform.python_version()}
-    for name in PACKAGES:
-        try:
-            found[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            continue
-    return found
-
-
-def _git(*arguments: str) -> str:
-    done = subprocess.run(
-        ("git", *arguments), cwd=ROOT, check=False, capture_output=True, text=True
-    )
-    return done.stdout.strip() if done.returncode == 0 else "unknown"
+    return evidence.versions(PACKAGES)
 
 
 def _toml(value: object) -> str:

@@ -28,6 +28,7 @@ from kmesh.layout import SPAN_TOKENS, SUB_TOKENS, TILE_BYTES
 from kmesh_spand import units
 from kmesh_spand.core.diskfile import BLOCK_BYTES
 from kmesh_spand.settings import GPU_GRANULARITY, MIN_SLAB_BYTES, Settings
+from kmesh_spand.wrong import describe
 
 ENV_PREFIX = "KMESH_SPAND_"
 
@@ -350,7 +351,7 @@ def load(flags: Mapping[str, Any], environ: Mapping[str, str], file: Path | None
     except ValidationError as failed:
         first = failed.errors()[0]
         name = str(first["loc"][0])
-        text = first["msg"].removeprefix("Value error, ")
+        text = describe(first, merged.get(name))
         raise ConfigError(f"{name}: {text} ({origins.get(name, 'default')})") from None
     except ConfigError as failed:
         name = str(failed).partition(":")[0]

@@ -82,6 +82,7 @@ class FdStore:
             if fd is not None:
                 os.close(fd)
         self.moment = None
+        self._backoff = Backoff()
         logger.info("systemd's fd store has been told what it was owed")
 
     def close(self) -> None:

@@ -10,18 +10,6 @@ from typing import Any, NoReturn
 from kmesh_spand import units
 from kmesh_spand.config import ENV_PREFIX, Config, Loaded, load
 
-_SIZES = {
-    "host_memory",
-    "slab_size",
-    "staging_memory",
-    "session_staging",
-    "verify_rate",
-    "memory_headroom",
-    "gpu_memory",
-    "gpu_slab_size",
-    "disk_bytes",
-}
-
 
 class Parser(argparse.ArgumentParser):
     """Says what is wrong in one line, as for settings from elsewhere."""
@@ -104,7 +92,7 @@ def to_toml(loaded: Loaded) -> str:
             text = "[" + ", ".join(map(str, value)) + "]"
         elif name == "gpu":
             text = "[" + ", ".join(f'"{gpu}"' for gpu in value) + "]"
-        elif isinstance(value, str) or name in _SIZES or name == "socket_mode":
+        elif isinstance(value, str) or name in units.SIZES or name == "socket_mode":
             quoted = _value(name, value).replace("\\", "\\\\").replace('"', '\\"')
             text = f'"{quoted}"'
         else:
@@ -114,7 +102,7 @@ def to_toml(loaded: Loaded) -> str:
 
 
 def _value(name: str, value: Any) -> str:
-    if name in _SIZES:
+    if name in units.SIZES:
         return units.format_size(value)
     if name == "socket_mode":
         return f"{value:04o}"

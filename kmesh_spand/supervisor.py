@@ -26,6 +26,7 @@ from kmesh_spand.launch import Prepared
 from kmesh_spand.notify import notify
 from kmesh_spand.outbox import Outbox
 from kmesh_spand.settings import Settings
+from kmesh_spand.workerkeeper import WorkerKeeper
 
 logger = logging.getLogger(__name__)
 
@@ -51,13 +52,9 @@ class Supervisor:
         self._prepared: Prepared | None = prepared
         self._version = version
         self._control_pid = 0
-        self._worker_pid = 0
         self._control_restarts = -1
-        self._worker_restarts = -1
         self._control_backoff = Backoff()
-        self._worker_backoff = Backoff()
         self._control_at: float | None = 0.0
-        self._worker_at: float | None = None
         self._ready = False
         self._control_ready = False
         self._control_worked = False
@@ -66,10 +63,10 @@ class Supervisor:
         self._stop_by: float | None = None
         self._to_control: socket.socket | None = None
         self._for_control: Outbox | None = None
-        self._worker_killed_by = 0
         self._halting = False
         self._upgrade = upgrade
         self._store = FdStore(os.environ)
+        self._worker = WorkerKeeper(settings, self._tell_control)
         self._gpus = GpuKeeper(settings, self._tell_control, self._store)
         self._holdings: Holdings
         self._handover = Handover(self)
@@ -133,10 +130,10 @@ class Supervisor:
 
     def _close(self) -> None:
         self._end_prepared()
-        for pid in (self._control_pid, self._worker_pid):
-            if pid:
-                os.kill(pid, signal.SIGKILL)
-                os.waitpid(pid, 0)
+        if self._control_pid:
+            os.kill(self._control_pid, signal.SIGKILL)
+            os.waitpid(self._control_pid, 0)
+        self._worker.close()
         self._gpus.close()
         self._forget_control()
         self._handover.close()
@@ -229,8 +226,10 @@ class Supervisor:
 
     def _timeout_ms(self) -> int | None:
         ours = (
-            self._control_at,
-            self._worker_at,
+            # The end of a worker is told by a signal.
+            None if self._worker.ending else self._control_at,
+            self._worker.late_at,
+            self._worker.start_at,
             self._stop_by,
             self._retry_at,
             self._handover.moment,
@@ -248,28 +247,26 @@ class Supervisor:
 
     def _start_due(self) -> None:
         if self._stop_signal:
-            self._control_at = self._worker_at = None
+            self._control_at = self._worker.start_at = None
             self._gpus.stop()
             return
         now = time.monotonic()
-        if self._control_at is not None and now >= self._control_at:
+        self._worker.say_late(now)
+        # A worker of the control before must not write once the catalog is read again.
+        if self._control_at is not None and now >= self._control_at and not self._worker.ending:
             self._control_at = None
             try:
                 self._start_control(now)
-                self._worker_at = now
+                self._worker.start_at = now
             except OSError as failed:
                 logger.error("control could not be started: %s", failed)
                 self._control_at = self._control_backoff.died(now)
-        if self._worker_at is not None and now >= self._worker_at and self._control_pid:
-            self._worker_at = None
-            try:
-                self._start_worker(now)
-            except OSError as failed:
-                logger.error("the store worker could not be started: %s", failed)
-                self._worker_at = self._worker_backoff.died(now)
-        if self._disk.came_back(now) and self._worker_pid:
+        if self._control_pid:
+            held = self._holdings
+            self._worker.start_due(now, held.storage, held.life.held, self._disk.directory)
+        if self._disk.came_back(now) and self._worker.pid:
             logger.info("the disk tier's directory is ours again: restarting the store worker")
-            os.kill(self._worker_pid, signal.SIGKILL)
+            self._worker.kill()
         if self._control_pid:
             self._gpus.start_due(now)
 
@@ -304,34 +301,6 @@ class Supervisor:
         for message, fd in self._gpus.known():
             self._tell_control(message, fd)
         self._control_backoff.started(now)
-
-    def _start_worker(self, now: float) -> None:
-        self._worker_restarts += 1
-        ours, theirs = ipc.pair()
-        settings = self._settings
-        storage = self._holdings.storage
-        disk = self._disk.directory
-
-        def main() -> int:
-            logs.configure("worker", level=settings.log_level, form=settings.log_format)
-            from kmesh_spand import worker
-
-            return worker.run(settings, theirs, worker.Ground.of(storage), disk)
-
-        keep = [
-            *(slab.fd for slab in storage.shared.slabs.values()),
-            theirs.fileno(),
-            self._holdings.life.held,
-        ]
-        if disk is not None:
-            # The lock too: no other daemon may use it while this process still writes.
-            keep += [disk.fd, disk.lock]
-        with theirs:
-            self._worker_pid = child.fork_or_close(ours, "worker", keep, main)
-        message = ipc.NewWorker(self._worker_restarts, self._worker_pid, self._worker_killed_by)
-        self._tell_control(message, ours.fileno())
-        ours.close()
-        self._worker_backoff.started(now)
 
     def _tell_control(self, message: ipc.AnyMessage, fd: int | None = None) -> None:
         """Now or soon, in order. A control that is gone is noticed by SIGCHLD."""
@@ -375,8 +344,8 @@ class Supervisor:
                 logger.error("restarting %s: %s", what, message.reason)
                 if message.gpu >= 0:
                     self._gpus.restart(message.gpu)
-                elif self._worker_pid:
-                    os.kill(self._worker_pid, signal.SIGKILL)
+                else:
+                    self._worker.kill()
             case ipc.SlabWanted():
                 self._gpus.tell(message.slab)
             case ipc.GivenUp():
@@ -415,9 +384,14 @@ class Supervisor:
             self._holdings.serving()
             notify("READY=1")
 
+    @property
+    def _pids(self) -> list[int]:
+        """All processes that were started and not reaped, control first."""
+        return [pid for pid in (self._control_pid, self._worker.pid, *self._gpus.pids) if pid]
+
     def _reap(self) -> None:
-        for pid in (*self._gpus.pids, self._worker_pid, self._control_pid):
-            if pid and os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT):
+        for pid in reversed(self._pids):
+            if os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT):
                 self._on_death(pid, os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
 
     def _on_death(self, pid: int, status: int) -> None:
@@ -426,15 +400,14 @@ class Supervisor:
         if pid in self._gpus.pids:
             name = "device worker"
         how = f"killed by {signal.Signals(-status).name}" if status < 0 else f"exit {status}"
-        if not self._stop_signal and not self._halting and not self._gpus.ends(pid):
+        expected = self._gpus.ends(pid) or (pid == self._worker.pid and self._worker.ending)
+        if not self._stop_signal and not self._halting and not expected:
             logger.error("a process died: %s", how, extra={"name_of": name, "child": pid})
         if pid in self._gpus.pids:
             self._gpus.died(pid, how)
             return
-        if pid == self._worker_pid:
-            self._worker_pid = 0
-            self._worker_killed_by = max(0, -status)
-            self._worker_at = self._worker_backoff.died(now)
+        if pid == self._worker.pid:
+            self._worker.died(status, now)
             return
         self._control_pid = 0
         self._control_ready = False
@@ -442,12 +415,8 @@ class Supervisor:
         self._handover.break_off()
         self._holdings.storage.poison()
         self._forget_control()
-        if self._worker_pid:
-            # Its jobs are for nobody, and it must not write once the catalog is read again.
-            os.kill(self._worker_pid, signal.SIGKILL)
-            os.waitpid(self._worker_pid, 0)
-            self._worker_pid = self._worker_killed_by = 0
-        self._worker_at = None
+        # Its jobs are for nobody.
+        self._worker.end()
         self._gpus.end_lives()
         # One that ended by itself would again. One that was killed may have had sessions already.
         if not self._control_worked and status >= 0 and not self._stop_signal:
@@ -475,7 +444,7 @@ class Supervisor:
         """Ends all other processes, as when control died."""
         self._halting = True
         until = time.monotonic() + _HALT_SECONDS
-        while pids := [pid for pid in (self._control_pid, *self._gpus.pids) if pid]:
+        while pids := self._pids:
             if time.monotonic() >= until:
                 self.resume()
                 return f"process {pids[0]} was killed, and has not ended"

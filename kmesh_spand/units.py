@@ -6,6 +6,19 @@ import re
 
 from kmesh.cuda.device import check_name
 
+#: Settings that are bytes, and written with a unit.
+SIZES = {
+    "host_memory",
+    "slab_size",
+    "staging_memory",
+    "session_staging",
+    "verify_rate",
+    "memory_headroom",
+    "gpu_memory",
+    "gpu_slab_size",
+    "disk_bytes",
+}
+
 _UNITS = {"": 1, "B": 1, "KIB": 1 << 10, "MIB": 1 << 20, "GIB": 1 << 30, "TIB": 1 << 40}
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([A-Za-z]*)\Z")
 _TENANT = re.compile(r"(default|(all|\d{1,10})(:[0-9a-f]{16})?)\Z")

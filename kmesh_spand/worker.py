@@ -175,8 +175,6 @@ class Worker(JobWorker):
                     self._send(ipc.PopulateFailed(number, str(failed.strerror)))
                     continue
                 del waiting[number]
-                if self._settings.hugepages and not granted:
-                    self._send(ipc.Fallback("hugepages", number))
                 self._send(ipc.Populated(number, slab.capacity, granted))
             if waiting:
                 # What is missing now may be there later.
@@ -202,7 +200,10 @@ class Worker(JobWorker):
         filler.run(self._settings.populate_threads)
         if filler.fell_back:
             self._send(ipc.Fallback("populate", number))
-        return asked and memory.hugepages_granted(base)
+        granted = asked and memory.hugepages_granted(base)
+        if asked and not granted:
+            self._send(ipc.Fallback("hugepages", number))
+        return granted
 
     def _paused(self, reason: str | None) -> None:
         if reason is None:

@@ -14,9 +14,15 @@ sys.path.insert(0, str(Path(__file__).parent / "ipc"))
 
 from daemon_process import Daemon
 from last_run import pytest_configure, pytest_report_header, run_seed
-from leaks import no_leaks
+from leaks import no_leaks, pytest_collection_finish
 
-__all__ = ["no_leaks", "pytest_configure", "pytest_report_header", "run_seed"]
+__all__ = [
+    "no_leaks",
+    "pytest_collection_finish",
+    "pytest_configure",
+    "pytest_report_header",
+    "run_seed",
+]
 
 
 @pytest.fixture

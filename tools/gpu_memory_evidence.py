@@ -18,7 +18,7 @@ import xml.etree.ElementTree as ET
 from pathlib import Path
 from typing import Any
 
-from demo.evidence import hardware, versions
+from demo.evidence import hardware, source, versions
 from tools.verify_evidence import derive
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -61,18 +61,15 @@ def gpu() -> dict[str, Any]:
         pynvml.nvmlShutdown()
 
 
-def _git(*arguments: str) -> str:
-    command = ("git", *arguments)
-    return subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True).stdout
-
-
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--out", type=Path, required=True, help="the evidence file to write")
-    parser.add_argument("--commit", help="of a copy without git, whose files are all committed")
+    parser.add_argument(
+        "--commit", default="", help="of a copy without git, whose files are all committed"
+    )
     options, more = parser.parse_known_args()
-    commit = options.commit or _git("rev-parse", "HEAD").strip()
-    clean = bool(options.commit) or not _git("status", "--porcelain", "--untracked-files=no")
+    # Before the tests: a copy that doesn't know its commit says so at once.
+    commit = source(options.commit)
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder) / "report.xml"
         command = [sys.executable, "-m", "pytest", "-q", *TESTS, f"--junitxml={report}"]
@@ -85,8 +82,7 @@ def main() -> int:
         "label": "data-centre",
         "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
         "command": "python -m tools.gpu_memory_evidence --out evidence/gpu-memory.json",
-        "commit": commit,
-        "clean": clean,
+        **commit,
         "hardware": hardware() | gpu(),
         "versions": versions(),
         "raw": {"tests": tests},

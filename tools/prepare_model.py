@@ -34,7 +34,13 @@ def is_prepared(target: Path = TARGET) -> bool:
 
 def gguf_file() -> Path:
     """The model file that the package brings; FileNotFoundError without it."""
-    for file in importlib.metadata.files(PACKAGE) or ():
+    try:
+        files = importlib.metadata.files(PACKAGE)
+    except importlib.metadata.PackageNotFoundError:
+        raise FileNotFoundError(
+            f"the package {PACKAGE} is not installed: run `make env`, or name a model by MODEL=PATH"
+        ) from None
+    for file in files or ():
         if file.suffix == ".gguf":
             return Path(str(file.locate()))
     raise FileNotFoundError(f"the package {PACKAGE} holds no .gguf file")

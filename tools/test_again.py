@@ -24,10 +24,10 @@ LIMIT = 3
 _PASSED, _FAILED = 0, 1
 
 
-def last_run(root: Path) -> dict[str, Any]:
+def last_run(root: Path, path: Path = RUN) -> dict[str, Any]:
     """What the last run left; empty if there is nothing that can be read."""
     try:
-        run = json.loads((root / RUN).read_text())
+        run = json.loads((root / path).read_text())
     except (OSError, ValueError):
         return {}
     return run if isinstance(run, dict) else {}

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import datetime
 import json
-import os
 import subprocess
 import sys
 import traceback
@@ -83,18 +82,16 @@ def evidence(found: list[dict[str, Any]], *, quick: bool, driver: str) -> dict[s
     """The result file, which is an evidence file."""
     import cupy
 
-    from demo.evidence import command, hardware, versions
+    from demo.evidence import command, hardware, source, versions
 
     properties = cupy.cuda.runtime.getDeviceProperties(0)
-    commit, clean = _source()
     return {
         "kind": "bench",
         "label": "data-centre",
         "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
         "command": command("python -m benchmarks.gpu", sys.argv[1:]),
         "quick": quick,
-        "commit": commit,
-        "clean": clean,
+        **source(),
         "hardware": {
             **hardware(),
             "gpu": properties["name"].decode(),
@@ -113,16 +110,6 @@ def evidence(found: list[dict[str, Any]], *, quick: bool, driver: str) -> dict[s
             row["row"]: round(row["value"], 6) for row in found if row["value"] is not None
         },
     }
-
-
-def _source() -> tuple[str, bool]:
-    """Commit, and whether that is all. A copy without git says it by KMESH_COMMIT."""
-    told = os.environ.get("KMESH_COMMIT")
-    if told:
-        return told, True
-    from demo.evidence import _git
-
-    return _git("rev-parse", "HEAD"), not _git("status", "--porcelain", "--untracked-files=no")
 
 
 def _driver_version() -> str:

@@ -14,7 +14,7 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -28,6 +28,8 @@ from benchmarks.spand import ROOT, Spand, serve
 RESULT = ROOT / ".bench" / "gpu-engines.json"
 TARGETS = Path(__file__).with_name("engine-targets.toml")
 
+#: How long is tried to store a prompt, and waited for what was computed to be stored.
+_STORE_SECONDS, _SETTLE_SECONDS = 90.0, 10.0
 #: Shared tokens, whole spans; and each prompt's own.
 LENGTHS = {"4k": 4096, "16k": 16384, "30k": 30016}
 OWN = 64
@@ -75,14 +77,25 @@ VARIABLES = {"VLLM_USE_FLASHINFER_SAMPLER": "0", "PYTHONHASHSEED": "0"}
 
 
 class Prompts:
-    """The same prompts for every engine: number 0 is for warming up."""
+    """The same prompts for every engine: number 0 is for warming up.
 
-    def __init__(self, rounds: int) -> None:
+    Args:
+        lengths: tokens that they share, by name.
+        vocabulary: prompts are made of tokens from 100 to there.
+    """
+
+    def __init__(
+        self, rounds: int, lengths: Mapping[str, int] = LENGTHS, vocabulary: int = 150_000
+    ) -> None:
         rng = random.Random(7)
         self.rounds = rounds
-        self._shared = {name: [rng.randrange(100, 150_000) for _ in range(n)]
-                        for name, n in LENGTHS.items()}  # fmt: skip
-        self._own = [[rng.randrange(100, 150_000) for _ in range(OWN)] for _ in range(rounds + 2)]
+        self.lengths = lengths
+
+        def drawn(count: int) -> list[int]:
+            return [rng.randrange(100, vocabulary) for _ in range(count)]
+
+        self._shared = {name: drawn(count) for name, count in lengths.items()}
+        self._own = [drawn(OWN) for _ in range(rounds + 2)]
 
     def one(self, length: str, number: int) -> list[int]:
         return self._shared[length] + self._own[number]
@@ -95,14 +108,15 @@ class Prompts:
 class Taken:
     """Milliseconds to the first token, and the tokens: by what was done, for each length."""
 
-    def __init__(self) -> None:
+    def __init__(self, lengths: Mapping[str, int] = LENGTHS) -> None:
+        self._lengths = lengths
         self.times: dict[tuple[str, str], list[float]] = {}
         self.tokens: dict[tuple[str, str, int], int] = {}
         self.traces: dict[str, Any] = {}
         self.failed: list[str] = []
 
     def add(self, what: str, length: str, number: int, run: Run, cached: bool) -> None:
-        wanted = LENGTHS[length] if cached else 0
+        wanted = self._lengths[length] if cached else 0
         if run.cached != wanted:
             raise RuntimeError(f"{what}, {length}: {run.cached} tokens were cached, not {wanted}")
         if number:
@@ -134,21 +148,35 @@ def traced(run: Run) -> dict[str, Any]:
     }
 
 
-def store(engine: Engine, spand: Spand, prompts: Prompts, before: int, parts: int = 1) -> None:
+def store(
+    engine: Engine, spand: Spand, prompts: Prompts, before: int, parts: int = 1, span: int = 64
+) -> None:
     """Has an engine store the beginnings; waits until all of their spans are there.
 
     Args:
         parts: spans of each stretch of tokens: one for each of its ranks.
+        span: tokens of a span.
     """
     wanted = before
-    for length, tokens in LENGTHS.items():
+    for length, tokens in prompts.lengths.items():
+        # Own tokens that fill no span are a tail.
+        wanted += -(-(tokens + OWN) // span) * parts
+        deadline = time.monotonic() + _STORE_SECONDS
         engine.run([prompts.storing(length)])
-        wanted += (tokens + OWN) // 64 * parts
-        deadline = time.monotonic() + 60
-        while spand.status().spans < wanted:
+        while (found := _stored(spand, wanted)) < wanted:
             if time.monotonic() > deadline:
-                raise RuntimeError(f"{spand.status().spans} of {wanted} spans were stored")
-            time.sleep(0.05)
+                raise RuntimeError(f"{found} of {wanted} spans were stored")
+            # What is computed before an engine is connected, or has its kernels, is not stored.
+            engine.reset()
+            engine.run([prompts.storing(length)])
+
+
+def _stored(spand: Spand, wanted: int) -> int:
+    """Spans that are there when it is so many, or after a while."""
+    until = time.monotonic() + _SETTLE_SECONDS
+    while (found := spand.status().spans) < wanted and time.monotonic() < until:
+        time.sleep(0.05)
+    return int(found)
 
 
 def plain(engine: Engine, prompts: Prompts, taken: Taken) -> None:
@@ -180,7 +208,7 @@ def offloaded(engine: Engine, prompts: Prompts, taken: Taken) -> None:
 
 def restored(engine: Engine, prompts: Prompts, taken: Taken, tier: str) -> None:
     """What KMesh brings, and the engine's own prefix cache just after it."""
-    for length in LENGTHS:
+    for length in prompts.lengths:
         for number in range(prompts.rounds + 1):
             engine.reset()
             prompt = prompts.one(length, number)

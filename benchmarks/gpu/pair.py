@@ -1,7 +1,8 @@
 """`python -m benchmarks.gpu.pair run`: two GPUs of one host.
 
 One base in host memory for restores on both at once, each by a process of its own; spans in the
-memory of the other GPU; and engines: tensor parallel 2, and a herd of two.
+memory of the other GPU; and engines: tensor parallel 2, and a herd of two. Parts may be measured in
+several calls (`--parts`): the file keeps the others' rows.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import os
 import sys
 import time
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -30,6 +31,8 @@ TARGETS = Path(__file__).with_name("pair-targets.toml")
 #: Seconds from an order to the moment at which both begin, and that an answer may take.
 _LEAD, _ANSWER = 0.02, 300.0
 _RATIO = "median of a/b"
+#: ``cudaErrorPeerAccessAlreadyEnabled``.
+_ENABLED = 704
 
 
 def _restorer(conn: Connection, gpu: int, filled: Any) -> None:
@@ -47,10 +50,8 @@ def _restorer(conn: Connection, gpu: int, filled: Any) -> None:
     scratch = rig.cupy.empty(rig.LARGE.bytes, dtype=rig.cupy.uint8)
     with rig.new_stream() as stream:
 
-        def kernel() -> None:
-            done = restorer.restore(
-                loads, stream, memory=rig.Memory.HOST, route=Route.KERNEL
-            ).wait()
+        def restore(route: Route) -> None:
+            done = restorer.restore(loads, stream, memory=rig.Memory.HOST, route=route).wait()
             if any(any(status) for load in done for status in load):
                 raise RuntimeError("a restore went wrong")
 
@@ -58,7 +59,11 @@ def _restorer(conn: Connection, gpu: int, filled: Any) -> None:
             rig.runtime.memcpyAsync(scratch.data.ptr, slab.device, rig.LARGE.bytes, 1, stream)
             rig.runtime.streamSynchronize(stream)
 
-        calls: dict[str, Callable[[], None]] = {"kernel": kernel, "copy": copy}
+        calls: dict[str, Callable[[], None]] = {
+            "kernel": lambda: restore(Route.KERNEL),
+            "copies": lambda: restore(Route.COPY),
+            "copy": copy,
+        }
         for call in calls.values():
             call()
         conn.send(pages.equal(slab, 1))
@@ -115,13 +120,20 @@ def _together(conns: Sequence[Connection], name: str) -> float:
 
 
 def host(rounds: int) -> Iterator[Row]:
-    """One base, two restores at once, against one after the other."""
+    """One base, two restores at once, against one after the other and what the host gives."""
     from benchmarks.gpu import rig
+
+    names = {
+        "kernel": "restored by the kernel",
+        "copies": "restored by the copy engine",
+        "copy": "only copied",
+    }
+    both: dict[str, list[float]] = {}
 
     fd = os.memfd_create("kmesh-bench")
     try:
         with _processes(rig.fill(fd, rig.LARGE, 1)) as conns:
-            for name in ("kernel", "copy"):
+            for name, what in names.items():
                 taken: dict[str, list[float]] = {"one after the other": [], "at once": []}
                 for number in range(-3, rounds):
                     apart = sum(_together([conn], name) for conn in conns)
@@ -129,11 +141,24 @@ def host(rounds: int) -> Iterator[Row]:
                     if number >= 0:
                         taken["one after the other"].append(apart)
                         taken["at once"].append(at_once)
-                what = "the restore kernel" if name == "kernel" else "the copy engine"
                 note = f"235 MB from the same memory to each GPU, {what}; 2 is twice one GPU's rate"
                 yield Row(f"pair_host_{name}", "ratio", _RATIO, taken, note)
+                both[name] = taken["at once"]
+        for name in ("kernel", "copies"):
+            series = {"only copied": both["copy"], names[name]: both[name]}
+            note = f"both at once, {names[name]}: share of what the host gives two copy engines"
+            yield Row(f"pair_host_{name}_share", "ratio", "median a / median b", series, note)
     finally:
         os.close(fd)
+
+
+def _open_access(runtime: Any, to: int) -> None:
+    """Lets the current GPU reach another one's memory; it may do so already."""
+    try:
+        runtime.deviceEnablePeerAccess(to)
+    except runtime.CUDARuntimeError as wrong:
+        if wrong.status != _ENABLED:
+            raise
 
 
 def peer(rounds: int) -> Iterator[Row]:
@@ -155,7 +180,7 @@ def peer(rounds: int) -> Iterator[Row]:
             yield unavailable("pair_peer", "ratio", "these GPUs do not reach each other")
             return
         # Otherwise the copy that we compare with goes through the host.
-        rig.runtime.deviceEnablePeerAccess(0)
+        _open_access(rig.runtime, 0)
         slab = rig.Slab(rig.Driver(), rig.LARGE, 1)
         pages = rig.Pages(rig.LARGE, 1)
         target = rig.cupy.empty(size, dtype=rig.cupy.uint8)
@@ -192,44 +217,76 @@ def peer(rounds: int) -> Iterator[Row]:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Returns the exit status: 0, 1 (something failed or falls short) or 2 (wrong usage)."""
-    from benchmarks.gpu import pair_engines
+    from benchmarks.gpu import pair_engines as by_engines
 
     parts: dict[str, Callable[[int], Iterator[Row]]] = {
         "host": host,
         "peer": peer,
-        "parallel": pair_engines.parallel,
-        "herd": pair_engines.herd,
+        "parallel": by_engines.parallel,
+        "parallel8": lambda rounds: by_engines.parallel(rounds, by_engines.EIGHT),
+        "parallel128": lambda rounds: by_engines.parallel(rounds, by_engines.LONG),
+        "herd": by_engines.herd,
     }
     parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu.pair", description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True)
     running = commands.add_parser("run", help="measure and write JSON")
     running.add_argument("--rounds", type=int, default=21, help="samples of a series [21]")
-    running.add_argument("--out", type=Path, default=RESULT)
+    running.add_argument(
+        "--out", type=Path, default=RESULT,
+        help="parts that are not measured now stay, if they were at the same commit",
+    )  # fmt: skip
     running.add_argument("--parts", nargs="+", default=list(parts), choices=list(parts))
     checking = commands.add_parser("check", help="compare a result with pair-targets.toml")
     checking.add_argument("result", nargs="?", type=Path, default=RESULT)
     options = parser.parse_args(argv)
     if options.command == "check":
         return check.main(options.result, TARGETS, ROOT)
-    found, failed = [], []
-    for name in options.parts:
+    return run({name: parts[name] for name in options.parts}, options.rounds, options.out)
+
+
+def run(parts: Mapping[str, Callable[[int], Iterator[Row]]], rounds: int, out: Path) -> int:
+    """Measures parts and writes after each: what they have measured is worth having, whatever
+    becomes of the next. Returns the exit status."""
+    from benchmarks.gpu.rig import Driver
+
+    # Nothing can be written down without it: better to know before engines start.
+    driver = Driver().version()
+    failed = []
+    for name, measure in parts.items():
+        found = []
         try:
-            for row in parts[name](options.rounds):
+            for row in measure(rounds):
                 found.append({"benchmark": name, **row.to_json()})
                 value = "–" if row.value is None else f"{row.value:.4g}"
                 print(f"{row.name:30} {value:>9} {row.unit:6} {row.note}", flush=True)
         except Exception:
-            # What the others measured is worth having.
             traceback.print_exc()
             failed.append(name)
-    from benchmarks.gpu.rig import Driver
-
-    result = evidence(found, quick=options.rounds < 9, driver=Driver().version())
-    result["command"] = f"python -m benchmarks.gpu.pair run --rounds {options.rounds}"
-    options.out.parent.mkdir(parents=True, exist_ok=True)
-    options.out.write_text(json.dumps(result, ensure_ascii=False, indent=1) + "\n", "utf-8")
-    print(f"written to {options.out}", *(f"; {part} failed" for part in failed))
+        made = evidence(found, quick=rounds < 9, driver=driver)
+        made["command"] = f"python -m benchmarks.gpu.pair run --rounds {rounds}"
+        write(merged(made, name, out), out)
+    print(f"written to {out}", *(f"; {part} failed" for part in failed))
     return 1 if failed else 0
+
+
+def merged(made: dict[str, Any], part: str, out: Path) -> dict[str, Any]:
+    """A part's result, with what the file has of other parts, if code and machine are the same."""
+    same = ("command", "quick", "commit", "clean", "hardware", "versions")
+    if not out.is_file():
+        return made
+    before = json.loads(out.read_text("utf-8"))
+    if any(before.get(name) != made[name] for name in same):
+        return made
+    kept = [row for row in before["raw"]["rows"] if row["benchmark"] != part]
+    found = kept + made["raw"]["rows"]
+    figures = {row["row"]: round(row["value"], 6) for row in found if row["value"] is not None}
+    return {**made, "raw": {"rows": found}, "derived": figures}
+
+
+def write(result: dict[str, Any], out: Path) -> None:
+    """Writes an evidence file."""
+    out.parent.mkdir(parents=True, exist_ok=True)
+    out.write_text(json.dumps(result, ensure_ascii=False, indent=1) + "\n", "utf-8")
 
 
 if __name__ == "__main__":

@@ -10,6 +10,9 @@ import numpy as np
 import numpy.typing as npt
 
 from kmesh import _host
+from kmesh.cuda import reading
+from kmesh.cuda.device import Device
+from kmesh.cuda.slabs import DeviceSlabs
 from kmesh.families import Family, Recovered
 from kmesh.kernels.rotary import ELEMENTS, Rotary, turns
 from kmesh.keys import KEY_BYTES, KeyChain
@@ -30,6 +33,7 @@ class Passage:
 
     Attributes:
         rotary: of the engine's model.
+        gpu: in whose memory all of it is stored; None: in the host's.
     """
 
     socket_dir: Path
@@ -38,6 +42,11 @@ class Passage:
     head_dim: int
     tokens: list[int]
     rotary: Rotary
+    gpu: Device | None = None
+
+    @property
+    def device(self) -> str:
+        return self.gpu.uuid if self.gpu else ""
 
     @property
     def keys(self) -> bytes:
@@ -51,9 +60,14 @@ class Passage:
     def state(self, session: Session) -> State:
         """Bits of bfloat16, [layer, K or V, head, token, element]."""
         count = len(self.tokens) // SPAN
-        with session.acquire(self.keys, [self.shard], timeout=30) as lease:
+        with session.acquire(self.keys, [self.shard], device=self.device, timeout=30) as lease:
             assert lease.hits == count
-            spans = [np.frombuffer(read_span(session, lease, n), np.uint16) for n in range(count)]
+            if self.gpu is None:
+                found = [read_span(session, lease, n) for n in range(count)]
+            else:
+                with DeviceSlabs(session, self.gpu) as slabs:
+                    found = [reading.read_span(slabs, self.gpu, lease, n) for n in range(count)]
+        spans = [np.frombuffer(one, np.uint16) for one in found]
         shape = (self.shard.layers, 2, self.shard.heads, SPAN, self.head_dim)
         return np.concatenate([span.reshape(shape) for span in spans], axis=3)
 
@@ -73,8 +87,9 @@ class Passage:
                 payloads = [state[:, :, :, at : at + SPAN].tobytes() for at in starts]
                 lengths = [len(payload) for payload in payloads]
                 batch = ReserveBatch(
-                    self.namespace, self.shard, chain.keys, [SPAN] * chain.spans, starts, lengths
-                )
+                    self.namespace, self.shard, chain.keys, [SPAN] * chain.spans, starts, lengths,
+                    device=self.device,
+                )  # fmt: skip
                 assert not any(put_spans(session, staging, batch, payloads))
             del session.index
 
@@ -94,7 +109,7 @@ class Passage:
     def mirrors(self, family: str) -> int:
         """How many recipes there are by now."""
         with Session.connect(self.socket_dir, role=Role.TOOL) as session:
-            return session.families.describe(family).family.mirrors
+            return session.families.describe(family, device=self.device).family.mirrors
 
     def _recovered(self, passage: State, before: int, rng: np.random.Generator) -> State:
         moved = passage.copy()

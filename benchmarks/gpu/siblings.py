@@ -97,9 +97,13 @@ class Stock:
 
 class Siblings:
     """A base, its members' payloads and their recipes, made by the encoder; bytes follow from the
-    sizes."""
+    sizes.
 
-    def __init__(self, sizes: Sizes) -> None:
+    Args:
+        dense: whether members' payloads are kept.
+    """
+
+    def __init__(self, sizes: Sizes, *, dense: bool = True) -> None:
         self.sizes = sizes
         self._rng = np.random.default_rng(9)
         self._rotary = Rotary.from_parameters(
@@ -119,7 +123,8 @@ class Siblings:
             for member in range(sizes.members):
                 number = member * sizes.spans + i
                 payload, what, taken = self._member(member, i, segment)
-                self.dense.put(number, payload)
+                if dense:
+                    self.dense.put(number, payload)
                 files[number] = encoder.encode(what, payload, [taken]).data
         self.recipes = Stock([len(file) for file in files])
         self.tables = [RecipeTables(file) for file in files]

@@ -7,12 +7,16 @@
 #include <Python.h>
 
 #include <stdlib.h>
+#include <sys/prctl.h>
+#include <time.h>
 
 #include "_host_args.h"
 #include "_host_batch.h"
+#include "_host_chunks.h"
 #include "_host_codec.h"
 #include "_host_index.h"
 #include "_host_job.h"
+#include "_host_leased.h"
 #include "_host_paged.h"
 #include "_host_region.h"
 #include "_host_round.h"
@@ -182,6 +186,29 @@ static PyObject *host_check(PyObject *module, PyObject *args) {
     return paged_call(args, "y*y*y*w*:check", PAGED_CHECK);
 }
 
+static PyObject *host_part_reads(PyObject *module, PyObject *args) {
+    (void)module;
+    Py_buffer parts, reads;
+    uint64_t row;
+    if (!PyArg_ParseTuple(args, "y*O&w*:part_reads", &parts, to_u64, &row, &reads)) return NULL;
+    size_t count = (size_t)parts.len / sizeof(km_part);
+    PyObject *result = NULL;
+    if ((size_t)parts.len % sizeof(km_part)) refuse("spans: not whole records");
+    else if ((size_t)reads.len != 8 * count) refuse("reads: not a u64 for each record");
+    else {
+        for (size_t i = 0; i < count; i++) {
+            km_part part;
+            memcpy(&part, (const char *)parts.buf + i * sizeof part, sizeof part);
+            uint64_t read = km_part_reads(&part, row);
+            memcpy((char *)reads.buf + i * sizeof read, &read, sizeof read);
+        }
+        result = Py_NewRef(Py_None);
+    }
+    PyBuffer_Release(&parts);
+    PyBuffer_Release(&reads);
+    return result;
+}
+
 // ---- jobs of the GPU's kernels -----------------------------------------------
 
 typedef struct {
@@ -349,6 +376,25 @@ static PyObject *host_store(PyObject *module, PyObject *args) {
     Py_RETURN_NONE;
 }
 
+// ---- waiting ----------------------------------------------------------------
+
+static PyObject *host_nap(PyObject *module, PyObject *args) {
+    (void)module;
+    uint64_t nanoseconds;
+    if (!PyArg_ParseTuple(args, "O&:nap", to_u64, &nanoseconds)) return NULL;
+    if (nanoseconds >= 1000000000) return refuse("nanoseconds: a second or more");
+    struct timespec span = {0, (long)nanoseconds};
+    Py_BEGIN_ALLOW_THREADS
+    // What the kernel may add to a thread's sleep is more than these take; where it can't be
+    // asked, it stays.
+    int slack = prctl(PR_GET_TIMERSLACK, 0, 0, 0, 0);
+    if (slack > 1) prctl(PR_SET_TIMERSLACK, 1, 0, 0, 0);
+    nanosleep(&span, NULL);
+    if (slack > 1) prctl(PR_SET_TIMERSLACK, (unsigned long)slack, 0, 0, 0);
+    Py_END_ALLOW_THREADS
+    Py_RETURN_NONE;
+}
+
 // ---- module -----------------------------------------------------------------
 
 static PyMethodDef host_methods[] = {
@@ -360,6 +406,7 @@ static PyMethodDef host_methods[] = {
     {"scatter", host_scatter, METH_VARARGS, NULL},
     {"gather", host_gather, METH_VARARGS, NULL},
     {"check", host_check, METH_VARARGS, NULL},
+    {"part_reads", host_part_reads, METH_VARARGS, NULL},
     {"job", host_job, METH_VARARGS, NULL},
     {"round", host_round, METH_VARARGS, NULL},
     {"round_reads", host_round_reads, METH_VARARGS, NULL},
@@ -372,6 +419,12 @@ static PyMethodDef host_methods[] = {
     {"rows_unpin", host_rows_unpin, METH_VARARGS, NULL},
     {"rows_link", host_rows_link, METH_VARARGS, NULL},
     {"rows_unlink", host_rows_unlink, METH_VARARGS, NULL},
+    {"leased_spans", host_leased_spans, METH_VARARGS, NULL},
+    {"leased_extents", host_leased_extents, METH_VARARGS, NULL},
+    {"leased_parts", host_leased_parts, METH_VARARGS, NULL},
+    {"chunks", host_chunks, METH_VARARGS, NULL},
+    {"payload_bytes", host_payload_bytes, METH_VARARGS, NULL},
+    {"moved_bytes", host_moved_bytes, METH_VARARGS, NULL},
     {"pack_field", host_pack_field, METH_VARARGS, NULL},
     {"unpack_field", host_unpack_field, METH_VARARGS, NULL},
     {"recipe_check", host_recipe_check, METH_VARARGS, NULL},
@@ -382,6 +435,7 @@ static PyMethodDef host_methods[] = {
     {"token_hashes", host_token_hashes, METH_VARARGS, NULL},
     {"token_words", host_token_words, METH_VARARGS, NULL},
     {"chain_keys", host_chain_keys, METH_VARARGS, NULL},
+    {"nap", host_nap, METH_VARARGS, NULL},
     {"load", host_load, METH_VARARGS, NULL},
     {"store", host_store, METH_VARARGS, NULL},
     {NULL, NULL, 0, NULL},

@@ -7,7 +7,12 @@ outside the memory that was named.
 
 from collections.abc import Sequence
 
+import numpy as np
+from numpy.typing import NDArray
 from typing_extensions import Buffer
+
+#: ``kmesh.kernels.plan.RECORD``s. A view of such an array would cost more than most calls.
+Parts = Buffer | NDArray[np.void]
 
 TILE_BYTES: int
 
@@ -48,6 +53,16 @@ def gather(layout: Buffer, spans: Buffer, blocks: Buffer, status: Buffer, /) -> 
 
 def check(layout: Buffer, spans: Buffer, blocks: Buffer, status: Buffer, /) -> int:
     """What ``scatter`` would refuse before it reads or writes anything: statuses 0, 3 and 4."""
+
+def part_reads(spans: Buffer, row_bytes: int, reads: Buffer, /) -> None:
+    """Bytes of payloads that a restore of each part reads: the tiles that hold what it wants.
+
+    spans: packed ``SpanPart`` records. row_bytes: as in the layout. reads: a u64 for each record,
+    written; 0 for one that contradicts itself.
+
+    Raises:
+        ValueError: a buffer has the wrong length.
+    """
 
 def round(
     layout: Buffer,
@@ -109,9 +124,9 @@ def job(
     ``check`` for each group's requests, one after the other, written.
 
     Returns:
-        (size, bytes to upload, bytes of a vector, parts, items, tiles, payload bytes, bytes of
-        shared memory, units, bytes of shared memory for them). When size is more than the
-        memory's, the job was not written.
+        (size, bytes to upload, bytes of a vector, parts, items, tiles, bytes of tiles that are
+        read, bytes of shared memory, units, bytes of shared memory for them). When size is more
+        than the memory's, the job was not written.
 
     Raises:
         ValueError: a buffer has the wrong length, or a size or alignment is not served.
@@ -260,12 +275,112 @@ def token_words(ids: Sequence[int], /) -> bytes:
         TypeError: one is no integer.
     """
 
-def chain_keys(parent: Buffer, words: Buffer, step: int, /) -> bytes:
+def chain_keys(
+    parent: Buffer,
+    words: Buffer,
+    step: int,
+    known_words: Buffer = b"",
+    known_keys: Buffer = b"",
+    /,
+) -> bytes:
     """Keys of 32 bytes: of each run of ``step`` bytes the BLAKE3 of the key before it, for the
     first one ``parent``, and of the run.
 
+    known_words, known_keys: runs behind the same parent, and their keys, which are taken for the
+    runs that ``words`` begins with too.
+
     Raises:
-        ValueError: ``parent`` is no key, or ``words`` are not whole runs.
+        ValueError: ``parent`` is no key, ``words`` are not whole runs, or there is no run for a
+            known key.
+    """
+
+def leased_spans(
+    slab: Buffer,
+    offset: Buffer,
+    length: Buffer,
+    root: Buffer,
+    tokens: Buffer,
+    count: int,
+    shards: int,
+    first: int,
+    step: int,
+    /,
+) -> bytes:
+    """The first ``count`` entries of a lease's columns, as ``kmesh.kernels.plan.LEASED``.
+
+    Entry i is of part i % shards, and starts at (first + i // shards) * step.
+
+    Raises:
+        ValueError: a column is too short, or its items are no integers of 1 to 8 bytes.
+    """
+
+def leased_extents(spans: Buffer, heads: Buffer, /) -> bytes:
+    """For each slab of spans that give something: its number, and the largest offset, length and
+    end of a span in it (2**64 - 1 where that is more), as u64.
+
+    heads: of each part of the sharding (first head there, first head here, heads) as u64.
+
+    Raises:
+        ValueError: a buffer has the wrong length, a span begins on no tile, or is of no part.
+    """
+
+def leased_parts(
+    spans: Buffer,
+    heads: Buffer,
+    slabs: Buffer,
+    begin: int,
+    end: int,
+    block: int,
+    src_heads: int,
+    layers: int,
+    /,
+) -> tuple[bytearray, bytearray, bytearray, int, int]:
+    """Parts for the kernels of spans that hold tokens [begin, end) and give something.
+
+    heads: as for ``leased_extents``. slabs: (number, address, address of its sums, whether it is
+    GPU memory) as u64, aligned. block: tokens of a page.
+
+    Returns:
+        (``kmesh.kernels.plan.RECORD`` of each, whether it is in GPU memory, its entry as u32, the
+        position from which theirs count, which begins a page, the one up to which they reach).
+
+    Raises:
+        ValueError: a buffer has the wrong length, a span is of no part or slab, or a position is
+            2**30 or more.
+    """
+
+def chunks(parts: Parts, room: int, smallest: int, /) -> tuple[bytes, bytes, bytes]:
+    """Payloads of parts (``kmesh.kernels.plan.RECORD``) in chunks of at most ``room`` bytes, which
+    get smaller towards the end, down to ``smallest``.
+
+    Returns:
+        As u64: of each part its offset in its chunk, a multiple of 256; (begin, end, bytes of its
+        payloads, first copy, end of its copies) of each chunk, half-open; (offset in the chunk,
+        address, bytes) of each copy. Neighbours in memory are one copy.
+
+    Raises:
+        ValueError: the buffer has the wrong length, or a payload has no room in a chunk.
+    """
+
+def payload_bytes(parts: Parts, /) -> tuple[int, int]:
+    """Bytes of the payloads of parts (RECORD): of all, and of the largest.
+
+    Raises:
+        ValueError: the buffer has the wrong length.
+    """
+
+def moved_bytes(parts: Parts, status: Buffer, row_bytes: int, /) -> int:
+    """Bytes of pages that those parts (RECORD) have written whose status is 0.
+
+    Raises:
+        ValueError: there is not one status for each part.
+    """
+
+def nap(nanoseconds: int, /) -> None:
+    """Sleeps so long, or until a signal, and hardly longer: without this thread's timer slack.
+
+    Raises:
+        ValueError: a second or more.
     """
 
 def load(address: int, bits: int, /) -> int:

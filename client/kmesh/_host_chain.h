@@ -91,11 +91,24 @@ static void km_b3_tree(const unsigned char *data, size_t length, uint64_t counte
     km_b3_compress(cv, both, 0, KM_B3_BLOCK, KM_B3_PARENT | root);
 }
 
+// Spans behind the same parent whose keys are known.
+typedef struct {
+    const unsigned char *words, *keys;
+    size_t spans;
+} km_chain_known;
+
 // Keys of `spans` spans of `step` bytes each, behind `parent`. `scratch` has room for a key and one
 // span; `keys` for all of them.
 static void km_chain(const unsigned char *parent, const unsigned char *words, size_t spans,
-                               size_t step, unsigned char *scratch, unsigned char *keys) {
-    for (size_t i = 0; i < spans; i++) {
+                     size_t step, km_chain_known known, unsigned char *scratch,
+                     unsigned char *keys) {
+    size_t same = 0, most = known.spans < spans ? known.spans : spans;
+    while (same < most && !memcmp(words + same * step, known.words + same * step, step)) same++;
+    if (same) {
+        memcpy(keys, known.keys, same * KM_KEY);
+        parent = keys + (same - 1) * KM_KEY;
+    }
+    for (size_t i = same; i < spans; i++) {
         uint32_t cv[8];
         memcpy(scratch, parent, KM_KEY);
         memcpy(scratch + KM_KEY, words + i * step, step);

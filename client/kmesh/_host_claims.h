@@ -1,117 +1,8 @@
-// A round of restores: which bytes are read, and who takes what of them. See docs/kernels.md. No
-// Python in here.
+// Which bytes a round reads, and who takes what of them. See docs/kernels.md. No Python in here.
 #ifndef KMESH_HOST_CLAIMS_H
 #define KMESH_HOST_CLAIMS_H
 
-#include "_host_grow.h"
-#include "_host_job.h"
-#include "_host_recipe.h"
-
-// What is below is what client/kmesh/kernels/round.cu reads, member by member.
-typedef struct {
-    uint32_t part, base, cell_begin, cells, rows, takers;
-} km_strand;
-
-typedef struct {
-    uint64_t begin;
-    uint32_t strand, row;
-} km_round_item;
-
-typedef struct {
-    uint32_t row_begin;
-    km_divisor by_tokens;
-    uint32_t taker_begin, takers;
-} km_cell;
-
-typedef struct {
-    uint32_t request, piece_begin, pieces, spare;
-} km_taker;
-
-typedef struct {
-    uint32_t begin, end, shift, turn;
-} km_piece;
-
-// As kmesh.kernels.rounds packs them. A segment of bases that recipes may name: where it lies, when it
-// is read (lower numbers first), whether its digest is known, and what it is.
-typedef struct {
-    uint64_t address, sums_address, order, known;
-    km_recipe_segment segment;
-    unsigned char space[32];
-    uint16_t layer_begin, layer_end, head_begin, head_end;
-    uint32_t head_dim, dtype;
-} km_base;
-
-// A payload that a request wants. Of a recipe, address, sums, root and length are of its file, and
-// `tables` is the address of a copy of its head and tables, which were checked; 0: it is dense.
-typedef struct {
-    km_part part;
-    uint64_t tables, request, order;
-} km_member;
-
-typedef struct {
-    uint32_t shared, stages;       // bytes of shared memory and stages in it, at most
-    uint32_t blocks, slow_blocks;  // of a launch, and of these for what is read first and slowly
-} km_round_options;
-
-typedef struct {
-    uint64_t size, upload, vector, parts, items, tiles, bytes, shared, blocks;
-} km_round_sizes;
-
-// Who took something of a part: a member, or (behind all members) the base that it is of.
-typedef struct {
-    uint32_t owner, part;
-} km_use;
-
-// What one member takes of a source: what a recipe's ops take of one of its segments, or one of
-// these. Claims of a source are in a list.
-enum { KM_CLAIM_DENSE = UINT32_MAX, KM_CLAIM_LITERAL = UINT32_MAX - 1, KM_NOBODY = UINT32_MAX };
-// Turns among which a recipe's are looked for.
-enum { KM_TURNS_BACK = 64 };
-
-typedef struct {
-    uint32_t member, segment, next, used;
-} km_claim;
-
-// Bytes that are read: a payload, or a recipe's file.
-typedef struct {
-    km_part part;
-    uint64_t order;
-    uint32_t literal, first, last, base;
-} km_source;
-
-// Literals of a run that lie back to back: they are alike in all runs with the same list.
-typedef struct {
-    uint64_t offset;
-    uint32_t cell_begin, cells, rows, takers;
-} km_literals;
-
-typedef struct {
-    uint64_t begin, end;
-    uint32_t strand;
-} km_stretch;
-
-typedef struct {
-    const km_layout *layout;
-    const uint64_t *bases;
-    const km_wanted *wanted;
-    size_t requests;
-    const km_member *members;
-    size_t member_count;
-    const km_base *segments;
-    size_t segment_count;
-    km_round_options options;
-    unsigned char *status;  // of each member
-
-    km_recipe *recipes;    // of each member that has one
-    uint32_t *turn_begin;  // of each member's turns in the job's
-    uint32_t *slots;       // sources by address; a power of two
-    size_t slot_count, hint;
-    uint32_t pairs, interleaved, element;
-    km_grown sources, claims, matched, parts, strands, cells, takers, pieces, items, turns, bits;
-    km_grown uses, orders, sorted, literals, lists, stretches;
-    uint64_t tiles, bytes, most, slow_items;
-    const char *wrong;  // what is not served
-} km_round;
+#include "_host_shapes.h"
 
 static km_part km_round_payload(const km_round *r, const km_member *m) {
     km_part part = m->part;
@@ -148,30 +39,24 @@ static uint32_t km_round_base_of(km_round *r, const km_recipe *recipe, size_t nu
 }
 
 // Opens a member's recipe. It is of the member's payload and of the file that is named, and says
-// how keys are turned as those before it do; otherwise the member is a bad record.
-static int km_round_open(km_round *r, size_t at) {
+// how keys are turned as those before it do; otherwise the member is a bad record. False: no memory.
+static int km_round_open(km_round *r, size_t at, int *right) {
     const km_member *m = &r->members[at];
     km_recipe *recipe = &r->recipes[at];
     const unsigned char *tables = (const void *)(uintptr_t)m->tables;
-    const km_recipe_head *head = (const km_recipe_head *)tables;
-    if (km_recipe_open(recipe, tables, head->file_bytes, head->file_bytes).field ||
-        head->form != KM_FORM_ADDRESSABLE || head->file_bytes != m->part.length ||
-        recipe->row_bytes != r->layout->row_bytes || head->tokens != m->part.tokens ||
-        recipe->heads != m->part.src_heads || recipe->run_count != 2 * m->part.src_layers)
-        return 0;
-    for (size_t i = 0; i < head->ops; i++)
-        if (recipe->ops[i].kind > KM_OP_REF_ROT) {
-            r->wrong = "recipes with differences (XOR) are not served: decode them on the host";
-            return 0;
-        }
+    km_recipe_lay(recipe, tables);
+    const km_recipe_head *head = recipe->head;
+    *right = head->form == KM_FORM_ADDRESSABLE && head->file_bytes == m->part.length &&
+             recipe->row_bytes == r->layout->row_bytes && head->tokens == m->part.tokens &&
+             recipe->heads == m->part.src_heads && recipe->run_count == 2 * m->part.src_layers;
+    if (!*right) return 1;
+    if (!km_round_shape(r, at)) return 0;
     for (size_t i = 0; i < head->turns; i++) {
         uint32_t interleaved = km_recipe_turn_at(recipe, i).interleaved;
         if (!r->pairs)
             r->pairs = head->pairs, r->interleaved = interleaved, r->element = head->dtype;
-        if (head->pairs != r->pairs || interleaved != r->interleaved || head->dtype != r->element) {
+        if (head->pairs != r->pairs || interleaved != r->interleaved || head->dtype != r->element)
             r->wrong = "recipes that turn keys in different ways are not served in one round";
-            return 0;
-        }
     }
     return 1;
 }
@@ -258,32 +143,48 @@ static int km_round_claim_recipe(km_round *r, size_t at) {
            km_round_claim(r, km_round_source(r, &m->part, m->order, 1), at, KM_CLAIM_LITERAL);
 }
 
+// Whether a recipe's turns are those of the job from `first` on.
+static int km_round_turns_at(const km_round *r, const km_recipe *recipe, size_t first) {
+    size_t each = 8 * (size_t)r->pairs, count = recipe->head->turns;
+    const unsigned char *own = recipe->turns + KM_TURN_HEAD;
+    if (first + count > r->turns.count / each) return 0;
+    for (size_t i = 0; i < count; i++)
+        if (memcmp(km_at(&r->turns, (first + i) * each), own + i * recipe->turn_bytes, each)) return 0;
+    return 1;
+}
+
 // The turns of a member's recipe. Siblings' recipes have few in common, a sibling's own nearly all, so
 // they are looked for among the last ones: what is not there twice stays in the GPU's caches.
 static int km_round_turns(km_round *r, size_t at) {
     const km_recipe *recipe = &r->recipes[at];
     size_t each = 8 * (size_t)r->pairs, count = recipe->head->turns, have = r->turns.count / each;
-    size_t back = have < KM_TURNS_BACK ? have : KM_TURNS_BACK;
-    const unsigned char *own = recipe->turns + KM_TURN_HEAD;
-    for (size_t first = have - back; first + count <= have; first++) {
-        const unsigned char *there = km_at(&r->turns, first * each);
-        size_t same = 0;
-        while (same < count &&
-               !memcmp(there + same * each, own + same * recipe->turn_bytes, each))
-            same++;
-        if (same < count) continue;
-        r->turn_begin[at] = (uint32_t)first;
-        return 1;
+    size_t first = r->turn_hint;
+    if (!km_round_turns_at(r, recipe, first)) {
+        first = have < KM_TURNS_BACK ? 0 : have - KM_TURNS_BACK;
+        while (first < have && !km_round_turns_at(r, recipe, first)) first++;
     }
-    r->turn_begin[at] = (uint32_t)have;
+    r->turn_begin[at] = r->turn_hint = (uint32_t)first;
+    if (first < have || !count) return 1;
     if (have + count > UINT16_MAX) {
         r->wrong = "65,536 turns of keys and more are not served in one round";
         return 1;
     }
+    const unsigned char *own = recipe->turns + KM_TURN_HEAD;
     unsigned char *to = km_grow(&r->turns, count * each);
     for (size_t i = 0; to && i < count; i++)
         memcpy(to + i * each, own + i * recipe->turn_bytes, each);
-    return to || !count;
+    return to != NULL;
+}
+
+// Asks for a later member's tables, as if it had as many as this one: caches foresee no memcmp, and
+// memory is slow for who waits for each line.
+static void km_round_ahead(const km_round *r, size_t at) {
+    const char *next = at + KM_AHEAD_TABLES < r->member_count
+                           ? (const char *)(uintptr_t)r->members[at + KM_AHEAD_TABLES].tables
+                           : NULL;
+    uint64_t bytes = next && r->members[at].tables ? r->recipes[at].tables_end : 0;
+    if (bytes > KM_AHEAD_BYTES) bytes = KM_AHEAD_BYTES;
+    for (uint64_t line = 0; line < bytes; line += 64) __builtin_prefetch(next + line);
 }
 
 static int km_round_member(km_round *r, size_t at) {
@@ -291,10 +192,11 @@ static int km_round_member(km_round *r, size_t at) {
     const km_wanted *wanted = &r->wanted[m->request];
     const km_job_input in = {.layout = r->layout};
     km_part payload = km_round_payload(r, m);
-    int code = km_wanted_check(&in, wanted, &payload);
-    if (code == KM_DONE && (payload.length / r->layout->row_bytes >= KM_JOB_LIMIT ||
-                            (m->tables && !km_round_open(r, at))))
-        code = KM_BAD_RECORD;
+    int code = km_wanted_check(&in, wanted, &payload), right = 1;
+    if (code == KM_DONE && payload.length / r->layout->row_bytes >= KM_JOB_LIMIT) right = 0;
+    else if (code == KM_DONE && m->tables && !km_round_open(r, at, &right)) return 0;
+    if (!right) code = KM_BAD_RECORD;
+    km_round_ahead(r, at);
     r->status[at] = (unsigned char)code;
     if (code != KM_DONE || r->wrong) return 1;
     if (m->part.token_begin == m->part.token_end || !m->part.heads || !m->part.layers) return 1;

@@ -327,7 +327,7 @@ static const char *km_job_try(const km_job_input *in, unsigned char *memory, siz
                     items += km_part_items(&out, item);
                 }
                 tiles += out.end_tile - out.first_tile;
-                bytes += s->length;
+                bytes += km_part_reads(s, l->row_bytes);
                 bits |= s->address;
             }
             if (fits) memcpy(memory + job.parts + part * sizeof out, &out, sizeof out);

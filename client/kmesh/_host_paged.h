@@ -45,19 +45,23 @@ static int km_layout_ok(const km_layout *l) {
            !__builtin_add_overflow(end, l->row_bytes, &end) && end <= INT64_MAX;
 }
 
-static int km_part_check(const km_paged *p, const km_part *s) {
-    const km_layout *l = &p->layout;
+// Whether what a part says of its payload fits together.
+static int km_source_ok(const km_part *s, uint64_t row) {
     if (s->token_begin > s->token_end || s->token_end > s->tokens ||
         !km_range_ok(s->src_head_begin, s->heads, s->src_heads) ||
-        !km_range_ok(s->dst_head_begin, s->heads, l->heads) ||
-        !km_range_ok(s->src_layer_begin, s->layers, s->src_layers) ||
-        !km_range_ok(s->dst_layer_begin, s->layers, l->layers))
-        return KM_BAD_RECORD;
+        !km_range_ok(s->src_layer_begin, s->layers, s->src_layers))
+        return 0;
     uint64_t size = 2;
-    if (__builtin_mul_overflow(size, s->src_layers, &size) ||
-        __builtin_mul_overflow(size, s->src_heads, &size) ||
-        __builtin_mul_overflow(size, s->tokens, &size) ||
-        __builtin_mul_overflow(size, l->row_bytes, &size) || size != s->length)
+    return !__builtin_mul_overflow(size, s->src_layers, &size) &&
+           !__builtin_mul_overflow(size, s->src_heads, &size) &&
+           !__builtin_mul_overflow(size, s->tokens, &size) &&
+           !__builtin_mul_overflow(size, row, &size) && size == s->length;
+}
+
+static int km_part_check(const km_paged *p, const km_part *s) {
+    const km_layout *l = &p->layout;
+    if (!km_source_ok(s, l->row_bytes) || !km_range_ok(s->dst_head_begin, s->heads, l->heads) ||
+        !km_range_ok(s->dst_layer_begin, s->layers, l->layers))
         return KM_BAD_RECORD;
     if (s->token_begin == s->token_end) return KM_DONE;
     uint64_t end;
@@ -68,6 +72,30 @@ static int km_part_check(const km_paged *p, const km_part *s) {
     for (uint64_t b = first; b <= last; b++)
         if (p->blocks[b] < 0 || (uint64_t)p->blocks[b] >= l->num_blocks) return KM_BAD_BLOCK;
     return KM_DONE;
+}
+
+// Bytes of the tiles that hold a byte that the part wants: a reader reads these whole, as it verifies
+// them. None of a part that contradicts itself. Visits the wanted bytes in payload order.
+static uint64_t km_part_reads(const km_part *s, uint64_t row) {
+    if (!km_source_ok(s, row)) return 0;
+    uint64_t head = s->tokens * row, begin = s->token_begin * row, end = s->token_end * row;
+    uint64_t planes = 2 * s->layers, runs = s->heads, step = head, pitch = s->src_heads * head;
+    if (begin == end) return 0;
+    // What lies back to back is one run.
+    if (end - begin == head && runs) {
+        end = runs * head, runs = 1;
+        if (s->heads == s->src_heads && planes) end *= planes, planes = 1;
+    }
+    uint64_t at = 2 * s->src_layer_begin * pitch + s->src_head_begin * head, read = 0, next = 0;
+    for (uint64_t plane = 0; plane < planes; plane++, at += pitch)
+        for (uint64_t run = 0; run < runs; run++) {
+            uint64_t from = (at + run * step + begin) / KM_TILE * KM_TILE;
+            uint64_t to = ((at + run * step + end - 1) / KM_TILE + 1) * KM_TILE;
+            if (from < next) from = next;
+            if (to > s->length) to = s->length;
+            if (from < to) read += to - from, next = to;
+        }
+    return read;
 }
 
 static inline void km_move(unsigned char *paged, unsigned char *payload, size_t n, int out) {

@@ -128,14 +128,9 @@ static km_wrong km_recipe_head_check(const km_recipe_head *head, size_t length) 
     return KM_RIGHT;
 }
 
-// Where the tables are, of a file of which at least the first `have` bytes can be read. Their counts
-// have 32 bits, so no sum here overflows.
-static km_wrong km_recipe_open(km_recipe *r, const unsigned char *file, size_t length,
-                               size_t have) {
+// Where the tables are, of a file whose head is right. Counts have 32 bits, so no sum here overflows.
+static void km_recipe_lay(km_recipe *r, const unsigned char *file) {
     const km_recipe_head *head = r->head = (const km_recipe_head *)file;
-    if (have < KM_RECIPE_HEAD) KM_WRONG("file_bytes", 0);
-    km_wrong wrong = km_recipe_head_check(head, length);
-    if (wrong.field) return wrong;
     r->heads = (size_t)(head->head_end - head->head_begin);
     r->element_bytes = km_element_bytes(head->dtype);
     r->row_bytes = head->head_dim * r->element_bytes;
@@ -150,16 +145,26 @@ static km_wrong km_recipe_open(km_recipe *r, const unsigned char *file, size_t l
     uint64_t chunks = runs + r->run_count * sizeof *r->runs;
     r->tables_end = chunks + head->chunks * (uint64_t)sizeof *r->chunks;
     r->literals_at = km_ceil(r->tables_end, KM_RUN_ALIGN);
-    if (r->literals_at > length || length - r->literals_at != head->stored_bytes)
-        KM_WRONG("stored_bytes", 0);
-    if (r->literals_at > have) KM_WRONG("file_bytes", 0);
-    if (!km_zero(file + r->tables_end, r->literals_at - r->tables_end)) KM_WRONG("reserved", 0);
     r->segments = (const km_recipe_segment *)(file + segments);
     r->turns = file + turns;
     r->lists = (const km_recipe_list *)(file + lists);
     r->ops = (const km_recipe_op *)(file + ops);
     r->runs = (const km_recipe_run *)(file + runs);
     r->chunks = (const km_recipe_chunk *)(file + chunks);
+}
+
+// The same of a file of which at least the first `have` bytes can be read, if all of it can be there.
+static km_wrong km_recipe_open(km_recipe *r, const unsigned char *file, size_t length,
+                               size_t have) {
+    const km_recipe_head *head = r->head = (const km_recipe_head *)file;
+    if (have < KM_RECIPE_HEAD) KM_WRONG("file_bytes", 0);
+    km_wrong wrong = km_recipe_head_check(head, length);
+    if (wrong.field) return wrong;
+    km_recipe_lay(r, file);
+    if (r->literals_at > length || length - r->literals_at != head->stored_bytes)
+        KM_WRONG("stored_bytes", 0);
+    if (r->literals_at > have) KM_WRONG("file_bytes", 0);
+    if (!km_zero(file + r->tables_end, r->literals_at - r->tables_end)) KM_WRONG("reserved", 0);
     return KM_RIGHT;
 }
 

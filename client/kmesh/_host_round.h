@@ -73,8 +73,9 @@ static PyObject *host_round(PyObject *module, PyObject *args) {
     else if (round.wrong) refuse(round.wrong);
     else
         result = Py_BuildValue(
-            "(KKKKKKKKKiy#y#)", sizes.size, sizes.upload, sizes.vector, sizes.parts, sizes.items,
-            sizes.tiles, sizes.bytes, sizes.shared, sizes.blocks, round.pairs != 0,
+            "(KKKKKKKKKKiy#y#)", sizes.size, sizes.upload, sizes.vector, sizes.parts, sizes.items,
+            sizes.tiles, sizes.bytes, sizes.shared, sizes.blocks, sizes.drawn,
+            round.pairs != 0,
             round.uses.count ? (const char *)round.uses.at : "",
             (Py_ssize_t)(round.uses.count * sizeof(km_use)),
             round.orders.count ? (const char *)round.orders.at : "",

@@ -24,7 +24,8 @@ static int km_piece_order(const void *a, const void *b) {
 }
 
 // Gives pieces of one request to takers: a taker's do not overlap.
-static int km_round_take(km_round *r, uint32_t request, km_piece *pieces, size_t count) {
+static int km_round_take(km_round *r, uint32_t request, uint32_t claim, km_piece *pieces,
+                         size_t count) {
     qsort(pieces, count, sizeof *pieces, km_piece_order);
     while (count) {
         km_taker *taker = km_grow(&r->takers, 1);
@@ -36,7 +37,7 @@ static int km_round_take(km_round *r, uint32_t request, km_piece *pieces, size_t
             else to[taken++] = pieces[i];
         }
         r->pieces.count -= count - taken;
-        *taker = (km_taker){request, (uint32_t)(r->pieces.count - taken), (uint32_t)taken, 0};
+        *taker = (km_taker){request, (uint32_t)(r->pieces.count - taken), (uint32_t)taken, claim};
         count = left;
     }
     return 1;
@@ -75,14 +76,15 @@ static km_piece *km_round_pieces(km_round *r, const km_claim *claim, size_t run,
     return pieces;
 }
 
-// Whether all who claim something of a payload do the same with two of its runs.
+// Whether all who claim something of a payload do the same with two of its runs of one plane.
 static int km_round_alike(const km_round *r, const km_source *source, size_t run, size_t other) {
     for (uint32_t c = source->first; c != KM_NOBODY;) {
         const km_claim *claim = km_at(&r->claims, c);
-        const km_recipe *recipe = &r->recipes[claim->member];
-        if (claim->segment != KM_CLAIM_DENSE && recipe->runs[run].list != recipe->runs[other].list)
-            return 0;
         c = claim->next;
+        if (claim->segment == KM_CLAIM_DENSE) continue;
+        const km_recipe *recipe = &r->recipes[claim->member];
+        const km_shape *shape = km_at(&r->shapes, r->shape_of[claim->member]);
+        if (!shape->alike && recipe->runs[run].list != recipe->runs[other].list) return 0;
     }
     return 1;
 }
@@ -126,13 +128,13 @@ static uint32_t km_round_plane(const km_round *r, const km_part *p, size_t run) 
 
 // The one cell of a run of a dense payload.
 static int km_round_cell(km_round *r, const km_source *source, size_t run) {
-    uint32_t begin = (uint32_t)r->takers.count;
-    for (uint32_t c = source->first; c != KM_NOBODY;) {
+    uint32_t begin = (uint32_t)r->takers.count, number = 0;
+    for (uint32_t c = source->first; c != KM_NOBODY; number++) {
         km_claim *claim = km_at(&r->claims, c);
         size_t count;
         km_piece *pieces = km_round_pieces(r, claim, run, &count);
         uint32_t request = (uint32_t)r->members[claim->member].request;
-        if (!pieces || !km_round_take(r, request, pieces, count)) return 0;
+        if (!pieces || !km_round_take(r, request, number, pieces, count)) return 0;
         claim->used |= count != 0;
         c = claim->next;
     }
@@ -169,14 +171,14 @@ static int km_round_payload_strands(km_round *r, const km_source *source, uint64
 // One literal op's cell: each claim has a taker, if the op has a token that it wants.
 static int km_round_literal_cell(km_round *r, const km_source *source, const km_recipe_op *op,
                                  uint32_t row) {
-    uint32_t first = (uint32_t)r->takers.count;
-    for (uint32_t c = source->first; c != KM_NOBODY;) {
+    uint32_t first = (uint32_t)r->takers.count, number = 0;
+    for (uint32_t c = source->first; c != KM_NOBODY; number++) {
         km_claim *claim = km_at(&r->claims, c);
         const km_member *m = &r->members[claim->member];
         uint64_t begin, end;
         if (km_round_clip(&m->part, op->token, op->tokens, &begin, &end)) {
             km_piece one = {(uint32_t)begin, (uint32_t)end, km_round_position(r, m) + op->token, 0};
-            if (!km_round_take(r, (uint32_t)m->request, &one, 1)) return 0;
+            if (!km_round_take(r, (uint32_t)m->request, number, &one, 1)) return 0;
             claim->used = 1;
         }
         c = claim->next;
@@ -292,51 +294,6 @@ static int km_round_items(km_round *r, const km_source *source, uint64_t first_t
         at = s->end;
     }
     return km_round_gap(r, first_tile, at, source->part.length, nobody);
-}
-
-static int km_round_uses(km_round *r, const km_source *source) {
-    int any = 0;
-    for (uint32_t c = source->first; c != KM_NOBODY;) {
-        const km_claim *claim = km_at(&r->claims, c);
-        if (claim->used) {
-            km_use *use = km_grow(&r->uses, 1);
-            if (!use) return 0;
-            *use = (km_use){claim->member, (uint32_t)r->parts.count}, any = 1;
-        }
-        c = claim->next;
-    }
-    if (!any || source->base == KM_NOBODY) return 1;
-    km_use *use = km_grow(&r->uses, 1);
-    if (use) *use = (km_use){(uint32_t)(r->member_count + source->base), (uint32_t)r->parts.count};
-    return use != NULL;
-}
-
-static int km_round_part(km_round *r, const km_source *source) {
-    uint64_t tiles = km_tiles(source->part.length), words = (r->tiles + tiles + 31) / 32;
-    if (tiles >= KM_JOB_LIMIT - r->tiles) {
-        r->wrong = "more than 2^31 tiles at once";
-        return 1;
-    }
-    size_t have = r->bits.count;
-    if (words > have) {
-        uint32_t *bits = km_grow(&r->bits, words - have);
-        if (!bits) return 0;
-        memset(bits, 0, 4 * (words - have));
-    }
-    r->stretches.count = 0;
-    uint32_t first = (uint32_t)r->items.count;
-    int made = source->literal ? km_round_file_strands(r, source, r->tiles)
-                               : km_round_payload_strands(r, source, r->tiles);
-    if (!made || !km_round_items(r, source, r->tiles) || !km_round_uses(r, source)) return 0;
-    km_job_part *part = km_grow(&r->parts, 1);
-    if (!part) return 0;
-    *part = (km_job_part){.part = source->part,
-                          .item_begin = first,
-                          .tile_begin = (uint32_t)r->tiles,
-                          .end_tile = (uint32_t)tiles,
-                          .requests = r->stretches.count != 0};
-    r->tiles += tiles;
-    return 1;
 }
 
 #endif

@@ -54,22 +54,27 @@ static PyObject *host_token_words(PyObject *module, PyObject *args) {
 
 static PyObject *host_chain_keys(PyObject *module, PyObject *args) {
     (void)module;
-    Py_buffer parent, words;
+    Py_buffer parent, words, known_words = {0}, known_keys = {0};
     uint64_t step;
-    if (!PyArg_ParseTuple(args, "y*y*O&:chain_keys", &parent, &words, to_u64, &step)) return NULL;
+    if (!PyArg_ParseTuple(args, "y*y*O&|y*y*:chain_keys", &parent, &words, to_u64, &step,
+                          &known_words, &known_keys))
+        return NULL;
     PyObject *result = NULL;
-    size_t length = (size_t)words.len;
+    size_t length = (size_t)words.len, spans = (size_t)known_keys.len / KM_KEY;
     if (parent.len != KM_KEY) refuse("parent: not a key");
     else if (!step || step > SIZE_MAX - KM_KEY || length % step)
         refuse("words: not whole spans of that many bytes");
+    else if (known_keys.len % KM_KEY || (size_t)known_words.len / step < spans)
+        refuse("known: not a key for each span");
     else {
+        km_chain_known known = {known_words.buf, known_keys.buf, spans};
         unsigned char *scratch = length ? malloc(KM_KEY + (size_t)step) : NULL;
         if (length && !scratch) PyErr_NoMemory();
         else
             result = PyBytes_FromStringAndSize(NULL, (Py_ssize_t)(length / step * KM_KEY));
         if (result) {
             PyThreadState *others = length > HOST_SHORT_CHAIN ? PyEval_SaveThread() : NULL;
-            km_chain(parent.buf, words.buf, length / step, step, scratch,
+            km_chain(parent.buf, words.buf, length / step, step, known, scratch,
                      (unsigned char *)PyBytes_AsString(result));
             if (others) PyEval_RestoreThread(others);
         }
@@ -77,6 +82,8 @@ static PyObject *host_chain_keys(PyObject *module, PyObject *args) {
     }
     PyBuffer_Release(&parent);
     PyBuffer_Release(&words);
+    PyBuffer_Release(&known_words);
+    PyBuffer_Release(&known_keys);
     return result;
 }
 

@@ -21,6 +21,7 @@ import dataclasses
 import struct
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 from blake3 import blake3
 
@@ -125,6 +126,7 @@ class Namespace:
         return [name for name in mine | theirs if mine.get(name) != theirs.get(name)]
 
 
+@lru_cache(maxsize=64)
 def chain_root(namespace_digest: bytes) -> bytes:
     """The parent of a chain's first key."""
     return blake3(namespace_digest, derive_key_context=_ROOT_CONTEXT).digest()
@@ -159,7 +161,7 @@ class KeyChain:
         ValueError: span_tokens is not a multiple of sub_tokens.
     """
 
-    __slots__ = ("_extras", "_keys", "_root", "_span", "_sub", "_tokens")
+    __slots__ = ("__weakref__", "_extras", "_keys", "_root", "_span", "_sub", "_tokens")
 
     def __init__(
         self,
@@ -177,7 +179,7 @@ class KeyChain:
         self._sub = sub_tokens
         self._extras = sorted(extras, key=lambda extra: (extra.start, extra.length))
         self._tokens = bytearray()
-        self._keys = bytearray()
+        self._keys = b""
 
     @property
     def tokens(self) -> int:
@@ -192,10 +194,13 @@ class KeyChain:
     @property
     def keys(self) -> bytes:
         """Keys of all full spans, 32 bytes each."""
-        return bytes(self._keys)
+        return self._keys
 
-    def extend(self, token_ids: Sequence[int]) -> None:
+    def extend(self, token_ids: Sequence[int], like: KeyChain | None = None) -> None:
         """Add tokens; keys of spans that became full are computed.
+
+        Args:
+            like: a chain that may begin with the same spans, whose keys are then taken from there.
 
         Raises:
             OverflowError: a token id does not fit in 32 bits.
@@ -207,9 +212,13 @@ class KeyChain:
             # What holds more than tokens is hashed here, all between in one call.
             first = self._first_with_extras(known, end)
             with memoryview(self._tokens) as tokens:
-                self._keys += _host.chain_keys(
-                    self.parent(known), tokens[known * step : first * step], step
-                )
+                run = tokens[known * step : first * step]
+                if known or like is None or not self._begins_as(like):
+                    self._keys += _host.chain_keys(self.parent(known), run, step)
+                else:
+                    keys = _host.chain_keys(self._root, run, step, like._tokens, like._keys)
+                    # One object: who compares or hashes both has less to do.
+                    self._keys = like._keys if keys == like._keys else keys
                 if first < end:
                     more = self._extras_between(first * self._span, (first + 1) * self._span)
                     plain = tokens[first * step : (first + 1) * step].tobytes()
@@ -218,7 +227,7 @@ class KeyChain:
 
     def parent(self, span: int) -> bytes:
         """The key before span number ``span``."""
-        return bytes(self._keys[(span - 1) * KEY_BYTES : span * KEY_BYTES]) if span else self._root
+        return self._keys[(span - 1) * KEY_BYTES : span * KEY_BYTES] if span else self._root
 
     def key(self, span: int, tokens: int | None = None) -> bytes:
         """Key of span number ``span``, or of its first ``tokens`` tokens.
@@ -229,7 +238,7 @@ class KeyChain:
         if tokens is None or tokens == self._span:
             if not 0 <= span < self.spans:
                 raise ValueError(f"span {span} has no key yet")
-            return bytes(self._keys[span * KEY_BYTES : (span + 1) * KEY_BYTES])
+            return self._keys[span * KEY_BYTES : (span + 1) * KEY_BYTES]
         begin = span * self._span
         if not 0 < tokens < self._span or tokens % self._sub:
             raise ValueError(f"{tokens} tokens are not a part of a span")
@@ -241,6 +250,10 @@ class KeyChain:
     def sub_keys(self, span: int, tokens: int) -> list[bytes]:
         """Keys of the first sub_tokens, 2·sub_tokens, … of a span, up to ``tokens``."""
         return [self.key(span, n) for n in range(self._sub, tokens + 1, self._sub)]
+
+    def _begins_as(self, other: KeyChain) -> bool:
+        """Whether equal first spans have equal keys; content beyond tokens is not compared."""
+        return self._root == other._root and self._span == other._span and not other._extras
 
     def _first_with_extras(self, begin: int, end: int) -> int:
         """The first span of [begin, end) that holds content beyond tokens, or ``end``."""

@@ -16,12 +16,15 @@ REASON_OK = 0
 REASON_MISS = 1
 
 
-def _columns(**kinds: str) -> tuple[tuple[str, int, str], ...]:
+def _columns(**kinds: str) -> tuple[tuple[str, int, str, bytes], ...]:
     fields = spans_pb2.AcquireResponse.DESCRIPTOR.fields_by_name
-    return tuple((name, fields[name].number, kind) for name, kind in kinds.items())
+    return tuple(
+        (name, fields[name].number, kind, bytes(array(kind).itemsize))
+        for name, kind in kinds.items()
+    )
 
 
-#: Name in Lease and in AcquireResponse, number there, and type code of each array.
+#: Name in Lease and in AcquireResponse, number there, type code and a zero of each array.
 _COLUMNS = _columns(
     reason="I", slab="I", offset="Q", length="Q", tokens="I", generation="I", root="Q"
 )
@@ -192,29 +195,34 @@ class Lease:
         recipes = bool(answer.dense_length or answer.bases)
         if bool(answer.start) != bool(self.start) and self.parts and entries:
             raise ValueError("an Acquire answer that says positions only here and there")
-        for name, number, kind in (*_COLUMNS, *_RECIPES, *(_POSITIONS if answer.start else ())):
-            column = array(kind, bytes(array(kind).itemsize * entries))
-            if recipes or not name.startswith("dense"):
-                count = _host.unpack_field(message, number, column, name.endswith("root"))
-                if count != entries:
-                    raise ValueError(f"an Acquire answer without {entries} entries in every array")
+        said = (*_COLUMNS, *(_RECIPES if recipes else ()), *(_POSITIONS if answer.start else ()))
+        for name, number, kind, zero in said:
+            column = array(kind, zero * entries)
+            count = _host.unpack_field(message, number, column, name.endswith("root"))
+            if count != entries:
+                raise ValueError(f"an Acquire answer without {entries} entries in every array")
             found.append((name, column))
+        if not recipes:
+            found += [(name, array(kind, zero * entries)) for name, _, kind, zero in _RECIPES]
         bases = {(base.shard, base.key): _place(base) for base in answer.bases}
         if any(not 0 <= shard < len(self.shards) for shard, _ in bases):
             raise ValueError("an Acquire answer with a base of no shard")
         self.parts.append(LeasePart(answer.lease, len(self), entries))
         self.bases.update(bases)
         for name, column in found:
-            getattr(self, name).extend(column)
+            before = getattr(self, name)
+            setattr(self, name, before + column if before else column)
 
     def fill(self) -> None:
         """Counts ``hits``; entries that were never asked for become misses."""
         missing = len(self.keys) // KEY_BYTES * len(self.shards) - len(self)
-        self.reason.extend([REASON_MISS] * missing)
-        for name, _, _ in (*_COLUMNS[1:], *_RECIPES, *(_POSITIONS if self.start else ())):
-            getattr(self, name).extend([0] * missing)
+        if missing:
+            self.reason.extend([REASON_MISS] * missing)
+            for name, *_ in (*_COLUMNS[1:], *_RECIPES, *(_POSITIONS if self.start else ())):
+                getattr(self, name).extend([0] * missing)
         first_miss = len(self.reason)
-        if any(self.reason):
+        # As bytes it is looked through in no time.
+        if self.reason.tobytes().strip(b"\0"):
             first_miss = next(i for i, reason in enumerate(self.reason) if reason)
         self.hits = first_miss // len(self.shards)
 

@@ -9,29 +9,29 @@ Everything that the session holds (leases, reservations, staging) ends with its 
 
 from __future__ import annotations
 
-import enum
 import os
 import socket
 import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from typing import Generic, TypeVar
+from typing import TypeVar
 
-import kmesh
-from kmesh import calls, errors, memory, negotiation, packets
+from kmesh import calls, errors, memory, packets
 from kmesh.calls import Procedure, Reservations, ReserveBatch, Welcome
 from kmesh.channel import Channel
 from kmesh.families import Families
 from kmesh.flight import Arrived, Claim, FlightCause, Progress
 from kmesh.handles import COMMON, Handle, HandleKind, Preferences, SpanHandle
+from kmesh.hello import Role, hello
 from kmesh.index import IndexReader
 from kmesh.keys import Namespace
-from kmesh.layout import LAYOUT_VERSION, PROTOCOL_VERSION, Shard
+from kmesh.layout import Shard
 from kmesh.lease import Lease
 from kmesh.memory import SlabMapping, Staging
+from kmesh.running import Running
 from kmesh.v1 import sessions_pb2
-from kmesh.wire import DEFAULT_TIMEOUT, Answer
+from kmesh.wire import DEFAULT_TIMEOUT
 
 __all__ = [
     "Lease",
@@ -45,36 +45,6 @@ __all__ = [
 ]
 
 T = TypeVar("T")
-
-
-class Role(enum.IntEnum):
-    """What a session is for; numbers as ``kmesh.v1.Role``."""
-
-    SCHEDULER = 1
-    WORKER = 2
-    TOOL = 3
-
-
-def hello(
-    role: Role,
-    engine_id: str,
-    namespace: Namespace | None,
-    client_name: str,
-    handles: Preferences = COMMON,
-) -> sessions_pb2.Hello:
-    """The first message of a connection."""
-    return sessions_pb2.Hello(
-        protocol_version=PROTOCOL_VERSION,
-        layout_version=LAYOUT_VERSION,
-        role=sessions_pb2.Role.ValueType(role),
-        engine_id=engine_id,
-        client_name=client_name,
-        client_version=kmesh.__version__,
-        namespace=namespace.fields() if namespace else {},
-        pid=os.getpid(),
-        handles=negotiation.preferences(handles),
-        notices=True,
-    )
 
 
 class Session:
@@ -402,6 +372,10 @@ class Session:
                     self._slabs.keep(found)
         return found
 
+    def mapped(self, slab_id: int) -> SlabMapping | None:
+        """A slab that ``slab`` has mapped before, or None. Never waits."""
+        return self._slabs.get(slab_id)
+
     def export_slab(
         self, slab_id: int, timeout: float | None = None, kind: HandleKind | None = None
     ) -> Handle:
@@ -479,37 +453,5 @@ class Session:
         deadline = time.monotonic() + (DEFAULT_TIMEOUT if timeout is None else timeout)
         future: Future[T] = Future()
         future.set_running_or_notify_cancel()
-        _Running(self._channel, procedure, deadline, future).step(None, None)
+        Running(self._channel, procedure, deadline, future).step(None, None)
         return future
-
-
-class _Running(Generic[T]):
-    """A procedure on its way. The channel holds it while it is owed an answer, nobody else does."""
-
-    def __init__(
-        self, channel: Channel, procedure: Procedure[T], deadline: float, future: Future[T]
-    ) -> None:
-        self._channel = channel
-        self._procedure = procedure
-        self._deadline = deadline
-        self._futures = [future]
-
-    def step(self, answer: Answer | None, error: BaseException | None) -> None:
-        """Goes on with what came."""
-        procedure = self._procedure
-        try:
-            if error is not None:
-                body = procedure.throw(error)
-            elif answer is not None:
-                body = procedure.send(answer)
-            else:
-                body = next(procedure)
-            self._channel.call(body, self._deadline, self.step)
-        except StopIteration as done:
-            self._futures.pop().set_result(done.value)
-        except BaseException as failed:
-            procedure.close()
-            # The error knows this frame: what the frame knows must not know the error.
-            self._futures.pop().set_exception(failed)
-        finally:
-            del error

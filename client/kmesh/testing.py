@@ -28,9 +28,10 @@ from kmesh import errors, packets
 from kmesh.fake_model import Model
 from kmesh.fake_state import Limits, Peer, Span
 from kmesh.handles import COMMON, Preferences
+from kmesh.hello import hello
 from kmesh.keys import Namespace
 from kmesh.layout import Shard
-from kmesh.session import Role, Session, hello
+from kmesh.session import Role, Session
 from kmesh.v1 import common_pb2, session_socket_pb2
 from kmesh.wire import DEFAULT_TIMEOUT
 

@@ -1,7 +1,7 @@
 """The session socket's protocol without a socket: packets in, packets out.
 
 ``Exchange`` numbers requests, matches answers, keeps deadlines and undoes answers that nobody
-waits for any more. The thread of ``kmesh.channel`` and the event loop of ``kmesh.aio`` both
+waits for any more. The thread of ``kmesh.channel`` and the event loop of ``kmesh.aiochannel`` both
 drive one.
 """
 

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
-import datetime
 import json
 import os
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from demo.evidence import hardware
+from demo.evidence import command, functional
 from experiments import profile
 from experiments.tokendance import verify
 from experiments.tokendance.workload import Shape, Workload
@@ -25,13 +25,8 @@ def write(path: Path, generated: Path, captured: Path) -> None:
     from tools.verify_evidence import derive
 
     evidence: dict[str, Any] = {
-        "kind": "codec",
-        "label": "functional, CPU",
-        "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
-        "command": "python -m experiments.tokendance evidence",
-        **profile.source(),
+        **functional("codec", command("python -m experiments.tokendance", sys.argv[1:])),
         "note": "sizes are exact; times are processor time, while other programs used the machine",
-        "hardware": hardware(),
         "versions": profile.versions(),
         "raw": {
             name: {**_sizes(folder), "verified": verify.verify(folder)}

@@ -8,8 +8,9 @@ sibling's prompt out of dense spans, then out of recipes.
 
 from __future__ import annotations
 
-import datetime
+import importlib.util
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -21,12 +22,12 @@ from types import FrameType
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from demo import daemon, engine
-from demo.__main__ import prepared_model
-from demo.evidence import hardware
+from demo.__main__ import prepared_model, wait_healthy
+from demo.evidence import command, functional
 from demo.processes import ProcessFailed
 from demo.progress import console, step
 from experiments import profile
-from experiments.profile import CHECKPOINT, ROOT, Profile, ProfileError
+from experiments.profile import CHECKPOINT, CONFIG, ROOT, Profile, ProfileError
 from experiments.tokendance import codec, kept
 from experiments.tokendance.kept import Kept, Stored
 from experiments.tokendance.roundreport import DENSE, RECIPES, Answer, Report
@@ -35,6 +36,7 @@ from kmesh.families import Family
 from kmesh.layout import Shard
 from kmesh.segments import SegmentedPrompt
 from kmesh.session import Role, Session
+from tools import prepare_model
 
 if TYPE_CHECKING:
     from experiments.tokendance.captured import Captured
@@ -50,32 +52,53 @@ NOTE = (
     " which computes in float32; not with prompts that were computed in full"
 )
 _ARM = "spans"
+_PACKAGES = ("torch", "transformers", "vllm")
 
 
-def sizes_of(folder: Path) -> dict[str, Any]:
-    """The arm of ``codec.json`` with siblings in spans.
-
-    Raises:
-        ProfileError: there is none; says what to do.
-    """
+def sizes_of(folder: Path) -> dict[str, Any] | None:
+    """The arm of ``codec.json`` with siblings in spans; None if there is none."""
     try:
         arms: dict[str, dict[str, Any]] = json.loads((folder / "codec.json").read_text())["arms"]
-        return arms[_ARM]
+        return arms.get(_ARM)
     except (FileNotFoundError, KeyError):
-        targets = "make defconfig-tokendance-model tokendance-codec"
-        raise ProfileError(f"{folder.name}: no arm {_ARM!r}: run `{targets}`") from None
+        return None
+
+
+def check(config: Profile, folder: Path) -> dict[str, Any]:
+    """What ``sizes_of`` finds in the bundle's folder.
+
+    Raises:
+        ProfileError: something that a round needs is not there. Names all of that at once, and the
+            one command that makes it.
+    """
+    lacks, targets = [], []
+    if missing := [name for name in _PACKAGES if importlib.util.find_spec(name) is None]:
+        lacks.append(f"packages: {', '.join(missing)}")
+        targets.append("env")
+    if config.model != CHECKPOINT:
+        lacks.append(f"a profile with a model: {CONFIG.name} has {config.profile}")
+        targets.append("defconfig-tokendance-model")
+    arm = sizes_of(folder)
+    if arm is None:
+        lacks.append(f"the siblings' sizes: arm {_ARM!r} of {folder.name}/codec.json")
+        if not os.environ.get("MODEL") and not prepare_model.is_prepared():
+            lacks.append("the model: it is prepared on the way, unless MODEL names another one")
+        targets.append("tokendance-codec")
+    if arm is None or lacks:
+        listed = "".join(f"\n  - {one}" for one in lacks)
+        again = f"make {' '.join([*targets, 'tokendance-round'])}"
+        raise ProfileError(f"a round needs what is not there:{listed}\nrun `{again}`")
+    return arm
 
 
 def run(config: Profile) -> Report:
     """Starts a daemon and two servers, runs the round, ends everything.
 
     Raises:
-        ProfileError: the profile has no model, or its bundle is not there.
+        ProfileError: see ``check``.
         ProcessFailed, OSError, KMeshError, LookupError: the round did not get through.
     """
-    if config.model != CHECKPOINT:
-        raise ProfileError("the profile has no model: run `make defconfig-tokendance-model`")
-    arm = sizes_of(ROOT / config.bundle)
+    arm = check(config, ROOT / config.bundle)
     LOGS.mkdir(exist_ok=True)
     with ExitStack() as stack:
         socket_dir = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="kmesh-round-")))
@@ -87,10 +110,9 @@ def run(config: Profile) -> Report:
             stack.enter_context(engine.serve(name, path, LOGS, socket_dir=socket_dir, dtype=DTYPE))
             for name in ENGINES
         ]
-        with step("the reference loads the model, and two vLLM servers start"):
+        with step("the reference loads the model"):
             workload = codec.captured(config)
-            for server, process in servers:
-                process.wait_ready(server.is_healthy, engine.START_TIMEOUT)
+        wait_healthy(servers)
         session = stack.enter_context(
             Session.connect(
                 socket_dir, role=Role.TOOL, client_name="tokendance round", timeout=30.0
@@ -184,13 +206,8 @@ def write_evidence(path: Path, report: Report) -> None:
     from tools.verify_evidence import derive
 
     evidence: dict[str, Any] = {
-        "kind": "round",
-        "label": "functional, CPU",
-        "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
-        "command": "make tokendance-round ROUND_ARGS='--evidence FILE'",
-        **profile.source(),
+        **functional("round", command("python -m experiments.tokendance", sys.argv[1:])),
         "note": NOTE,
-        "hardware": hardware(),
         "versions": profile.versions(),
         "raw": report.to_json(),
     }

@@ -10,9 +10,9 @@ import socket
 from collections.abc import Callable
 
 from kmesh import errors
-from kmesh.handles import HandleRefusal
 from kmesh_spand import ipc, logs
 from kmesh_spand.control.diskjobs import DiskJobs
+from kmesh_spand.control.exports import Exports, Made
 from kmesh_spand.control.growth import Growth
 from kmesh_spand.control.link import Link
 from kmesh_spand.control.observer import CopyMark, Observer
@@ -20,9 +20,6 @@ from kmesh_spand.control.recodes import Recode, Recodes, facts
 from kmesh_spand.core import effects, events
 
 logger = logging.getLogger(__name__)
-
-#: Told a DMA-BUF's fd, which it owns, or what went wrong.
-Made = Callable[[int, errors.RequestError | None], None]
 
 _BEAT_SECONDS = 1.0
 #: A worker is not ended for less silence than this.
@@ -89,9 +86,8 @@ class StoreWorker:
         self._replaced: list[ipc.Replaced] = []
         self._wipes: dict[int, effects.Wipe] = {}
         self._recodes = Recodes(event)
-        self._exports: dict[int, Made] = {}
+        self._exports = Exports(name)
         self._held: list[tuple[float, ipc.Copy | ipc.Export]] = []
-        self._export_number = 0
         self._attached_at = self._heard_at = loop.time()
         self._given_up = False
         self._unloadable = 0
@@ -254,9 +250,7 @@ class StoreWorker:
             self._loop.call_soon(made, -1, gone)
             return
         self._wakes()
-        self._export_number += 1
-        self._exports[self._export_number] = made
-        self._send(ipc.Export(self._export_number, slab, offset, length))
+        self._send(self._exports.begin(slab, offset, length, made))
 
     def _send(self, message: ipc.Copy | ipc.Export | ipc.Verify | ipc.Wipe) -> None:
         assert self._link is not None
@@ -301,8 +295,7 @@ class StoreWorker:
         if isinstance(message, ipc.Copy):
             self._copy_failed(message.job, self._copies.pop(message.job))
         else:
-            starting = errors.Exhausted(f"the {self._name} has not started yet")
-            self._exported(message.job, -1, starting)
+            self._exports.not_started(message.job)
 
     def _beat(self) -> None:
         now = self._loop.time()
@@ -365,9 +358,7 @@ class StoreWorker:
         self._beat_at = None
         self._held.clear()
         copies, self._copies = self._copies, {}
-        exports, self._exports = self._exports, {}
-        for made in exports.values():
-            made(-1, errors.Exhausted(f"the {self._name} died"))
+        self._exports.gone()
         for job, mark in copies.items():
             self._copy_failed(job, mark)
         self._recodes.gone()
@@ -387,6 +378,8 @@ class StoreWorker:
         if self._recodes.hear(message):
             self._unloadable = 0
             return
+        if self._exports.hear(message, fd):
+            return
         match message:
             case ipc.CopyDone():
                 mark = self._copies.pop(message.job, None)
@@ -403,26 +396,12 @@ class StoreWorker:
             case ipc.Wiped():
                 if self._wipes.pop(message.job, None) is not None:
                     self._event(events.WipeDone(message.job, True))
-            case ipc.Exported():
-                lacking = None
-                if fd is None:
-                    lacking = errors.Exhausted("the daemon has no file descriptor left for it")
-                self._exported(message.job, -1 if fd is None else fd, lacking)
-            case ipc.NotExported():
-                self._exported(message.job, -1, _export_error(message))
             case ipc.Failed():
                 self._fail(message)
             case ipc.Fallback() if self._fell_back is not None:
                 self._fell_back(message)
             case _:
                 logger.error("unexpected message %s", type(message).__name__)
-
-    def _exported(self, job: int, fd: int, failed: errors.RequestError | None) -> None:
-        made = self._exports.pop(job, None)
-        if made is not None:
-            made(fd, failed)
-        elif fd >= 0:
-            os.close(fd)
 
     def _copy_failed(self, job: int, mark: CopyMark) -> None:
         self._observer.copy_ends(mark, None)
@@ -455,11 +434,3 @@ class StoreWorker:
 
 def _verify(job: effects.Verify) -> ipc.Verify:
     return ipc.Verify(job.job, job.slab, job.offset, job.length, job.root, job.recipe)
-
-
-def _export_error(message: ipc.NotExported) -> errors.RequestError:
-    if message.refusal == HandleRefusal.SIZE_LIMIT:
-        return errors.TooLarge(message.error)
-    if message.refusal:
-        return errors.Exhausted(message.error)
-    return errors.InternalError("a bug in the daemon, see its log")

@@ -6,8 +6,9 @@ import os
 from collections.abc import Callable, Sequence
 
 from kmesh_spand import ipc
+from kmesh_spand.control.exports import Made
 from kmesh_spand.control.recodes import Recode
-from kmesh_spand.control.storeworker import Made, StoreWorker
+from kmesh_spand.control.storeworker import StoreWorker
 from kmesh_spand.core import effects
 
 

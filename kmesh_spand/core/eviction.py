@@ -328,13 +328,19 @@ class Evictor:
 
         Starts from each victim in turn and takes its neighbours along, free ones first, then
         the less recently used one, until the window is wide enough or both sides are held. Where
-        that is not enough, spans go with the mirrors that refer to them.
+        that is not enough, spans go with the mirrors that refer to them. Victims beside which
+        there is no room go to the end of the order where there are more of them than are looked
+        at: else they would hide the others from every request that follows.
         """
         store = self._store
+        vain: list[int] = []
         for row in self.victims(tenant):
             window = self._window(row, count, store.may_evict)
             if window is not None:
                 return window
+            vain.append(row)
+        if len(vain) >= MAX_TRIES:
+            store.defer(vain)
         of_base, removable = store.mirrors.of_base, store.mirrors.removable
         for row in self._bases(tenant):
             window = self._window(row, count, lambda n: store.may_evict(n) or removable(n))

@@ -9,7 +9,6 @@ from __future__ import annotations
 import argparse
 import json
 import random
-import shlex
 import signal
 import sys
 from collections.abc import Sequence
@@ -62,8 +61,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         if not options.json:
             print(line(done[-1]))
     if options.out is not None:
-        command = shlex.join(["python", "tests/chaos", *(argv or sys.argv[1:])])
-        text = json.dumps(evidence(done, command), indent=1)
+        from demo.evidence import command
+
+        told = command("python tests/chaos", argv or sys.argv[1:])
+        text = json.dumps(evidence(done, told), indent=1)
         options.out.write_text(text + "\n", encoding="utf-8")
     if options.json:
         print(json.dumps(done, indent=1))

@@ -19,6 +19,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "vllm"))
 from driver import Engine, Result, settled, tokens, transfer
 
 from benchmarks.gpu.recovered import Passage
+from kmesh.cuda.device import Device
 from kmesh.kernels.rotary import Rotary
 from kmesh.layout import Shard
 from kmesh.session import Role, Session
@@ -267,7 +268,9 @@ def test_with_cuda_graphs(start: Start, storing: Engine, daemon: Daemon) -> None
     graphs.close()
 
 
-def passage_of(engine: Engine, daemon: Daemon, model: Path, seed: int) -> Passage:
+def passage_of(
+    engine: Engine, daemon: Daemon, model: Path, seed: int, gpu: Device | None = None
+) -> Passage:
     """Six spans that an engine computes."""
     config = json.loads((model / "config.json").read_text())
     parameters = config.get("rope_parameters") or {"rope_theta": config["rope_theta"]}
@@ -275,7 +278,7 @@ def passage_of(engine: Engine, daemon: Daemon, model: Path, seed: int) -> Passag
     minutes = tokens(384, seed=seed)
     store(engine, daemon, minutes)
     namespace = bytes.fromhex(engine.call("namespace"))
-    return Passage(daemon.socket_dir, namespace, WHOLE, DIM, minutes, rotary)
+    return Passage(daemon.socket_dir, namespace, WHOLE, DIM, minutes, rotary, gpu)
 
 
 def told(engine: Engine) -> dict[str, float]:
@@ -338,6 +341,44 @@ def test_a_round_of_siblings_out_of_recipes(
         for name in ("recipes_decoded", "load_failed_corrupt", "load_failed_error"):
             assert after[name] == earlier[name]
     assert daemon.status().counters["spans_densified"] == 0
+
+
+def test_a_round_of_siblings_out_of_recipes_on_the_gpu(
+    on_gpu: tuple[Engine, Engine], daemon: Daemon, model: Path, device: Device
+) -> None:
+    """Base and recipes lie in the daemon's memory on the GPU, and none is made dense."""
+    one, other = on_gpu
+    passage = passage_of(one, daemon, model, seed=4000, gpu=device)
+    beginnings = [tokens(64, seed=4100 + i) for i in range(4)]
+    passage.store_siblings(beginnings)
+    prompts = [
+        [*own, *passage.tokens, *tokens(10, seed=4200 + i)] for i, own in enumerate(beginnings)
+    ]
+    dense = []
+    for prompt in prompts:
+        other.call("reset")
+        dense.append(other.one(prompt))
+        assert dense[-1].restored == 448
+    (at_once,) = together([other], prompts).values()
+    before, densified = told(other), daemon.status().counters["spans_densified"]
+    passage.join("round-4000", beginnings)
+    wait_for(lambda: passage.mirrors("round-4000") == 24, 60)
+    for prompt, wanted in zip(prompts, dense, strict=True):
+        other.call("reset")
+        check(other.one(prompt), wanted, 448)
+    (results,) = together([other], prompts).values()
+    for result, wanted in zip(results, at_once, strict=True):
+        assert (result.restored, wanted.restored) == (448, 448)
+        assert result.tokens == wanted.tokens
+    settled(daemon)
+    after = told(other)
+    gained = {name: after[name] - before[name] for name in after}
+    mirrored = 2 * 4 * 384 * LAYERS * 2 * HEADS * DIM * 2
+    assert gained["restored_bytes_recipes"] == mirrored
+    assert gained["restored_bytes_gpu"] == gained["restored_bytes"] == mirrored * 448 // 384
+    for name in ("recipes_decoded", "load_failed_corrupt", "load_failed_error"):
+        assert gained[name] == 0
+    assert daemon.status().counters["spans_densified"] == densified
 
 
 def test_siblings_whose_base_is_bad(

@@ -169,6 +169,14 @@ def install() -> None:
         memory.advise_hugepages = lambda *_: True
         memory.hugepages_granted = lambda *_: True
         memory._MADV_POPULATE_WRITE = 12345
+    if broken("no-huge"):
+        # A kernel that gives none to shared memory.
+        memory.hugepages_allowed = lambda: False
+    if broken("small"):
+        # One that would, and has none left.
+        memory.hugepages_allowed = lambda: True
+        memory.advise_hugepages = lambda *_: True
+        memory.hugepages_granted = lambda *_: False
 
 
 _load = process._load

@@ -26,7 +26,7 @@ LARGE = Shape(28, 4, 128, 1_000_000.0)
 
 @dataclass(frozen=True)
 class Spans:
-    """One prompt as spans of ``SPAN`` tokens, in order."""
+    """One prompt as spans, in order."""
 
     name: str
     keys: bytes
@@ -38,7 +38,11 @@ class Spans:
 
 
 class Household:
-    """A primer, whose spans are the base, and siblings that were recovered from it."""
+    """A primer, whose spans are the base, and siblings that were recovered from it.
+
+    Args:
+        span: tokens of a span.
+    """
 
     def __init__(
         self,
@@ -49,8 +53,10 @@ class Household:
         prompts: int = 3,
         seed: int = 7,
         percent: int = 0,
+        span: int = SPAN,
     ) -> None:
         self.shape = shape
+        self.span = span
         work = Workload(shape, [shared], own, prompts, seed)
         self.shard = Shard(0, shape.layers, 0, shape.heads)
         self.namespace = shape.namespace
@@ -60,20 +66,20 @@ class Household:
 
     def _cut(self, member: Member) -> Spans:
         state = member.state
-        count = state.shape[3] // SPAN
+        count = state.shape[3] // self.span
         keys = [
             hashlib.sha256(f"{member.name}/{number}".encode() + self.namespace).digest()
             for number in range(count)
         ]
         payloads = [
-            np.ascontiguousarray(state[:, :, :, at * SPAN : (at + 1) * SPAN]).tobytes()
+            np.ascontiguousarray(state[:, :, :, at * self.span : (at + 1) * self.span]).tobytes()
             for at in range(count)
         ]
         recovered = []
         for run in member.provenance:
             source = self._start + run.source
-            base = self.primer.key(source // SPAN)
-            recovered.append(Recovered(run.token, run.tokens, base, source % SPAN))
+            base = self.primer.key(source // self.span)
+            recovered.append(Recovered(run.token, run.tokens, base, source % self.span))
         return Spans(member.name, b"".join(keys), payloads, recovered)
 
     @property
@@ -94,8 +100,8 @@ class Household:
             self.namespace,
             self.shard,
             spans.keys,
-            [SPAN] * count,
-            range(0, SPAN * count, SPAN),
+            [self.span] * count,
+            range(0, self.span * count, self.span),
             [len(payload) for payload in spans.payloads],
             device=device,
         )

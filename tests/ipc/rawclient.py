@@ -117,7 +117,11 @@ class RawClient:
             "client_name": "rawclient",
         }
         values.update(fields)
-        return self.call(hello=sessions_pb2.Hello(**values))[0]
+        try:
+            return self.call(hello=sessions_pb2.Hello(**values))[0]
+        except (BrokenPipeError, ConnectionResetError):
+            # It hung up and read nothing; what it said before is behind this error.
+            raise Refused(self.receive()[0].status) from None
 
     def attach_staging(self, size: int) -> mmap.mmap:
         handle, fds = self.call(attach_staging=sessions_pb2.AttachStaging(size=size))

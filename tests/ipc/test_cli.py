@@ -7,14 +7,17 @@ import os
 import signal
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+import typer
 from daemon_process import Daemon, environment
 
 from kmesh import errors
 from kmesh.cli import rpc
+from kmesh.cli.commands import app
 from kmesh.handles import HandleKind, HandleRefusal, Tier
 from kmesh.keys import Namespace
 from kmesh.layout import Shard
@@ -225,6 +228,20 @@ def test_doctor_finds_a_daemon_well(spand: Daemon) -> None:
     assert "pattern" in human.stdout
 
 
+def test_doctor_finds_a_daemon_of_several_users_well(start_spand: Callable[..., Daemon]) -> None:
+    """Slabs in which nothing of this user lies are not given to it, and that is no fault."""
+    spand = start_spand(allow_uids=f"{os.getuid()},{os.getuid() + 1}")
+    spand.wait_populated()
+    report = as_json("doctor", socket_dir=spand.socket_dir)
+    seen = {check["name"]: check for check in report["checks"]}
+    assert report["ok"] is True, report
+    slabs = len(as_json("status", socket_dir=spand.socket_dir)["slabs"])
+    assert slabs > 1
+    assert seen["slabs"]["level"] == "ok"
+    assert seen["slabs"]["seen"].startswith("1 imported: sealed")
+    assert f"; {slabs - 1} hold nothing of uid {os.getuid()}" in seen["slabs"]["seen"]
+
+
 def test_doctor_finds_a_stuck_daemon(spand: Daemon) -> None:
     worker = spand.child("worker")
     os.kill(worker, signal.SIGSTOP)
@@ -276,6 +293,33 @@ def test_a_daemon_that_refuses(tmp_path: Path) -> None:
 )
 def test_wrong_usage(arguments: list[str]) -> None:
     assert kmesh(*arguments).returncode == 2
+
+
+def test_where_the_daemon_is_may_be_said_anywhere(spand: Daemon, tmp_path: Path) -> None:
+    right, wrong = ("--socket-dir", str(spand.socket_dir)), ("--socket-dir", str(tmp_path))
+    for line in (
+        [*right, "doctor"],
+        ["doctor", *right],
+        [*wrong, "doctor", *right],
+        ["--timeout", "0.01", *wrong, "doctor", "--timeout", "5", *right],
+        ["token", *right, "--", "sh", "-c", f'test "$KMESH_SOCKET_DIR" = {right[1]}'],
+    ):
+        done = kmesh(*line, socket_dir=tmp_path)
+        assert done.returncode == 0, (line, done.stdout, done.stderr)
+    for line in ([*right, "status", *wrong], ["status", *wrong], ["status"]):
+        done = kmesh(*line, socket_dir=tmp_path)
+        assert done.returncode == 3
+        assert f"{tmp_path}/session.sock: No such file" in done.stderr
+        assert "--socket-dir says where" in done.stderr
+    assert kmesh("status", *right, "--timeout", "0").returncode == 2
+
+
+def test_every_command_takes_the_options_of_all() -> None:
+    commands = typer.main.get_command(app).commands  # type: ignore[attr-defined]
+    assert {"status", "doctor", "token", "export"} < set(commands)
+    for name, command in commands.items():
+        options = {option for parameter in command.params for option in parameter.opts}
+        assert {"--socket-dir", "--timeout"} <= options, name
 
 
 def test_version_and_help() -> None:

@@ -8,7 +8,7 @@ import signal
 from collections.abc import Callable
 
 import pytest
-from daemon_process import Daemon, wait_for
+from daemon_process import Daemon, process_tree, wait_for
 from fake_cuda import MIB, UUIDS
 from gpus import Faults, command, import_slab, ledger, refused, vram
 from probe import readiness, samples
@@ -78,6 +78,20 @@ def test_each_gpu_has_a_worker_without_a_context_on_the_other(start_gpu: Start) 
         held = vram(daemon.child(f"gpu{number}"))
         assert all(uuid in link for link in held), held
         assert sum(held.values()) == 4
+
+
+def test_the_second_gpu_alone(start_gpu: Start) -> None:
+    """No process of the daemon's holds anything of the first one."""
+    daemon = start_gpu(gpu="1")
+    daemon.wait_populated()
+    status = daemon.status()
+    assert [gpu.device for gpu in status.gpus] == [UUIDS[1]]
+    assert {slab.device for slab in status.slabs} == {"", UUIDS[1]}
+    assert status.gpus[0].free_bytes == status.gpus[0].total_bytes - 16 * MIB
+    links = [link for pid in (daemon.pid, *process_tree(daemon.pid)) for link in vram(pid)]
+    # The supervisor, control and its worker.
+    assert len(links) == 3
+    assert all(UUIDS[1] in link for link in links), links
 
 
 @pytest.mark.parametrize("victim", ["gpu0", "control"])

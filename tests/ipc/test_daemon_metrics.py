@@ -236,7 +236,8 @@ def full_pools(seen: Seen) -> None:
 
 def restarts(seen: Seen) -> None:
     """Worker and control die; one catalog record is damaged meanwhile."""
-    with running(verify_rate=300_000, grace_ms=200) as (daemon, _):
+    # The first span is verified at once, and the next one not while this looks.
+    with running(verify_rate=2000, grace_ms=200) as (daemon, _):
         daemon.wait_populated()
         with RawClient(daemon.socket_dir) as client:
             client.attach_staging(MIB)
@@ -259,7 +260,8 @@ def restarts(seen: Seen) -> None:
         wait_for(lambda: seen.look(daemon)["kmesh_spans_verified_total"], 30)
         with RawClient(daemon.socket_dir) as client:
             client.attach_staging(MIB)
-            reserved = client.reserve([key(9)], 1000).reservation[0]
+            # The new worker has yet to say how much memory there is.
+            reserved = wait_for(lambda: client.reserve([key(9)], 1000).reservation[0])
             os.kill(daemon.child("worker"), signal.SIGSTOP)
             client.send(commit={"reservation": [reserved], "staging_offset": [0]})
             wait_for(lambda: seen.look(daemon)["kmesh_worker_copies"])
@@ -305,6 +307,8 @@ def poor_machines(seen: Seen) -> None:
         daemon.wait_populated()
         wait_for_reasons(daemon)
         seen.look(daemon)
+    with running(slab_size="16MiB", faults=["small"]) as (daemon, _):
+        wait_for(lambda: seen.look(daemon)['kmesh_warning{reason="hugepages"}'])
     with running(slab_size="16MiB", faults=["second"]) as (daemon, _):
         wait_for(lambda: seen.look(daemon)['kmesh_warning{reason="memory"}'])
         assert readiness(daemon) == set()

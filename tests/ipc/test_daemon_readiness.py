@@ -160,16 +160,27 @@ def test_a_stopped_worker_with_a_copy(start_spand: Start) -> None:
         assert client.store(KEY, b"bytes") == 0
 
 
+#: A daemon that bears a silent worker for a shorter time.
+_IMPATIENT = """
+import sys
+from kmesh_spand.__main__ import main
+from kmesh_spand.control import storeworker
+storeworker._SILENT_SECONDS = 5.0
+sys.exit(main())
+"""
+
+
 @pytest.mark.slow
 def test_a_worker_that_stays_silent_is_replaced(start_spand: Start) -> None:
-    daemon = start_spand(copy_timeout_ms=200, errors=True)
+    command = (sys.executable, "-c", _IMPATIENT)
+    daemon = start_spand(copy_timeout_ms=200, stuck_ms=400, errors=True, command=command)
     daemon.wait_populated()
     wait_for(lambda: samples(daemon)["kmesh_worker_silent_seconds"] == 0)
     os.kill(daemon.child("worker"), signal.SIGSTOP)
     wait_for_reasons(daemon, "worker")
     wait_for(lambda: daemon.status().worker_restarts == 1, 40)
     wait_for_reasons(daemon)
-    assert "no heartbeat for 15.0 s" in daemon.log()
+    assert "no heartbeat for 5.0 s" in daemon.log()
 
 
 def test_a_killed_worker(start_spand: Start) -> None:

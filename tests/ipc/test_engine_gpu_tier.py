@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -230,6 +231,57 @@ def test_what_lies_on_another_gpu_is_read_where_gpus_reach_each_other(
     assert launches(other) == [Memory.GPU]
     assert other.workers[0].counts.take()["restored_bytes_gpu"] > 0
     wait_for(lambda: not daemon.status().leases, WAIT)
+
+
+def asked(engine: MiniEngine, name: str) -> list[tuple[str, bool]]:
+    """For which memory a new request asks for leases, and whether it takes recipes from there."""
+    session, found = engine.client.session, []
+    assert session is not None
+    acquire = session.acquire_async
+
+    def told(*given: Any, **more: Any) -> Any:
+        found.append((more["device"], more["recipes"]))
+        return acquire(*given, **more)
+
+    session.acquire_async = told  # type: ignore[method-assign]
+    engine.scheduler.add(name, prompt(256), DIGEST)
+    assert engine.match(name, 0, 256, WAIT) == 224
+    engine.scheduler.finished(name)
+    del session.acquire_async
+    return found
+
+
+def test_recipes_are_asked_for_where_the_workers_restore_them(
+    engine: Callable[..., MiniEngine], daemon: Daemon
+) -> None:
+    """On the engine's own GPU, until its kernel for them turns out not to compile; on another one
+    the daemon makes them dense."""
+    stored_by(engine("a", tier="gpu"), daemon, prompt(256), 7, "first")
+    beside = FakeGpu(
+        FakeDriver(FakeCard(UUIDS[1], peers=frozenset({UUIDS[0]})), FakeCard(UUIDS[0]))
+    )
+    unable, go = FakeGpu(FakeDriver(FakeCard(UUIDS[0]))), threading.Event()
+
+    def refuse(name: str) -> None:
+        if name == "prepare_rounds":
+            assert go.wait(2 * WAIT)
+            raise UnsupportedError("no registers")
+
+    unable.refuse = refuse
+    own, other = engine("b", tier="gpu"), engine("c", tier="gpu", gpu=beside)
+    late = engine("d", tier="gpu", gpu=unable)
+    for each in (own, other, late):
+        tell(each)
+    assert asked(own, "r") == [(UUIDS[0], True)]
+    assert asked(other, "r") == [(UUIDS[0], False)]
+    assert asked(late, "r") == [(UUIDS[0], True)]
+    assert late.workers[0].report() is None
+    go.set()
+    mover: Any = late.workers[0]._mover
+    wait_for(mover._rounds_compiled.is_set, WAIT)
+    tell(late)
+    assert asked(late, "s") == [(UUIDS[0], False)]
+    assert late.workers[0].report() is None
 
 
 def test_a_peer_that_gives_other_bytes_is_not_looked_in(

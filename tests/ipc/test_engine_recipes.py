@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from pathlib import Path
 
@@ -19,6 +19,9 @@ from fake_gpu_streams import FakeGpu
 from mini_engine import OnGpu
 
 from benchmarks.gpu.recovered import Passage
+from kmesh.cuda import reading
+from kmesh.cuda.device import Device
+from kmesh.cuda.slabs import DeviceSlabs
 from kmesh.kernels.cuda import Memory
 from kmesh.keys import Namespace
 from kmesh.layout import Shard
@@ -29,6 +32,7 @@ from kmesh_vllm.config import Settings
 from kmesh_vllm.counts import Counts
 from kmesh_vllm.gpumover import GpuMover
 from kmesh_vllm.identity import Identity
+from kmesh_vllm.leases import Held
 from kmesh_vllm.loading import Loader
 from kmesh_vllm.lookup import Hit
 from kmesh_vllm.metadata import LoadPlan
@@ -38,17 +42,22 @@ from kmesh_vllm.restoring import load_plan
 from kmesh_vllm.sharding import Sharding
 
 WAIT = 60.0
-BLOCK, BLOCKS = 16, 64
+BLOCK, BLOCKS = 16, 96
+#: Spans of each sibling that become recipes, by their tokens. Of the longer ones, whose recipes
+#: spare tiles sooner, the first does too.
+RECIPES = {64: 3, 128: 4}
+
+
+@pytest.fixture(params=[SPAN])
+def household(request: pytest.FixtureRequest) -> Household:
+    """Of spans of so many tokens, as many in each prompt."""
+    times = request.param // SPAN
+    return Household(percent=5, span=request.param, shared=208 * times, own=112 * times)
 
 
 @pytest.fixture
-def household() -> Household:
-    return Household(percent=5)
-
-
-@pytest.fixture
-def spand(start_spand: Callable[..., Daemon]) -> Daemon:
-    daemon = start_spand(host_memory="16MiB")
+def spand(start_spand: Callable[..., Daemon], household: Household) -> Daemon:
+    daemon = start_spand(host_memory="16MiB", span_tokens=household.span)
     daemon.wait_populated()
     return daemon
 
@@ -56,9 +65,10 @@ def spand(start_spand: Callable[..., Daemon]) -> Daemon:
 class Worker:
     """A worker's loader over pages of a household's shape."""
 
-    def __init__(self, session: Session, household: Household) -> None:
+    def __init__(self, session: Session, household: Household, gpu: FakeGpu | None = None) -> None:
         shape = household.shape
         self.household, self.session = household, session
+        self.leases: dict[str, Lease] = {}
         self.sharding = Sharding(shape.layers, shape.heads, 1)
         names = Namespace("m", "w", "bfloat16", shape.layers, shape.heads, shape.head_dim)
         identity = Identity(names, self.sharding, BLOCK, BLOCKS)
@@ -69,7 +79,7 @@ class Worker:
             layers=shape.layers, heads=shape.heads, head_dim=shape.head_dim, element_bytes=2,
             block_tokens=BLOCK, num_blocks=BLOCKS,
         )  # fmt: skip
-        self.counts, self.gpu = Counts(), FakeGpu()
+        self.counts, self.gpu = Counts(), gpu or FakeGpu()
         self.mover = GpuMover(
             self.gpu, cache.layout, lambda: session, self.counts, max_ctas=0, buffer_bytes=0,
             recipes=True,
@@ -78,16 +88,36 @@ class Worker:
         mine = self.sharding.shard(0)
         common = (self.mover, cache, identity, mine, lambda: session)
         self.loader = Loader(*common, settings, self.counts)
-        assert self.mover.takes_recipes(WAIT)
+        self.mover.takes_recipes(WAIT)
         for number in range(session.index.slab_count):
             self.mover.attach(session, number, WAIT)
 
+    def start(self, device: str = "", names: Sequence[str] = ()) -> dict[str, list[int]]:
+        """Loads of siblings in one step, out of the memory of ``device``; the blocks of each."""
+        plans, places, behind = [], {}, 1
+        for spans in self.household.siblings:
+            if names and spans.name not in names:
+                continue
+            count = self.household.span * len(spans.payloads) // BLOCK
+            places[spans.name] = list(range(behind, behind + count))[::-1]
+            behind += count
+            lease = self.session.acquire(
+                spans.keys, [self.household.shard], recipes=True, device=device
+            )
+            recipes = sum(map(lease.is_recipe, range(len(spans.payloads))))
+            assert recipes == RECIPES[self.household.span]
+            self.leases[spans.name] = lease
+            plans.append(self.plan(spans, lease, places[spans.name]))
+        self.loader.start(plans)
+        return places
+
     def plan(self, spans: Spans, lease: Lease, blocks: list[int]) -> LoadPlan:
-        tokens = SPAN * len(spans.payloads)
+        tokens = self.household.span * len(spans.payloads)
         state = RequestState(spans.name, [0] * tokens, self.household.namespace)
+        held = Held(Future(), 0.0, lambda _: None)
         restore = Restore(
-            self.session, Hit(self.sharding, len(spans.payloads), 0), 0, tokens, Future(),
-            lease, 0, tokens,
+            self.session, Hit(self.sharding, len(spans.payloads), 0), 0, tokens, held, lease, 0,
+            tokens,
         )  # fmt: skip
         return load_plan(state, restore, lease, blocks)
 
@@ -106,15 +136,15 @@ class Worker:
 
     def wrong(self, spans: Spans, blocks: list[int]) -> set[int]:
         """Spans whose bytes the pages do not hold."""
-        shape = self.household.shape
+        shape, span = self.household.shape, self.household.span
         found = set()
         for number, payload in enumerate(spans.payloads):
             state = np.frombuffer(payload, np.uint16)
-            state = state.reshape(shape.layers, 2, shape.heads, SPAN, shape.head_dim)
-            own = blocks[number * SPAN // BLOCK : (number + 1) * SPAN // BLOCK]
+            state = state.reshape(shape.layers, 2, shape.heads, span, shape.head_dim)
+            own = blocks[number * span // BLOCK : (number + 1) * span // BLOCK]
             for layer, page in enumerate(self.pages):
                 held = page[own].view(torch.uint16).numpy().swapaxes(0, 1)
-                held = held.reshape(shape.heads, SPAN, 2, shape.head_dim)
+                held = held.reshape(shape.heads, span, 2, shape.head_dim)
                 if (held.transpose(2, 0, 1, 3) != state[layer]).any():
                     found.add(number)
         return found
@@ -131,24 +161,20 @@ def worker(spand: Daemon, household: Household) -> Iterator[Worker]:
     with Session.connect(spand.socket_dir, role=Role.TOOL, timeout=30) as session:
         household.settle(session)
         family = session.families
-        wait_for(lambda: family.describe("round").family.mirrors == 6, WAIT, "recipes")
+        wanted = 2 * RECIPES[household.span]
+        wait_for(lambda: family.describe("round").family.mirrors == wanted, WAIT, "recipes")
         made = Worker(session, household)
+        assert made.mover.takes_recipes(0)
         yield made
         made.close()
 
 
+@pytest.mark.parametrize("household", RECIPES, indirect=True)
 def test_a_round_of_siblings_is_one_launch(
     spand: Daemon, household: Household, worker: Worker
 ) -> None:
-    leases, plans, places = [], [], {}
-    for number, spans in enumerate(household.siblings):
-        count = SPAN * len(spans.payloads) // BLOCK
-        places[spans.name] = list(range(1 + number * count, 1 + (number + 1) * count))[::-1]
-        lease = worker.session.acquire(spans.keys, [household.shard], recipes=True)
-        assert sum(map(lease.is_recipe, range(len(spans.payloads)))) == 3
-        leases.append(lease)
-        plans.append(worker.plan(spans, lease, places[spans.name]))
-    worker.loader.start(plans)
+    places = worker.start()
+    leases = worker.leases.values()
     bases = {key for lease in leases for _, key in lease.bases}
     assert worker.gpu.launches == [("round", Memory.HOST, len(bases), 2)]
     assert worker.ends(set(places)) == set()
@@ -162,13 +188,21 @@ def test_a_round_of_siblings_is_one_launch(
         lease.release()
 
 
-def test_siblings_that_measurements_and_engines_on_a_gpu_use(spand: Daemon) -> None:
+@pytest.mark.parametrize("tier", ["host", "gpu"])
+def test_siblings_that_measurements_and_engines_on_a_gpu_use(
+    request: pytest.FixtureRequest, gpu_device: Device, tier: str
+) -> None:
     """They become recipes, and come back as they were."""
-    shape = SMALL
+    shape, gpu = SMALL, None
+    if tier == "gpu":
+        spand, gpu = request.getfixturevalue("start_encoding")(), gpu_device
+    else:
+        spand = request.getfixturevalue("spand")
+    where = gpu.uuid if gpu else ""
     shard = Shard(0, shape.layers, 0, shape.heads)
     passage = Passage(
         spand.socket_dir, shape.namespace, shard, shape.head_dim, list(range(1000, 1192)),
-        shape.rotary,
+        shape.rotary, gpu,
     )  # fmt: skip
     rng = np.random.default_rng(1)
     state = rng.integers(0x3F00, 0x3F80, (shape.layers, 2, shape.heads, 192, shape.head_dim))
@@ -179,17 +213,28 @@ def test_siblings_that_measurements_and_engines_on_a_gpu_use(spand: Daemon) -> N
     with Session.connect(spand.socket_dir, role=Role.TOOL) as session:
         starts = range(0, 192, SPAN)
         lengths = [len(payload) for payload in payloads]
-        batch = ReserveBatch(shape.namespace, shard, passage.keys, [SPAN] * 3, starts, lengths)
+        batch = ReserveBatch(
+            shape.namespace, shard, passage.keys, [SPAN] * 3, starts, lengths, device=where
+        )
         assert not any(put_spans(session, session.staging(4 << 20), batch, payloads))
         passage.store_siblings(own)
         keys = passage.chain([*own[1], *passage.tokens]).keys
-        with session.acquire(keys, [shard]) as lease:
-            dense = [read_span(session, lease, number) for number in range(5)]
-        passage.join("passage", own)
-        wait_for(lambda: passage.mirrors("passage") == 9, WAIT, "recipes")
-        with session.acquire(keys, [shard], recipes=True) as lease:
-            assert [lease.is_recipe(number) for number in range(5)] == [False] * 2 + [True] * 3
-            assert [read_span(session, lease, number) for number in range(5)] == dense
+        with DeviceSlabs(session, gpu_device) as slabs:
+
+            def read(lease: Lease, number: int) -> bytes:
+                if gpu is None:
+                    return read_span(session, lease, number)
+                return reading.read_span(slabs, gpu, lease, number)
+
+            # Somebody takes recipes there: before, none are made.
+            with session.acquire(keys, [shard], device=where, recipes=True) as lease:
+                assert not any(map(lease.is_recipe, range(5)))
+                dense = [read(lease, number) for number in range(5)]
+            passage.join("passage", own)
+            wait_for(lambda: passage.mirrors("passage") == 9, WAIT, "recipes")
+            with session.acquire(keys, [shard], device=where, recipes=True) as lease:
+                assert [lease.is_recipe(number) for number in range(5)] == [False] * 2 + [True] * 3
+                assert [read(lease, number) for number in range(5)] == dense
         session._slabs.clear()
 
 

@@ -7,11 +7,8 @@ import os
 import signal
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
-from pathlib import Path
 
-import fake_gpu
 import pytest
-from cpu_kernels import build
 from daemon_process import Daemon, wait_for
 from fake_cuda import UUIDS
 from gpu_reader import Reader, reader
@@ -35,22 +32,9 @@ nvrtc._candidates = lambda major: ()
 """
 
 
-@pytest.fixture(scope="session")
-def kernels(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("kernels")
-    build(folder)
-    (library,) = folder.iterdir()
-    return library
-
-
 @pytest.fixture
-def start(start_gpu: Start, kernels: Path) -> Start:
-    def begin(**settings: object) -> Daemon:
-        daemon = start_gpu(env={fake_gpu.KERNELS: str(kernels)}, **settings)
-        daemon.wait_populated()
-        return daemon
-
-    return begin
+def start(start_encoding: Start) -> Start:
+    return start_encoding
 
 
 @pytest.fixture(scope="module")

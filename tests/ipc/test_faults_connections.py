@@ -51,19 +51,21 @@ def test_idle_grpc_connections_leave_sessions_their_files(start_spand: Start) ->
         wait_for(lambda: _lives(daemon), 30)
         # Most were hung up on; those that may stay and say nothing end in time.
         wait_for(lambda: sum(map(_hung_up, crowd)) >= 40, 30)
-        assert daemon.status().counters["connections_refused"] >= 20
         sessions.close()
         wait_for(lambda: open_fds(control).total() <= before + 10, 30)
         wait_for_reasons(daemon, seconds=30)
         wait_for(lambda: all(map(_hung_up, crowd)), 30)
-    assert daemon.status().control_restarts == 0
+    # Asked over gRPC: as long as there was a crowd this might have been hung up on as well.
+    status = daemon.status()
+    assert status.counters["connections_refused"] >= 20
+    assert status.control_restarts == 0
 
 
 def _lives(daemon: Daemon) -> bool:
     """What /livez says; False if there was no file for who asks just now."""
     try:
         return get(daemon.socket_dir, "/livez")[0] == 200
-    except (ConnectionError, http.client.HTTPException):
+    except (OSError, http.client.HTTPException):
         return False
 
 

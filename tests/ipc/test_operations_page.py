@@ -1,4 +1,4 @@
-"""docs/operations.md: its Python runs, its commands and messages exist."""
+"""docs/operations.md: its commands and messages exist, and its commands run."""
 
 from __future__ import annotations
 
@@ -7,38 +7,19 @@ import shlex
 import stat
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
-from daemon_process import Daemon, environment
+from daemon_process import ROOT, Daemon, environment
 from google.protobuf import json_format, message_factory
 from test_cli import SHARD, kmesh, store
 from test_operator import SPACE, engine
-from test_operator import store as store_prompt
 
 from kmesh.v1 import admin_pb2
 
 PAGE = (Path(__file__).parents[2] / "docs" / "operations.md").read_text()
-BLOCKS = re.findall(r"```\n(.*?)```", PAGE, re.DOTALL)
-
-
-def test_the_python_example_runs(spand: Daemon) -> None:
-    (code,) = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
-    assert '"/run/kmesh"' in code
-    with engine(spand) as session:
-        store_prompt(session, list(range(128)))
-        code = code.replace('"/run/kmesh"', repr(str(spand.socket_dir)))
-        done = subprocess.run(
-            [sys.executable, "-W", "error", "-c", code],
-            env=environment(),
-            capture_output=True,
-            text=True,
-            timeout=60,
-        )
-    assert done.returncode == 0, done.stderr
-    lines = done.stdout.splitlines()
-    assert lines[0] == "a model: 128 of 256, then VERDICT_NEVER"
-    assert lines[1] == "0 spans dropped, 0 leased"
-    assert re.fullmatch(r"epoch [0-9a-f]{16}: \d+ events, lost: False", lines[2])
+_FENCED = re.findall(r"^```(\w*)\n(.*?)^```$", PAGE, re.DOTALL | re.MULTILINE)
+BLOCKS = [text for language, text in _FENCED if not language]
 
 
 def test_grpcurl_examples_name_methods_and_fields_that_exist() -> None:
@@ -100,3 +81,34 @@ def test_commands_of_the_page(spand: Daemon) -> None:
                 leased = words[0] == "evict" and "--dry-run" not in words and "--idle" not in words
                 assert done.returncode == (1 if leased else 0), (line, done.stderr)
     assert spand.status().spans == 2
+
+
+def test_the_service_is_installed_where_its_unit_looks() -> None:
+    unit = (ROOT / "deploy" / "kmesh-spand.service").read_text()
+    service = PAGE.partition("## As a service\n")[2].partition("\n## ")[0]
+    install, check, *_, remove = re.findall(r"^```\n(.*?)^```", service, re.DOTALL | re.MULTILINE)
+    program, _, settings = unit.partition("ExecStart=")[2].partition("\n")[0].split()
+    user = re.search(r"^User=(\w+)\nGroup=\1$", unit, re.MULTILINE)
+    assert user
+    assert f"-m venv {Path(program).parents[1]}\n" in install
+    assert f"{program} --config {settings} --print-config\n" in install
+    assert f"deploy/spand.toml {settings}\n" in install
+    assert re.search(rf"useradd .*--user-group .*{user[1]}\n", install)
+    for line in re.findall(r"deploy/[a-z.-]+", install):
+        assert (ROOT / line).is_file(), line
+    assert "RuntimeDirectory=kmesh\nRuntimeDirectoryMode=0750\n" in unit
+    assert f"sudo -u {user[1]} {Path(program).with_name('kmesh')} doctor" in check
+    for path in (str(Path(program).parents[1]), str(Path(settings).parent), "kmesh-spand.service"):
+        assert path in remove
+
+
+def test_the_services_settings_are_read() -> None:
+    given = ROOT / "deploy" / "spand.toml"
+    line = [sys.executable, "-m", "kmesh_spand", "--config", str(given), "--print-config"]
+    done = subprocess.run(line, env=environment(), capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    said = {one.partition(" = ")[0]: one for one in done.stdout.splitlines()}
+    for name, value in tomllib.loads(given.read_text()).items():
+        assert str(given) in said[name], "it is not what is in force"
+        assert str(value).strip("[]") in said[name]
+    assert said["socket_dir"].startswith('socket_dir = "/run/kmesh"')

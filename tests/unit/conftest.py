@@ -6,6 +6,13 @@ import ctypes
 
 import one_thread
 import pytest
+from hypothesis import HealthCheck, settings
+
+# A deadline of an example bets on the machine's speed; where CI is set, Hypothesis has none either.
+settings.register_profile(
+    "patient", settings(), deadline=None, suppress_health_check=[HealthCheck.too_slow]
+)
+settings.load_profile("patient")
 
 
 @pytest.fixture(scope="session")

@@ -21,6 +21,10 @@ static u8 shared_memory[SHARED] __attribute__((aligned(1024)));
     extern "C" void name(Vec16 *job, const Vec16 *written, u32 n, Range vectors) { \
         RUN(upload(job, written, vectors))                                           \
     }
+#define KM_FETCH_ENTRY(name)                                                                \
+    extern "C" void name(const Fetched *pieces, Vec16 *found, u32 n, Range range) { \
+        RUN(fetch(pieces, found, range))                                                    \
+    }
 #include "round.cu"
 #undef KM_ENTRY
 

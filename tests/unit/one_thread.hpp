@@ -31,6 +31,18 @@ static u32 consumers(u32 = 1) { return 1; }
 static u32 consumer() { return 0; }
 static bool produces(u32 = 1) { return true; }
 static u32 producer(u32) { return 0; }
+struct Crew {
+    u32 count;
+    u32 thread() const { return 0; }
+    u32 threads() const { return 1; }
+    bool has() const { return count; }
+    void barrier() const {}
+};
+static Crew nobody() { return {0}; }
+static Crew everybody() { return {1}; }
+static Crew all_consumers() { return {1}; }
+static Crew unit_writers() { return {1}; }
+static Crew unit_summers() { return {1}; }
 static void fence() {}
 static void system_fence() {}
 static u32 leading_zeros(u32 bits) { return (u32)__builtin_clz(bits); }
@@ -79,10 +91,12 @@ struct Cursor {
     void next(u32 count) { stage = stage + 1 == count ? 0 : stage + 1; }
 };
 
+enum { AFTER_BARRIERS = 496 };
+
 // As long as a stage is not waited for, it holds rubbish. Whoever would wait for ever aborts.
 template <typename V>
 struct Ring {
-    static const u32 BARRIERS = 512, HEAD = 128;
+    static const u32 BARRIERS = AFTER_BARRIERS + 16, HEAD = 128;
     struct Run { const u8 *from; u32 to, bytes; };
     struct State { std::vector<Run> runs; u32 full = 0, empty = 0; };
     u8 *memory;
@@ -92,7 +106,7 @@ struct Ring {
     Ring(u8 *memory_, u32 count_, u32 data_, u32 entries_, u32 = 1)
         : memory(memory_), count(count_), data(data_), entries(entries_),
           stage_bytes(data_ + HEAD + entries_ * 8), states(count_) {
-        if (16 * count > BARRIERS || BARRIERS + (size_t)count * stage_bytes > SHARED) abort();
+        if (16 * count > AFTER_BARRIERS || BARRIERS + (size_t)count * stage_bytes > SHARED) abort();
         memset(memory, 0xA5, BARRIERS);
     }
     void end() const {}

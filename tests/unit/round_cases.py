@@ -226,7 +226,7 @@ def rounds(draw: st.DrawFn) -> RoundCase:
     own = geometry.layers + draw(st.integers(0, 1)), geometry.heads + draw(st.integers(0, 1))
     for number in range(draw(st.integers(1, 4))):
         position = draw(st.integers(0, 20))
-        changes = _changes(draw, geometry, own)
+        changes = rectangle(draw, geometry, own)
         kind = draw(st.sampled_from(["recipe", "recipe", "recipe", "dense", "master"]))
         if kind == "recipe":
             made = sibling(
@@ -270,7 +270,7 @@ def rounds(draw: st.DrawFn) -> RoundCase:
     return RoundCase(engine, used + draw(st.integers(0, 2)), bases, members, requests)
 
 
-def _changes(draw: st.DrawFn, geometry: Geometry, own: tuple[int, int]) -> dict[str, int]:
+def rectangle(draw: st.DrawFn, geometry: Geometry, own: tuple[int, int]) -> dict[str, int]:
     """A rectangle of layers and heads."""
     changes = {}
     for kind, stored, room in (

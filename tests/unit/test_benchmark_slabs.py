@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,8 @@ from benchmarks.check import read_targets
 from benchmarks.gpu import slabs
 from benchmarks.gpu.__main__ import ROOT, TARGETS
 from benchmarks.results import Row
-from demo.evidence import command
+from demo.evidence import command, source
+from experiments import profile
 from kmesh.cuda.device import Device
 from kmesh_spand import memory
 
@@ -68,3 +70,17 @@ def test_a_command_names_no_place_of_a_machine(tmp_path: Path) -> None:
         "python -m benchmarks.gpu run --out evidence/bench-gpu.json --only host"
     )
     assert command("python -m demo", []) == "python -m demo"
+
+
+def test_what_was_measured_is_told_or_gits(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.delenv("KMESH_COMMIT", raising=False)
+    assert source("abc") == {"commit": "abc", "clean": True}
+    monkeypatch.setenv("KMESH_COMMIT", "def")
+    assert source() == {"commit": "def", "clean": True}
+    assert source("abc")["commit"] == "abc"
+    monkeypatch.delenv("KMESH_COMMIT")
+    # Neither told, nor a git that knows.
+    monkeypatch.setenv("GIT_DIR", str(tmp_path))
+    with pytest.raises(subprocess.CalledProcessError):
+        source()
+    assert profile.source() == {"commit": "unknown", "clean": False}

@@ -36,6 +36,32 @@ def test_keys_are_blake3_of_parent_and_run(spans, step, parent, rng) -> None:  #
     assert _host.chain_keys(parent, words, step) == chained(parent, words, step)
 
 
+@given(st.integers(0, 4), st.integers(0, 4), st.integers(0, 400), st.sampled_from([0, 7, 255]))
+def test_known_keys_are_taken_for_the_spans_that_are_the_same(
+    spans: int, known: int, changed: int, flip: int
+) -> None:
+    """Known keys are marked, so that each shows whether it was taken."""
+    words = bytes(i * 7 % 251 for i in range(100 * spans))
+    others = bytearray(bytes(i * 7 % 251 for i in range(100 * known)))
+    if changed < len(others):
+        others[changed] ^= flip
+    marked = b"".join(bytes([0xEE, i] * 16) for i in range(known))
+    same = 0
+    while (same + 1) * 100 <= min(len(words), len(others)) and (
+        words[same * 100 : (same + 1) * 100] == others[same * 100 : (same + 1) * 100]
+    ):
+        same += 1
+    keys = marked[: same * 32]
+    keys += chained(keys[-32:] or DIGEST, words[same * 100 :], 100)
+    assert _host.chain_keys(DIGEST, words, 100, others, marked) == keys
+
+
+@pytest.mark.parametrize(("words", "keys"), [(63, 32), (128, 31), (0, 32)])
+def test_known_keys_without_their_runs_are_refused(words: int, keys: int) -> None:
+    with pytest.raises(ValueError, match="known"):
+        _host.chain_keys(DIGEST, bytes(128), 64, bytes(words), bytes(keys))
+
+
 def test_a_long_chain_is_hashed_without_the_gil() -> None:
     words = np.random.default_rng(1).bytes(5 << 18)
     assert _host.chain_keys(DIGEST, words, 256) == chained(DIGEST, words, 256)
@@ -68,6 +94,24 @@ def test_a_token_id_of_more_than_32_bits_is_refused(wrong: int) -> None:
     assert (chain.tokens, chain.spans) == (0, 0)
     with pytest.raises(TypeError):
         chain.extend(["1"])  # type: ignore[list-item]
+
+
+@given(st.integers(0, 300), st.integers(0, 300), st.integers(0, 300), st.booleans(), st.booleans())
+def test_a_chain_like_another_has_its_own_keys(
+    tokens: int, others: int, same: int, content: bool, other_content: bool
+) -> None:
+    ids = list(range(tokens))
+    extras, other_extras = ([Extra(70, 3, b"x")] * on for on in (content, other_content))
+    other = KeyChain(DIGEST, extras=other_extras)
+    other.extend([i if i < same else i + 1000 for i in range(others)])
+    chain, alone = (KeyChain(DIGEST, extras=extras) for _ in range(2))
+    chain.extend(ids, other)
+    alone.extend(ids)
+    assert chain.keys == alone.keys
+    # Of another root or length, none is taken.
+    for one in (KeyChain(bytes(32)), KeyChain(DIGEST, span_tokens=32)):
+        one.extend(ids, chain)
+        assert one.keys[:32] != chain.keys[:32] or not one.spans
 
 
 class Shrinking:

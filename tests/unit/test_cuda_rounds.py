@@ -4,14 +4,25 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Iterator
+from dataclasses import replace
 
 import numpy as np
 import pytest
-from cpu_gpu import Gpu, instead_of_cupy
+from cpu_gpu import NOT_READY, Gpu, instead_of_cupy
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from round_cases import RoundCase, rounds, siblings
+from round_cases import (
+    GEOMETRY,
+    Blob,
+    RoundCase,
+    Wanted,
+    rounds,
+    sibling,
+    siblings,
+    tables_of,
+)
 
+from kmesh.codec import Base, Segment
 from kmesh.errors import UnsupportedError
 from kmesh.kernels import round_reference
 from kmesh.kernels.chooser import Route
@@ -159,19 +170,75 @@ def test_settings_that_make_no_sense_are_refused(wrong: dict[str, int]) -> None:
         RoundSettings(**wrong)
 
 
-def test_the_kernel_can_be_compiled_before_the_first_round(
+def test_what_the_first_round_needs_can_be_there_before(
     gpu: Gpu, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    made: list[object] = []
+    compiled: list[object] = []
     module = gpu.RawModule
-    monkeypatch.setattr(gpu, "RawModule", lambda **how: made.append(how) or module(**how))
+    monkeypatch.setattr(gpu, "RawModule", lambda **how: compiled.append(how) or module(**how))
     case, _ = siblings(2)
     engine = case.engine()
     restorer = RoundRestorer(engine.layout)
-    assert made == []
-    restorer.prepare()
-    assert len(made) == 1
-    assert restorer.restore(case.round(), 0).wait().members == bytes(2)
-    assert len(made) == 1
+    assert compiled == []
+    restorer.prepare(copies=False)
+    assert (len(compiled), gpu.held) == (1, 1)
+    restorer.prepare(copies=True)
+    before = gpu.held, len(gpu.pooled)
+    assert before[0] == 1 + RoundSettings().chunks
+    for route in Route:
+        pending = restorer.restore(case.round(), 0, route=route)
+        assert pending.route is route
+        assert pending.wait().members == bytes(2)
+    assert (len(compiled), gpu.held, len(gpu.pooled)) == (1, *before)
     assert gpu.launched
+    restorer.close()
+
+
+def test_what_there_is_no_memory_for_is_asked_for_again(gpu: Gpu) -> None:
+    case, _ = siblings(2)
+    engine = case.engine()
+    restorer = RoundRestorer(engine.layout)
+    gpu.room = 1 << 20
+    with pytest.raises(MemoryError, match="out of memory"):
+        restorer.prepare(copies=True)
+    gpu.room = 1 << 40
+    pending = restorer.restore(case.round(), 0, route=Route.COPY)
+    assert pending.route is Route.COPY
+    assert pending.wait().members == bytes(2)
+    restorer.close()
+
+
+def test_a_refusal_is_not_waited_for(gpu: Gpu, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The stream may have other work before it, and copies can't be called back."""
+    case, _ = siblings(2)
+    base = Base(Segment(what, blob.data) for what, blob, _ in case.bases)
+    rotary, rng = GEOMETRY.rotary(interleaved=True), np.random.default_rng(1)
+    other = sibling(GEOMETRY, rotary, base, [(0, 0, 60), (-1, 0, 4)], rng, position=900)
+    wanted = Wanted(other.what, Blob(other.data), 1, 0, tables_of(other.data))
+    bad_case = replace(case, members=[case.members[0], wanted])
+    engine, good, bad = case.engine(), case.round(), bad_case.round()
+    restorer = RoundRestorer(engine.layout)
+    restorer.prepare(copies=True)
+    runtime, ended, waits = gpu.cuda.runtime, [False], []
+    monkeypatch.setattr(runtime, "eventQuery", lambda _: 0 if ended[0] else NOT_READY)
+    monkeypatch.setattr(runtime, "eventSynchronize", waits.append)
+    monkeypatch.setattr(runtime, "streamSynchronize", waits.append)
+    with pytest.raises(UnsupportedError, match="in different ways"):
+        restorer.restore(bad, 0, route=Route.KERNEL)
+    assert (gpu.launched, gpu.copied) == ([], [])
+    pending = restorer.restore(bad, 0, route=Route.COPY)
+    assert waits == []
+    assert (pending.route, pending.read_bytes, pending.done()) == (Route.COPY, 0, False)
+    assert gpu.copied
+    ended[0] = True
+    for _ in range(2):
+        assert pending.done()
+        with pytest.raises(UnsupportedError, match="in different ways"):
+            pending.wait()
+    assert len(waits) == 1
+    assert gpu.launched == []
+    held = gpu.held
+    for route in Route:
+        assert restorer.restore(good, 0, route=route).wait().members == bytes(2)
+    assert gpu.held == held
     restorer.close()

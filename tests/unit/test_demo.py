@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import time
 from dataclasses import replace
 from io import StringIO
@@ -11,6 +12,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
+from demo import progress
 from demo.processes import Process, ProcessFailed
 from demo.prompts import QUESTIONS, messages, shared_tokens
 from demo.report import Report, Row
@@ -149,3 +151,27 @@ def test_a_process_that_ends_early_shows_its_log(tmp_path: Path) -> None:
         pytest.raises(ProcessFailed, match=r"status 3\n.*\nwhat went wrong"),
     ):
         process.wait_ready(lambda: False, 10)
+
+
+def test_a_log_says_each_step_and_again_what_lasts(monkeypatch: pytest.MonkeyPatch) -> None:
+    out = StringIO()
+    monkeypatch.setattr(progress, "console", Console(file=out, highlight=False, width=40))
+    monkeypatch.setattr(progress, "AGAIN", 0.01)
+    what = "engine A: vLLM starts, and says how far it is in .demo/engine-A.log"
+    with progress.step(what):
+        while out.getvalue().count("\n") < 3:
+            time.sleep(0.001)
+    first, *again, last = out.getvalue().splitlines()
+    assert re.fullmatch(rf" *\d+ s · {what} …", first)
+    assert len(again) >= 2
+    for line in again:
+        assert re.fullmatch(rf" *\d+ s · {what} … for \d+ s", line)
+    assert re.fullmatch(rf" *\d+ s ✓ {what} [0-9.]+ s", last)
+    with pytest.raises(ProcessFailed), progress.step("engine B: vLLM starts"):
+        raise ProcessFailed
+    assert "✓ engine B" not in out.getvalue()
+
+
+def test_what_is_said_goes_to_standard_error() -> None:
+    """So that --json has standard output for itself."""
+    assert progress.console.stderr

@@ -178,7 +178,7 @@ def test_starting_the_other_processes(
         gpus = supervisor._gpus
         for start in (
             supervisor._start_control,
-            supervisor._start_worker,
+            lambda now: supervisor._worker.start(now, held.storage, held.life.held, None),
             lambda now: gpus._start(gpus._workers[0], now),
             lambda _: Prepared(),
         ):

@@ -131,3 +131,31 @@ def test_a_store_that_stays_away_is_asked_more_and_more_rarely(
     store.close()
     assert waits == sorted(waits)
     assert waits[-1] >= 5
+
+
+def test_a_store_that_came_back_is_asked_at_once_when_it_goes_again(
+    manager: ServiceManager, address: Path, fds: list[int]
+) -> None:
+    now = 1000.0
+    store = FdStore(os.environ, clock=lambda: now)
+    away = address.parent / "away"
+
+    def waited() -> float:
+        assert store.moment is not None
+        return store.moment - now
+
+    address.rename(away)
+    store.put(names_of(0)[0], fds[0])
+    first = waited()
+    for _ in range(8):
+        now += waited()
+        store.retry()
+    assert waited() > first
+    away.rename(address)
+    now += waited()
+    store.retry()
+    assert store.moment is None
+    address.rename(away)
+    store.put(names_of(1)[0], fds[1])
+    assert waited() == first
+    store.close()

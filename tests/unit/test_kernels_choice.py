@@ -14,6 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from kernel_cases import rotary
 
+from kmesh import _host
 from kmesh.errors import UnsupportedError
 from kmesh.kernels import reference, sources
 from kmesh.kernels import rotary as rotations
@@ -21,6 +22,7 @@ from kmesh.kernels.chooser import Rates, Route, choose
 from kmesh.kernels.copying import chunks_of
 from kmesh.kernels.cuda import H200, Memory, Restorer, Settings
 from kmesh.kernels.host import PagedLayout
+from kmesh.kernels.plan import RECORD
 from kmesh.kernels.rotary import Rotary
 
 # The route.
@@ -90,6 +92,12 @@ def test_without_cupy_it_says_what_to_install() -> None:
 # Chunks.
 
 
+def payloads(addresses: list[int], lengths: list[int]) -> np.ndarray:
+    records = np.zeros(len(addresses), RECORD)
+    records["address"], records["length"] = addresses, lengths
+    return records
+
+
 @settings(deadline=None)
 @given(
     lengths=st.lists(st.integers(1, 5000), max_size=40),
@@ -105,7 +113,7 @@ def test_chunks_bring_every_payload_to_where_it_is_said_to_be(
         host += bytes(gaps[i]) + bytes([i + 1]) * length
         addresses.append(at + gaps[i])
         at = len(host)
-    chunks = list(chunks_of(addresses, lengths, room, smallest))
+    chunks = list(chunks_of(payloads(addresses, lengths), room, smallest))
     assert [p for c in chunks for p in range(c.begin, c.end)] == list(range(len(lengths)))
     for chunk in chunks:
         buffer = bytearray(room)
@@ -119,9 +127,22 @@ def test_chunks_bring_every_payload_to_where_it_is_said_to_be(
 
 def test_chunks_get_smaller_towards_the_end_and_neighbours_are_one_copy() -> None:
     size = 1 << 20
-    chunks = list(chunks_of([i * size for i in range(64)], [size] * 64, 16 * size, 4 * size))
+    records = payloads([i * size for i in range(64)], [size] * 64)
+    chunks = list(chunks_of(records, 16 * size, 4 * size))
     assert [c.end - c.begin for c in chunks] == [16, 16, 16, 8, 4, 4]
-    assert all(len(c.copies) == 1 for c in chunks)
+    assert [c.size for c in chunks] == [size * (c.end - c.begin) for c in chunks]
+    assert all(len(list(c.copies)) == 1 for c in chunks)
+    assert _host.payload_bytes(records) == (64 * size, size)
+
+
+def test_what_fits_no_chunk_is_refused() -> None:
+    with pytest.raises(ValueError, match="no room"):
+        next(chunks_of(payloads([0, 64], [5, 65]), 64, 1))
+    with pytest.raises(ValueError, match="whole records"):
+        _host.chunks(bytes(100), 64, 1)
+    with pytest.raises(ValueError, match="whole records"):
+        _host.payload_bytes(bytes(100))
+    assert list(chunks_of(payloads([], []), 64, 1)) == []
 
 
 # Rotations.
@@ -229,7 +250,7 @@ def test_the_text_for_the_runtime_compiler_is_complete(program: str) -> None:
 
 def text_entries(program: str) -> int:
     """Kernels of a program."""
-    return len(re.findall(r"^KM_(UPLOAD_)?ENTRY\(", sources.text(program), re.MULTILINE))
+    return len(re.findall(r"^KM_(UPLOAD_|FETCH_)?ENTRY\(", sources.text(program), re.MULTILINE))
 
 
 @pytest.mark.timeout(300)

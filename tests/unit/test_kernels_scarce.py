@@ -38,12 +38,14 @@ class Runtime:
     Attributes:
         held: what was made and not given back.
         running: streams with work that nobody has waited for.
+        copied: the stream of each copy.
         refuse: names of the functions that fail, with the number of calls that go well before.
     """
 
     def __init__(self) -> None:
         self.held: dict[int, str] = {}
         self.running: set[int] = set()
+        self.copied: list[int] = []
         self.refuse: dict[str, int] = {}
         self.status = 2
         self._last = 0
@@ -77,6 +79,7 @@ class Runtime:
     def memcpyAsync(self, _target: int, _source: int, _size: int, _kind: int, stream: int) -> None:
         self.ask("memcpy")
         self.running.add(stream)
+        self.copied.append(stream)
 
     def streamWaitEvent(self, _stream: int, event: int) -> None:
         assert self.held[event] == "event"
@@ -232,4 +235,16 @@ def test_a_restore_that_fails_reads_nothing_any_more(
     pending = restorer.restore([load(30)], 0, memory=Memory.HOST, route=Route.COPY)
     assert pending.route is Route.COPY
     pending.wait()
+    restorer.close()
+
+
+def test_a_job_is_not_behind_all_that_the_copy_engine_could_be_asked_for(
+    gpu: Gpu, engine: Engine
+) -> None:
+    """Otherwise the bus would wait when the buffers are full, until the job has been read."""
+    restorer = Restorer(engine.layout, settings=SETTINGS)
+    restorer.restore([load(30)], 0, memory=Memory.HOST, route=Route.COPY).wait()
+    # Eight spans are a chunk, and each is a copy of its own.
+    assert len(gpu.runtime.copied) == 31
+    assert gpu.runtime.copied.index(0) == 16
     restorer.close()

@@ -21,6 +21,7 @@ from kmesh_spand import child, ipc, outbox
 from kmesh_spand.control.link import Link
 from kmesh_spand.fdstore import FdStore
 from kmesh_spand.gpukeeper import GpuKeeper
+from kmesh_spand.holdings import Holdings
 from kmesh_spand.outbox import Outbox
 from kmesh_spand.supervisor import Supervisor
 
@@ -278,3 +279,51 @@ def test_descriptors_are_counted_for_slabs_that_are_exported_as_well(
 
     assert needed("slabs") - needed("off") == 24
     assert needed("spans") == needed("off")
+
+
+def test_a_worker_that_the_kernel_holds_keeps_nobody_waiting_but_control(
+    socket_dir: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It is killed with control, and may be stuck in a disk: the next control must not start."""
+    chosen = settings(socket_dir)
+    supervisor = Supervisor(chosen, "test", None)  # type: ignore[arg-type]
+    held = supervisor._holdings = Holdings(chosen, "test", FdStore({}))
+    started: list[float] = []
+    monkeypatch.setattr(supervisor, "_start_control", started.append)
+    now = time.monotonic()
+    kill = os.kill
+    try:
+        with subprocess.Popen(["true"]) as control, subprocess.Popen(["sleep", "600"]) as worker:
+            supervisor._control_pid, supervisor._control_worked = control.pid, True
+            supervisor._control_at = None
+            supervisor._worker.pid = worker.pid
+            os.waitid(os.P_PID, control.pid, os.WEXITED | os.WNOWAIT)
+            with monkeypatch.context() as stuck:
+                stuck.setattr(os, "kill", lambda *_: None)
+                supervisor._reap()
+                assert supervisor._control_pid == 0
+                assert supervisor._control_at is not None
+                supervisor._control_at = now
+                supervisor._start_due()
+                supervisor._reap()
+                assert not started
+                # It sleeps until something happens, and says once that this takes long.
+                allowed = supervisor._timeout_ms()
+                assert allowed is not None
+                assert 0 < allowed <= 10_001
+                monkeypatch.setattr(time, "monotonic", lambda: now + 11)
+                for _ in range(2):
+                    supervisor._start_due()
+                assert caplog.text.count("has not ended: the kernel holds it") == 1
+                assert supervisor._timeout_ms() is None
+            kill(worker.pid, signal.SIGKILL)
+            os.waitid(os.P_PID, worker.pid, os.WEXITED | os.WNOWAIT)
+            supervisor._reap()
+            supervisor._start_due()
+            assert len(started) == 1
+            assert supervisor._worker.start_at is not None
+            for one in (control, worker):
+                # They were reaped above.
+                one.returncode = 0
+    finally:
+        held.close()

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 from packaging.requirements import Requirement
 
-from tools import lock, preflight, prepare_model, verify_evidence
+from tools import client_path, lock, preflight, prepare_model, verify_evidence
 
 ROOT = Path(__file__).resolve().parents[2]
 PIN = re.compile(r"[A-Za-z0-9._-]+==[A-Za-z0-9.]+\Z")
@@ -208,6 +208,25 @@ def test_figures_in_documents_are_compared(
 
 def test_evidence_of_this_repository_holds(capsys: pytest.CaptureFixture[str]) -> None:
     assert verify_evidence.main() == 0, capsys.readouterr().err
+
+
+def test_a_clone_named_like_the_package_is_not_taken_for_it(tmp_path: Path) -> None:
+    above, site = tmp_path / "above", tmp_path / "site"
+    (above / "kmesh").mkdir(parents=True)
+    site.mkdir()
+    code = (
+        "import importlib.util, site, sys; sys.path.insert(0, ''); site.addsitedir(sys.argv[1]);"
+        "print(importlib.util.find_spec('kmesh').origin)"
+    )
+
+    def found() -> str:
+        line = [sys.executable, "-I", "-S", "-c", code, str(site)]
+        done = subprocess.run(line, cwd=above, capture_output=True, text=True, check=True)
+        return done.stdout.strip()
+
+    assert found() == "None"
+    client_path.write(site)
+    assert found() == str(ROOT / "client" / "kmesh" / "__init__.py")
 
 
 def test_nothing_heavy_is_kept_in_git() -> None:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import uuid
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
-from daemon_process import Daemon
-from driver import Engine, flip, settled, tokens, transfer
+from daemon_process import Daemon, process_tree
+from driver import Engine, EngineError, flip, settled, tokens, transfer
 
 from kmesh.layout import Shard
 
@@ -74,3 +77,30 @@ def test_one_rank_that_fails_is_enough_to_recompute(
     assert result.restored == 256
     assert result.tokens == computed(two, prompt)
     settled(shared_spand)
+
+
+def test_a_rank_that_is_killed_ends_its_engine_and_nobody_waits(
+    two: Engine, storing: Engine, shared_spand: Daemon
+) -> None:
+    """The last one here: vLLM does not go on without a worker. Others restore what it had."""
+    prompt = tokens(520, seed=404)
+    before = shared_spand.status().spans
+    storing.one(prompt)
+    settled(shared_spand, before + 8)
+    (rank,) = (pid for pid in process_tree(two.pid) if b"Worker_TP1" in _command(pid))
+    two.begin("generate", prompts=[prompt])
+    os.kill(rank, signal.SIGKILL)
+    with pytest.raises(EngineError) as ended:
+        two.end()
+    assert "no answer" not in str(ended.value)
+    two.close()
+    settled(shared_spand)
+    storing.call("reset")
+    assert storing.one(prompt).restored == 512
+
+
+def _command(pid: int) -> bytes:
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_bytes()
+    except OSError:
+        return b""

@@ -13,6 +13,7 @@ NAMES = {
     "restored_bytes_copy": "of those, from host memory to a GPU by its copy engine",
     "restored_bytes_gpu": "of those, from GPU memory to pages on that GPU",
     "restored_bytes_recipes": "of all restored bytes, those of spans that are kept as recipes",
+    "restore_read_bytes": "bytes of payloads that restores read, each tile of 64 KiB whole",
     "recipes_decoded": "spans decoded on the host out of their recipes",
     "host_memory_unreadable": "workers whose GPU can't read the daemon's host memory",
     "calibrated": "workers whose restores choose by rates that were measured on their GPU",

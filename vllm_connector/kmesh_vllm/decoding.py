@@ -51,7 +51,7 @@ def decode_mirrors(
 
     Args:
         wanted: which of the plan's records are.
-        slab_of: slabs of host memory, by number.
+        slab_of: slabs, by number.
 
     Raises:
         ProtocolError: the plan names bytes that no span can have.

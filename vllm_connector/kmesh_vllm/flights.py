@@ -10,30 +10,36 @@ class Flights:
 
     def __init__(self) -> None:
         self._by_key: dict[bytes, RequestState] = {}
+        #: The one that brings all of it, where it is known to be one.
+        self._alone: RequestState | None = None
 
     def __len__(self) -> int:
         return len(self._by_key)
 
     def clear(self) -> None:
         """Nobody brings anything any more."""
-        self._by_key.clear()
+        self._by_key, self._alone = {}, None
 
     def take_off(self, state: RequestState, keys: tuple[bytes, ...]) -> None:
         """A request begins to bring the spans of these keys, in place of earlier ones."""
         self.land(state)
         state.flight_keys = keys
         if self._by_key:
+            self._alone = None
             for key in keys:
                 self._by_key.setdefault(key, state)
         else:
-            self._by_key = dict.fromkeys(keys, state)
+            self._by_key, self._alone = dict.fromkeys(keys, state), state
 
     def land(self, state: RequestState) -> None:
         """A request brings nothing any more."""
-        by_key = self._by_key
-        for key in state.flight_keys:
-            if by_key.get(key) is state:
-                del by_key[key]
+        if self._alone is state:
+            self._by_key, self._alone = {}, None
+        else:
+            by_key = self._by_key
+            for key in state.flight_keys:
+                if by_key.get(key) is state:
+                    del by_key[key]
         state.flight_keys = ()
 
     def other(self, state: RequestState, key: bytes) -> bool:

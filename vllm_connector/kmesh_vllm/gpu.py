@@ -15,6 +15,7 @@ from kmesh.kernels.host import PagedLayout
 if TYPE_CHECKING:
     from kmesh.kernels.chooser import Rates
     from kmesh.kernels.cuda import Restorer, Settings, Storer
+    from kmesh.kernels.cuda_fetch import Fetcher
     from kmesh.kernels.cuda_rounds import RoundRestorer, RoundSettings
 
 #: Whether kernels for a GPU can be had here: they need CuPy.
@@ -22,7 +23,8 @@ AVAILABLE = find_spec("cupy") is not None
 
 _NON_BLOCKING = 1
 _NO_TIMING = 2
-_TO_HOST = 2
+#: By what the addresses are: a GPU may reach memory of the host, and read that for us.
+_BY_ADDRESS = 4
 _NOT_READY = 600
 
 
@@ -71,7 +73,10 @@ class Gpu(Protocol):
     def free(self, address: int) -> None: ...
 
     def fetch(self, target: int, address: int, size: int, stream: int) -> None:
-        """Starts to copy memory of the GPU to registered host memory at ``target``."""
+        """Starts to copy what the GPU reads to host memory at ``target``; where that is not
+        registered, the call may last as long as the copy."""
+
+    def fetcher(self) -> Fetcher: ...
 
     def restorer(self, layout: PagedLayout, settings: Settings) -> Restorer: ...
 
@@ -145,7 +150,12 @@ class CudaGpu:
         self._runtime.free(address)
 
     def fetch(self, target: int, address: int, size: int, stream: int) -> None:
-        self._runtime.memcpyAsync(target, address, size, _TO_HOST, stream)
+        self._runtime.memcpyAsync(target, address, size, _BY_ADDRESS, stream)
+
+    def fetcher(self) -> Fetcher:
+        from kmesh.kernels.cuda_fetch import Fetcher
+
+        return Fetcher(self._ordinal)
 
     def restorer(self, layout: PagedLayout, settings: Settings) -> Restorer:
         from kmesh.kernels.cuda import Restorer

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import logging
+from collections import Counter
 
 import numpy as np
 
+from kmesh import _host
 from kmesh.kernels.cuda import Memory, Pending, Request
 from kmesh.kernels.cuda_rounds import PendingRound
 from kmesh.kernels.rounds import BASE, MEMBER, Round
 from kmesh_vllm.counts import Counts
-from kmesh_vllm.loadjob import bytes_each
 from kmesh_vllm.movers import Piece
 
 logger = logging.getLogger("kmesh_vllm")
@@ -45,16 +46,20 @@ class Launched:
 
     Attributes:
         error: why not everything was started. What was is waited for all the same.
+        read_bytes: see ``movers.Moving``; of recipes and their bases what the kernel read.
     """
 
     def __init__(self, pieces: list[Piece], row_bytes: int, counts: Counts) -> None:
-        self._results = [bytearray(len(piece.records)) for piece in pieces]
+        self._results = [bytes(len(piece.records)) for piece in pieces]
         self._pieces = pieces
         self._row_bytes = row_bytes
         self._counts = counts
         self._launches: list[tuple[Pending, Memory, list[list[int]]]] = []
         self._round: PendingRound | None = None
+        #: Bytes of pages that were written, by the way that they came.
+        self._moved: Counter[str] = Counter()
         self.error: Exception | None = None
+        self.read_bytes = 0
 
     def add(self, pending: Pending, memory: Memory, owners: list[list[int]]) -> None:
         """A launch; ``owners`` has the piece's number for each load, for each request."""
@@ -75,6 +80,7 @@ class Launched:
             except Exception as wrong:
                 self.error = self.error or wrong
                 continue
+            self.read_bytes += pending.read_bytes
             route = "gpu" if memory is Memory.GPU else pending.route.value
             for load, numbers in zip(found, owners, strict=True):
                 for status, number in zip(load, numbers, strict=True):
@@ -83,9 +89,12 @@ class Launched:
         if self._round is not None:
             pending_round, self._round = self._round, None
             self._take_round(pending_round)
+        for route, amount in self._moved.items():
+            self._counts.add(f"restored_bytes_{route}", amount)
+        self._moved.clear()
         if self.error is not None:
             raise self.error
-        return [bytes(result) for result in self._results]
+        return self._results
 
     def _take_round(self, pending: PendingRound) -> None:
         try:
@@ -93,6 +102,7 @@ class Launched:
         except Exception as wrong:
             self.error = self.error or wrong
             return
+        self.read_bytes += pending.read_bytes
         codes, begin = np.frombuffer(found.members, np.uint8), 0
         for number, piece in enumerate(self._pieces):
             own = codes[begin : begin + len(piece.records)]
@@ -106,8 +116,13 @@ class Launched:
             )
 
     def _take(self, number: int, memory: Memory, status: bytes, route: str) -> None:
-        piece, result = self._pieces[number], self._results[number]
+        piece = self._pieces[number]
         on_gpu = memory is Memory.GPU
-        np.frombuffer(result, np.uint8)[piece.on_gpu == on_gpu] = np.frombuffer(status, np.uint8)
-        amount = bytes_each(piece.part(on_gpu), status, self._row_bytes)
-        self._counts.add(f"restored_bytes_{route}", int(amount.sum()))
+        records = piece.part(on_gpu)
+        if records is piece.records:
+            self._results[number] = status
+        else:
+            result = np.frombuffer(bytearray(self._results[number]), np.uint8)
+            result[piece.on_gpu == on_gpu] = np.frombuffer(status, np.uint8)
+            self._results[number] = result.tobytes()
+        self._moved[route] += _host.moved_bytes(records, status, self._row_bytes)

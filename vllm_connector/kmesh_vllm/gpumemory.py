@@ -108,6 +108,8 @@ class GpuMemory:
         """A load has ended."""
         with self._lock:
             self._loads.remove(load)
+            if not (self._ended or self._gone):
+                return
             first = self._first()
             waiting = [before for before, _ in self._ended]
             waiting += [before for before, _, _ in self._gone]

@@ -9,14 +9,17 @@ import time
 from collections.abc import Callable, Sequence
 
 import numpy as np
+import numpy.typing as npt
 
-from kmesh.cuda.slabs import DeviceSlab
-from kmesh.errors import DeadlineExceeded, ProtocolError, UnsupportedError
-from kmesh.kernels.cuda import Load, Memory, Request, Settings
-from kmesh.kernels.cuda_rounds import RoundSettings
+from kmesh.cuda.reading import FetchedSlab
+from kmesh.cuda.slabs import DeviceSlab, HostSide
+from kmesh.errors import DeadlineExceeded, UnsupportedError
+from kmesh.kernels.cuda import Load, Memory, Request, Restorer, Settings
+from kmesh.kernels.cuda_rounds import RoundRestorer, RoundSettings
 from kmesh.kernels.host import PagedLayout
 from kmesh.kernels.plan import merged
 from kmesh.session import Session, Staging
+from kmesh_vllm.bringing import Bringer, Brought
 from kmesh_vllm.counts import Counts
 from kmesh_vllm.decoding import Payload
 from kmesh_vllm.gpu import Gpu
@@ -37,7 +40,8 @@ _CLOSE_WAIT = 30.0
 class GpuMover:
     """See ``movers.Mover``.
 
-    Restores are the engine's thread's alone, stores its and one thread's of ours.
+    Restores are the engine's thread's alone, stores its and one thread's of ours; what is brought
+    to the host is the business of other threads of ours.
 
     Args:
         gpu: that the pages are on.
@@ -72,8 +76,9 @@ class GpuMover:
         self._settings = Settings(max_ctas=max_ctas or None)
         self._memory = GpuMemory(gpu.device, current, peers=peers)
         self._restorer = gpu.restorer(layout, self._settings)
-        self._round_settings = RoundSettings(max_ctas=max_ctas or None)
-        self._rounds = gpu.round_restorer(layout, self._round_settings) if recipes else None
+        round_settings = RoundSettings(max_ctas=max_ctas or None)
+        self._rounds = gpu.round_restorer(layout, round_settings) if recipes else None
+        self._bringer = Bringer(gpu, self.begin, self.end) if recipes else None
         self._stream, self._behind = gpu.stream(), gpu.event()
         self._store = GpuStore(gpu, layout, self._settings, buffer_bytes) if buffer_bytes else None
         self._under_way: list[Launched] = []
@@ -114,11 +119,27 @@ class GpuMover:
     def reads_gpu(self, slab: Slab) -> bool:
         return isinstance(slab, DeviceSlab) and not slab.in_host
 
+    @property
+    def recipes(self) -> tuple[str, ...]:
+        # What is in other GPUs' memory the daemon makes dense: it was not seen to be restored so.
+        return () if self._no_rounds else (self._gpu.device.uuid,)
+
+    def at_hand(self, slab: Slab) -> HostSide | None:
+        return slab.host if isinstance(slab, DeviceSlab) else None
+
     def readable(self, slab: Slab) -> Readable:
-        host = slab.host if isinstance(slab, DeviceSlab) else None
-        if host is None:
-            raise ProtocolError(f"slab {slab.slab} is a GPU's memory, where no recipes are")
-        return host
+        assert isinstance(slab, DeviceSlab)
+        return slab.host or FetchedSlab(slab, self._data)
+
+    def bring(self, addresses: npt.NDArray[np.uint64], lengths: npt.NDArray[np.uint64]) -> Brought:
+        if self._bringer is None:
+            raise UnsupportedError("no recipes are restored here")
+        return self._bringer.tables(addresses, lengths)
+
+    def _data(self, address: int, size: int) -> bytearray:
+        if self._bringer is None:
+            raise UnsupportedError("no recipes are restored here")
+        return self._bringer.data(address, size)
 
     def takes_recipes(self, timeout: float) -> bool:
         if self._no_rounds:
@@ -196,18 +217,22 @@ class GpuMover:
     def close(self) -> None:
         self._closing.set()
         self._thread.join(_CLOSE_WAIT)
-        stuck = self._store is not None and self._store.stuck
+        stuck = any(one is not None and one.stuck for one in (self._store, self._bringer))
         if stuck or any(not one.done() for one in self._under_way):
             # The kernel may read and write for as long as it likes: all of it stays.
             logger.error("the GPU has not ended what was started: its memory is kept")
             return
-        self._restorer.close()
-        if self._rounds is not None:
-            self._rounds.close()
+        compiling = self._thread.is_alive()
+        if not compiling:
+            self._restorer.close()
+            if self._rounds is not None:
+                self._rounds.close()
+        if self._bringer is not None:
+            self._bringer.close()
         if self._store is not None:
             self._store.close()
         ended = self._memory.close()
-        if self._thread.is_alive():
+        if compiling:
             logger.error("kernels are still being compiled: what they are compiled on is kept")
         elif ended:
             self._gpu.close()
@@ -222,15 +247,19 @@ class GpuMover:
                 )
             else:
                 self._choose_by_rates()
-                self._prepare()
+                try:
+                    self._prepare(self._restorer)
+                except Exception as wrong:
+                    logger.warning("the first restore has to prepare itself: %s", str(wrong))
         finally:
             self._compiled.set()
         try:
-            if self._rounds is not None and not self._failed and not self._closing.is_set():
-                wrong = self._tried(self._prepare_rounds)
-                self._no_rounds = bool(wrong)
-                if wrong:
-                    logger.warning("the kernel for recipes can't be compiled: %s", wrong)
+            rounds = self._rounds
+            if rounds is not None and not self._failed and not self._closing.is_set():
+                failed = self._tried(lambda: self._prepare(rounds))
+                self._no_rounds = bool(failed)
+                if failed:
+                    logger.warning("the kernel for recipes can't be compiled: %s", failed)
         finally:
             self._rounds_compiled.set()
 
@@ -249,12 +278,13 @@ class GpuMover:
                     return str(wrong)
         return ""
 
-    def _prepare_rounds(self) -> None:
-        """With an object of this thread's own."""
-        self._gpu.enter()
-        made = self._gpu.round_restorer(self._layout, self._round_settings)
-        with contextlib.closing(made) as restorer:
-            restorer.prepare()
+    def _prepare(self, restorer: Restorer | RoundRestorer) -> None:
+        """The very object that restores later, which the engine's thread does not use before it is
+        said that kernels are there. Where there is no memory now, the first restore asks for it."""
+        try:
+            restorer.prepare(copies=self._memory.reads_host)
+        except MemoryError as lacking:
+            logger.warning("the first restore will have to allocate: %s", str(lacking))
 
     def _choose_by_rates(self) -> None:
         if not self._calibrate:
@@ -265,13 +295,6 @@ class GpuMover:
             self._restorer.rates = found
             if self._rounds is not None:
                 self._rounds.rates = found
-
-    def _prepare(self) -> None:
-        """Until the kernels are said to be there, the engine's thread does not use the restorer."""
-        try:
-            self._restorer.prepare(copies=self._memory.reads_host)
-        except Exception as wrong:
-            logger.warning("the first restore will have to allocate: %s", str(wrong))
 
     def _run_kernels(self) -> None:
         """With objects of this thread's own."""

@@ -6,10 +6,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
+import numpy.typing as npt
 
-from kmesh.kernels.host import PagedLayout, gather_packed, scatter_packed
+from kmesh.errors import UnsupportedError
+from kmesh.kernels.host import PagedLayout, gather_packed, part_reads, scatter_packed
 from kmesh.memory import SlabMapping
 from kmesh.session import Session, Staging
+from kmesh_vllm.bringing import Brought
 from kmesh_vllm.decoding import Payload
 from kmesh_vllm.lending import Lent
 from kmesh_vllm.movers import Ids, Piece, Records, Slab
@@ -20,6 +23,7 @@ class _Moved:
     """Pieces that were restored."""
 
     results: list[bytes]
+    read_bytes: int
 
     def done(self) -> bool:
         return True
@@ -52,12 +56,13 @@ class HostMover:
     starts_only = False
     moves_recipes = False
     devices = ("",)
+    recipes = ()
 
     def __init__(self, layout: PagedLayout) -> None:
         self._layout = layout
 
     def attached(self, session: Session, number: int) -> SlabMapping | None:
-        return None
+        return session.mapped(number)
 
     def attach(self, session: Session, number: int, timeout: float) -> SlabMapping:
         return session.slab(number, timeout)
@@ -65,9 +70,14 @@ class HostMover:
     def reads_gpu(self, slab: Slab) -> bool:
         return False
 
-    def readable(self, slab: Slab) -> SlabMapping:
+    def at_hand(self, slab: Slab) -> SlabMapping:
         assert isinstance(slab, SlabMapping)
         return slab
+
+    readable = at_hand
+
+    def bring(self, addresses: npt.NDArray[np.uint64], lengths: npt.NDArray[np.uint64]) -> Brought:
+        raise UnsupportedError("all that is read here is at hand")
 
     def takes_recipes(self, timeout: float) -> bool:
         return False
@@ -76,11 +86,13 @@ class HostMover:
         return Lent(payloads)
 
     def restore(self, pieces: list[Piece]) -> _Moved:
+        packed = [piece.records.tobytes() for piece in pieces]
         return _Moved(
             [
-                scatter_packed(self._layout, piece.records.tobytes(), piece.pages.data)
-                for piece in pieces
-            ]
+                scatter_packed(self._layout, records, piece.pages.data)
+                for piece, records in zip(pieces, packed, strict=True)
+            ],
+            sum(sum(part_reads(records, self._layout.row_bytes)) for records in packed),
         )
 
     def ready(self) -> bool:

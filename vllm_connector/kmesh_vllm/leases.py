@@ -6,6 +6,7 @@ import threading
 from collections.abc import Callable, Hashable
 from concurrent.futures import Future
 
+from kmesh.errors import DeadlineExceeded
 from kmesh.keys import KEY_BYTES
 from kmesh.lease import Lease
 
@@ -15,8 +16,11 @@ class Held:
 
     Attributes:
         future: of the lease.
+        lease: the same, once somebody has seen it there.
         deadline: when nobody waits for it any more.
         told: that it did not come was counted.
+        packed: spans, mirrors and bases as load plans have them, by number of the first span and of
+            keys: siblings have the same. For the scheduler's thread.
 
     Args:
         unused: told when nobody uses it any more, in whichever thread.
@@ -27,7 +31,9 @@ class Held:
     ) -> None:
         self.future = future
         self.deadline = deadline
+        self.lease: Lease | None = None
         self.told = False
+        self.packed: dict[tuple[int, int], tuple[bytes, bytes, bytes]] = {}
         self._unused = unused
         self._users = 1
         self._lock = threading.Lock()
@@ -50,12 +56,25 @@ class Held:
         self._unused(self)
         self.future.add_done_callback(_release)
 
-    def _serves(self, soonest: float) -> bool:
+    def error(self, now: float) -> BaseException | None:
+        """Why there is no lease; None: it is in ``lease``, or still to come and waited for."""
+        if self.lease is not None:
+            return None
         if not self.future.done():
-            return self.deadline >= soonest
-        if self.future.exception() is not None:
-            return False
-        lease = self.future.result()
+            return DeadlineExceeded("no lease in time") if now >= self.deadline else None
+        error = self.future.exception()
+        if error is None:
+            self.lease = self.future.result()
+        return error
+
+    def _serves(self, soonest: float) -> bool:
+        lease = self.lease
+        if lease is None:
+            if not self.future.done():
+                return self.deadline >= soonest
+            if self.future.exception() is not None:
+                return False
+            lease = self.lease = self.future.result()
         return lease.hits * KEY_BYTES == len(lease.keys)
 
 

@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
+from kmesh import _host
 from kmesh.errors import ConnectionClosed, KMeshError, UnsupportedError
 from kmesh.layout import Shard
 from kmesh.session import Session
@@ -16,17 +17,23 @@ from kmesh_vllm.counts import Counts
 from kmesh_vllm.identity import Identity
 from kmesh_vllm.loadjob import Clerk, LoadJob, State
 from kmesh_vllm.metadata import LoadPlan, LoadReport
-from kmesh_vllm.movers import Mover, Moving
+from kmesh_vllm.movers import Mover, Moving, Slab
 from kmesh_vllm.paged import PagedCache
 
 logger = logging.getLogger("kmesh_vllm")
 
 _THREADS = 2
 _CATCH_UP = 1.0
-#: Seconds between two questions whether a GPU has ended something.
-_POLL = 50e-6
+#: Nanoseconds between two questions whether a GPU has ended something.
+_POLL = 15_000
+#: Seconds of such questions after which is looked for all else.
+_WATCH = 0.001
 #: Seconds that closing waits for a GPU to end what was started.
 _DRAIN = 30.0
+
+
+class _Lacking(Exception):
+    """Something has to be waited for."""
 
 
 class Loader:
@@ -39,6 +46,9 @@ class Loader:
     Where a mover only starts things, the engine's thread starts them, at once if all memory is
     attached: a thread of ours would wait for the interpreter while an engine with nothing else to
     do spins in it. Loads of one step are started together.
+
+    A load that lacks something, as memory that is not attached, goes to threads that only such
+    loads keep: the others do not queue behind them.
 
     Args:
         mover: moves bytes between slabs and the pages of ``cache``.
@@ -73,17 +83,20 @@ class Loader:
         #: A thread of ours has made a load ready, or has ended one.
         self._news = threading.Event()
         self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="kmesh-load")
+        self._waiters = ThreadPoolExecutor(_THREADS, thread_name_prefix="kmesh-wait")
 
     def start(self, plans: Sequence[LoadPlan]) -> None:
         """Begins the loads of a step; ``finished`` says when each has ended."""
         written: LoadJob | None = None
+        later: list[LoadJob] = []
         for plan in plans:
             job = LoadJob(plan, self._clock() + self._timeout, number=self._mover.begin())
             self._jobs[plan.request] = job
             if not (self._mover.starts_only and self._at_once(job, written)):
-                self._submit(job)
+                later.append(job)
             elif job.state is State.READY:
                 written = job
+        self._submit_all(later)
         self._start_ready()
 
     def finished(self, patience: float = 0.0) -> tuple[set[str], set[int], LoadReport]:
@@ -103,7 +116,10 @@ class Loader:
             left = until - time.monotonic()
             if left <= 0:
                 break
-            self._news.wait(min(left, _POLL) if self._moving else left)
+            if self._moving:
+                self._watch(until)
+            else:
+                self._news.wait(left)
         for request, job in list(self._jobs.items()):
             if job.state is not State.DONE:
                 continue
@@ -113,8 +129,8 @@ class Loader:
                 self._lending.append(job)
                 self._threads.submit(job.close)
             requests.add(request)
-            bad_blocks |= self._clerk.bad_blocks(job)
             if job.bad:
+                bad_blocks |= self._clerk.bad_blocks(job)
                 first = min(begin for begin, _ in job.bad)
                 block = self._identity.block_tokens
                 report.failed[request] = max(first // block * block, job.plan.begin)
@@ -126,7 +142,9 @@ class Loader:
         """Waits for moves under way and forgets the rest."""
         for job in self._jobs.values():
             self._fail(job, (State.WAITING, State.READY), "load_failed_lost")
-        self._threads.shutdown(wait=True, cancel_futures=True)
+        # In this order: the first pass loads on to the second.
+        for pool in (self._threads, self._waiters):
+            pool.shutdown(wait=True, cancel_futures=True)
         until = time.monotonic() + _DRAIN
         while self._moving and time.monotonic() < until:
             self._settle()
@@ -138,6 +156,17 @@ class Loader:
                 job.close()
         self._lending.clear()
         self._jobs.clear()
+
+    def _watch(self, until: float) -> None:
+        """Returns when something that moves is done, when there is news, or at that time.
+
+        Soon in any case: loads that have not begun may be late.
+        """
+        until = min(until, time.monotonic() + _WATCH)
+        while not self._news.is_set() and time.monotonic() < until:
+            _host.nap(_POLL)
+            if any([moving.done() for moving, _ in self._moving]):
+                return
 
     def _any_ended(self) -> bool:
         """Moves all loads on as far as they go now; whether one has ended."""
@@ -165,17 +194,43 @@ class Loader:
         job.state = State.READY
         return True
 
-    def _submit(self, job: LoadJob) -> None:
-        """Has a thread of ours make a job ready."""
-        with self._lock:
-            job.users += 1
-        self._threads.submit(self._run, job)
+    def _submit_all(self, jobs: Sequence[LoadJob]) -> None:
+        """Has threads of ours make a step's jobs ready.
 
-    def _run(self, job: LoadJob) -> None:
+        Recipes that have only to be brought here are one thread's, so that they are started
+        together and what they refer to is read once.
+        """
+        together = [job for job in jobs if job.far and self._mover.takes_recipes(0)]
+        if together:
+            self._submit(*together)
+        for job in jobs:
+            if job not in together:
+                self._submit(job)
+
+    def _submit(self, *jobs: LoadJob) -> None:
+        """Has a thread of ours make jobs ready, all at the same time."""
+        with self._lock:
+            for job in jobs:
+                job.users += 1
+        self._threads.submit(self._run, jobs, waits=False)
+
+    def _run(self, jobs: Sequence[LoadJob], *, waits: bool) -> None:
+        lacking: list[LoadJob] = []
         try:
-            self._prepare(job)
+            written = []
+            for job in jobs:
+                try:
+                    if self._prepare(job, waits):
+                        written.append(job)
+                except _Lacking:
+                    lacking.append(job)
+            self._ready(written)
         finally:
-            self._leave(job)
+            for job in jobs:
+                if job not in lacking:
+                    self._leave(job)
+            if lacking:
+                self._waiters.submit(self._run, lacking, waits=True)
 
     def _leave(self, job: LoadJob) -> None:
         """One reads a job's memory no longer."""
@@ -185,35 +240,60 @@ class Loader:
         if last:
             self._mover.end(job.number)
 
-    def _prepare(self, job: LoadJob) -> None:
-        """Makes a job ready, in a thread that may be kept; moves it if the mover may."""
+    def _prepare(self, job: LoadJob, waits: bool) -> bool:
+        """Writes a job, in a thread that may be kept; whether it did.
+
+        Args:
+            waits: for what is lacking.
+
+        Raises:
+            _Lacking: something is, and it may not wait.
+        """
         if job.state is not State.WAITING:
-            return
+            return False
         try:
-            session = self._session_of(job.plan.epoch)
+            session = self._session_of(job.plan.epoch, waits)
             if job.plan.mirrors and not job.decoded:
                 # Of a load that has waited for this thread, less is left: decoding takes time too.
-                left = job.deadline - self._timeout / 2 - self._clock()
-                self._mover.takes_recipes(max(left, 0.0))
+                left = job.deadline - self._timeout / 2 - self._clock() if waits else 0.0
+                taken = self._mover.takes_recipes(max(left, 0.0))
                 if job.state is not State.WAITING:
-                    return
-            self._clerk.write(
-                job, lambda n: self._mover.attach(session, n, self._timeout), decodes=True
-            )
+                    return False
+                if self._mover.moves_recipes and not (taken or waits):
+                    raise _Lacking
+            self._clerk.write(job, lambda n: self._slab(session, n, waits), decodes=True)
+        except _Lacking:
+            raise
         except Exception as wrong:
             self._failed(job, wrong)
-            return
+            return False
+        return True
+
+    def _ready(self, jobs: Sequence[LoadJob]) -> None:
+        """Makes jobs that were written ready at the same time; moves them if the mover may."""
+        late: list[LoadJob] = []
         with self._lock:
-            late = job.state is not State.WAITING
-            if not late:
-                job.state = State.READY if self._mover.starts_only else State.MOVING
-        if late:
-            job.close()
-            return
-        if job.state is State.MOVING:
-            assert job.piece is not None
-            self._end(_start(self._mover, [job]), [job])
-        self._news.set()
+            for job in jobs:
+                if job.state is not State.WAITING:
+                    late.append(job)
+                else:
+                    job.state = State.READY if self._mover.starts_only else State.MOVING
+        for job in jobs:
+            if job in late:
+                job.close()
+            elif not self._mover.starts_only:
+                self._end(_start(self._mover, [job]), [job])
+        if len(late) < len(jobs):
+            self._news.set()
+
+    def _slab(self, session: Session, number: int, waits: bool) -> Slab:
+        """A slab that is attached, or is waited for."""
+        if waits:
+            return self._mover.attach(session, number, self._timeout)
+        slab = self._mover.attached(session, number)
+        if slab is None:
+            raise _Lacking
+        return slab
 
     def _start_ready(self) -> None:
         """Starts all that is ready, together. In the engine's thread."""
@@ -231,14 +311,18 @@ class Loader:
         try:
             self._moving.append((_start(self._mover, jobs), jobs))
         except UnsupportedError as wrong:
-            mirrored = [job for job in jobs if job.piece and job.piece.recipes]
-            with self._lock:
-                for job in mirrored:
-                    job.decoded, job.state = str(wrong), State.WAITING
+            self._refused(jobs, wrong)
+
+    def _refused(self, jobs: list[LoadJob], wrong: UnsupportedError) -> None:
+        """Has recipes decoded that the mover does not move, and starts the others without them."""
+        mirrored = _mirrored(jobs)
+        with self._lock:
             for job in mirrored:
-                self._submit(job)
-            if dense := [job for job in jobs if job.state is State.MOVING]:
-                self._move(dense)
+                job.decoded, job.state = str(wrong), State.WAITING
+        for job in mirrored:
+            self._submit(job)
+        if dense := [job for job in jobs if job.state is State.MOVING]:
+            self._move(dense)
 
     def _settle(self) -> None:
         """Ends what was started and is done."""
@@ -250,21 +334,27 @@ class Loader:
 
     def _end(self, moving: Moving, jobs: list[LoadJob]) -> None:
         try:
-            for job, status in zip(jobs, moving.statuses(), strict=True):
+            statuses = moving.statuses()
+            self._counts.add("restore_read_bytes", moving.read_bytes)
+            for job, status in zip(jobs, statuses, strict=True):
                 self._clerk.judge(job, status)
                 with self._lock:
                     job.state = State.DONE
         except Exception as wrong:
+            if isinstance(wrong, UnsupportedError) and _mirrored(jobs):
+                self._refused(jobs, wrong)
+                return
             _log(wrong)
             for job in jobs:
                 self._fail(job, (State.MOVING,), "load_failed_error")
 
-    def _session_of(self, epoch: int) -> Session:
+    def _session_of(self, epoch: int, waits: bool) -> Session:
         """The live session, if it is of this epoch.
 
         The scheduler's session may be a moment ahead of this worker's, so that is waited for.
 
         Raises:
+            _Lacking: there is none just now, and it may not be waited for.
             ConnectionClosed: the daemon that gave the lease is gone, and its memory with it.
         """
         until = time.monotonic() + min(_CATCH_UP, self._timeout / 2)
@@ -276,6 +366,8 @@ class Loader:
                     return session
             elif self._epoch == epoch:
                 raise ConnectionClosed("the daemon that gave the lease is gone")
+            if not waits:
+                raise _Lacking
             if time.monotonic() >= until:
                 raise ConnectionClosed("no session with the daemon that gave the lease")
             time.sleep(0.02)
@@ -299,6 +391,11 @@ class Loader:
         self._counts.add(count)
 
 
+def _mirrored(jobs: list[LoadJob]) -> list[LoadJob]:
+    """Those with recipes that are moved as they lie."""
+    return [job for job in jobs if job.piece and job.piece.recipes]
+
+
 def _log(wrong: Exception) -> None:
     if isinstance(wrong, KMeshError | OSError):
         logger.warning("a load failed: %s", str(wrong))
@@ -308,6 +405,8 @@ def _log(wrong: Exception) -> None:
 
 class _Refused:
     """What could not be started at all."""
+
+    read_bytes = 0
 
     def __init__(self, error: Exception) -> None:
         self._error = error

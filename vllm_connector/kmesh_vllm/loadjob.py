@@ -10,7 +10,9 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 
+from kmesh import _host
 from kmesh.kernels.host import Status
+from kmesh.kernels.plan import RECORD
 from kmesh.layout import Shard
 from kmesh_vllm.counts import Counts
 from kmesh_vllm.identity import Identity
@@ -18,7 +20,7 @@ from kmesh_vllm.lending import Lent
 from kmesh_vllm.locating import Locator
 from kmesh_vllm.metadata import LoadPlan
 from kmesh_vllm.mirroring import MirrorClerk
-from kmesh_vllm.movers import Ids, Mover, Piece, Records, Slab, empty_records
+from kmesh_vllm.movers import Ids, Mover, Piece, Records, Slab
 from kmesh_vllm.paged import PagedCache
 from kmesh_vllm.sharding import Sharding, overlaps
 
@@ -55,6 +57,7 @@ class LoadJob:
         base: position from which the piece counts.
         entries: of the lease, behind each record.
         mirrored: of each record, whether the daemon keeps it as a recipe.
+        far: some of its recipes lie where this process can't read them.
         reach: position up to which the records go.
         spoiled: (begin, end, entry) of recipes of which nothing is moved: they are wrong.
         bad: ranges of positions whose pages are not what they should be.
@@ -74,6 +77,7 @@ class LoadJob:
     base: int = 0
     entries: npt.NDArray[np.uint32] = field(default_factory=lambda: np.zeros(0, np.uint32))
     mirrored: npt.NDArray[np.bool_] = field(default_factory=lambda: np.zeros(0, np.bool_))
+    far: bool = False
     reach: int = 0
     spoiled: list[tuple[int, int, int]] = field(default_factory=list)
     bad: list[tuple[int, int]] = field(default_factory=list)
@@ -113,7 +117,7 @@ class Clerk:
         self._identity = identity
         self._mine = mine
         self._counts = counts
-        self._heads: dict[int, tuple[Sharding, np.ndarray]] = {}
+        self._heads: dict[int, tuple[Sharding, bytes]] = {}
 
     def write(
         self,
@@ -127,8 +131,8 @@ class Clerk:
 
         Args:
             sibling: a job of the same step, written before; what both need is taken from there.
-            decodes: what the mover takes no recipes for is decoded, which takes long; otherwise it
-                makes it False.
+            decodes: recipes that lie far away are read, and those that the mover does not take
+                are decoded, both of which may take long; otherwise they make it False.
 
         Raises:
             ProtocolError: the plan names bytes that no slab can have.
@@ -143,34 +147,29 @@ class Clerk:
         if sibling is not None and sibling.piece is not None and plan.reads_as(sibling.plan):
             job.base, job.entries, job.reach = sibling.base, sibling.entries, sibling.reach
             job.mirrored, job.slabs = sibling.mirrored, sibling.slabs
-            shared = sibling.piece
-            job.piece = Piece(shared.records, shared.on_gpu, self._pages(plan, job.base))
+            job.piece = sibling.piece.like(self._pages(plan, job.base))
             return True
-        spans = plan.records()
-        base = job.base = self._base(plan, spans)
-        stored, table = self._overlaps(plan.tp)
-        heads = table[spans["part"]]
-        numbered = np.flatnonzero(heads[:, 2])
-        spans, heads = spans[numbered], heads[numbered]
+        stored, heads = self._overlaps(plan.tp)
         locator = Locator(slab_of, self._reads_gpu)
-        found = locator.locate(spans["slab"], spans["offset"], spans["length"])
-        if found is None:
+        slabs = locator.around(plan.spans, heads)
+        if slabs is None:
             return False
-        records = empty_records(len(spans))
-        records["address"], records["sums_address"] = found.address, found.sums_address
-        start, tokens = spans["start"].astype(np.int64), spans["tokens"].astype(np.int64)
-        for name in ("root", "length", "tokens"):
-            records[name] = spans[name]
-        records["token_begin"] = np.maximum(plan.begin - start, 0)
-        records["token_end"] = end = np.minimum(plan.end - start, tokens)
-        records["position"] = start - base
-        records["src_heads"] = stored.part_heads
-        records["src_head_begin"], records["dst_head_begin"], records["heads"] = heads.T
-        records["src_layers"] = records["layers"] = names.layers
-        job.reach = int((start + end).max(initial=0))
-        job.entries = spans["entry"]
-        job.mirrored = np.zeros(len(spans), np.bool_)
-        job.piece = Piece(records, found.on_gpu, self._pages(plan, base))
+        numbered = np.zeros(0, np.intp)
+        if plan.mirrors:
+            gives = np.frombuffer(heads, np.uint64).reshape(-1, 3)[:, 2]
+            numbered = np.flatnonzero(gives[plan.records()["part"]])
+            job.far = self._mirrors.far(plan, numbered, locator)
+            if job.far and not decodes:
+                return False
+        block = self._identity.block_tokens
+        parts, on_gpu, entries, job.base, job.reach = _host.leased_parts(
+            plan.spans, heads, slabs, plan.begin, plan.end, block, stored.part_heads, names.layers
+        )
+        records = np.frombuffer(parts, RECORD)
+        job.entries = np.frombuffer(entries, np.uint32)
+        job.mirrored = np.zeros(len(records), np.bool_)
+        pages = self._pages(plan, job.base)
+        job.piece = Piece(records, np.frombuffer(on_gpu, np.bool_), pages)
         if plan.mirrors:
             placed = self._mirrors.place(
                 plan, job.piece, numbered, stored, locator, job.decoded, decodes
@@ -212,7 +211,7 @@ class Clerk:
         for begin, end, entry in job.spoiled:
             job.bad.append((begin, end))
             self._corrupt(job, entry)
-        if any(status):
+        if status.count(Status.DONE) != len(status):
             ranges = self._ranges(job, piece.records)
             each = zip(ranges, job.entries.tolist(), job.mirrored.tolist(), status, strict=True)
             for span, entry, mirrored, code in each:
@@ -228,9 +227,12 @@ class Clerk:
         if job.reach < plan.end:
             job.bad.append((max(job.reach, plan.begin), plan.end))
             self._counts.add("load_failed_error")
-        amount = bytes_each(piece.records, status, self._cache.layout.row_bytes)
-        self._counts.add("restored_bytes", int(amount.sum()))
-        self._counts.add("restored_bytes_recipes", int(amount[job.mirrored].sum()))
+        row = self._cache.layout.row_bytes
+        self._counts.add("restored_bytes", _host.moved_bytes(piece.records, status, row))
+        if plan.mirrors:
+            recipes = np.frombuffer(status, np.uint8)[job.mirrored]
+            amount = _host.moved_bytes(piece.records[job.mirrored], recipes.data, row)
+            self._counts.add("restored_bytes_recipes", amount)
 
     def _corrupt(self, job: LoadJob, entry: int) -> None:
         job.corrupt.append(entry)
@@ -247,8 +249,9 @@ class Clerk:
             bad.update(ids[first:last].tolist())
         return bad
 
-    def _overlaps(self, tp: int) -> tuple[Sharding, np.ndarray]:
-        """A sharding, and for each of its shards what it gives us: source, target, heads."""
+    def _overlaps(self, tp: int) -> tuple[Sharding, bytes]:
+        """A sharding, and for each of its shards what it gives us: source, target, heads, as u64
+        each."""
         found = self._heads.get(tp)
         if found is None:
             names = self._identity.namespace
@@ -256,26 +259,13 @@ class Clerk:
             table = np.zeros((stored.parts, 3), np.uint64)
             for one in overlaps(stored, self._mine):
                 table[one.part] = one.src_head_begin, one.dst_head_begin, one.heads
-            found = self._heads[tp] = stored, table
+            found = self._heads[tp] = stored, table.tobytes()
         return found
 
     def _pages(self, plan: LoadPlan, base: int) -> Ids:
         # Blocks before the load are not ours to write: no id stands for them.
         before = (plan.begin - base) // self._identity.block_tokens
-        ids = np.concatenate([np.full(before, -1, np.int64), plan.block_ids()])
+        ids = plan.block_ids()
+        if before:
+            ids = np.concatenate([np.full(before, -1, np.int64), ids])
         return self._cache.expand(ids)
-
-    def _base(self, plan: LoadPlan, spans: Records) -> int:
-        """Position from which blocks are counted: a block's first token, at or before all spans."""
-        first = min(int(spans["start"].min()), plan.begin) if len(spans) else plan.begin
-        block = self._identity.block_tokens
-        return first // block * block
-
-
-def bytes_each(records: Records, status: bytes, row_bytes: int) -> npt.NDArray[np.int64]:
-    """Bytes of pages that each part has written, none where it is not done."""
-    done = np.frombuffer(status, np.uint8) == Status.DONE
-    tokens = records["token_end"] - records["token_begin"]
-    rows = 2 * records["layers"] * records["heads"] * tokens
-    amounts: npt.NDArray[np.int64] = np.where(done, rows, 0).astype(np.int64) * row_bytes
-    return amounts

@@ -20,6 +20,27 @@ class Index(Protocol):
     ) -> Probe: ...
 
 
+#: Leading keys that an index has, by keys, shard codes and device.
+Known = dict[tuple[bytes, tuple[int, ...], str], int]
+
+
+class Looked:
+    """What was found in an index, as long as it does not change: siblings look for the same."""
+
+    #: Answers that are remembered.
+    MOST = 256
+
+    def __init__(self) -> None:
+        self._at = (0, 0)
+        self._known: Known = {}
+
+    def known(self, epoch: int, version: int) -> Known:
+        """What is known of that index at that version, to be added to."""
+        if self._at != (epoch, version) or len(self._known) >= self.MOST:
+            self._at, self._known = (epoch, version), {}
+        return self._known
+
+
 @dataclass(frozen=True, slots=True)
 class Hit:
     """A prefix that lies in KMesh.
@@ -52,6 +73,7 @@ def longest_hit(
     limit: int,
     avoid: Quarantine,
     devices: Sequence[str] = ("",),
+    known: Known | None = None,
 ) -> Hit | None:
     """The longest hit, the first device's and sharding's where several are as long; None: a miss.
 
@@ -59,14 +81,21 @@ def longest_hit(
         limit: tokens that are of use, whole blocks.
         avoid: keys that must not be used now.
         devices: whose memory is looked in.
+        known: what was found in this index before, of full spans; gets what is found now.
     """
+    known = {} if known is None else known
     best: Hit | None = None
     # Most shardings have nothing, so that the same parts are asked for again.
     tails: dict[int, tuple[list[int], list[bytes]]] = {}
     count = min(chain.spans, -(-limit // span_tokens))
     keys = chain.keys[: count * KEY_BYTES]
     for device, sharding in ((d, s) for d in devices for s in shardings):
-        spans = index.probe(keys, sharding.codes, device=device).hits if keys else 0
+        codes = sharding.codes
+        there = known.get((keys, codes, device))
+        if there is None:
+            there = index.probe(keys, codes, device=device).hits if keys else 0
+            known[keys, codes, device] = there
+        spans = there
         for i in range(spans if avoid else 0):
             if keys[i * KEY_BYTES : (i + 1) * KEY_BYTES] in avoid:
                 spans = i
@@ -77,7 +106,7 @@ def longest_hit(
             lengths = _tails(chain, spans, span_tokens, sub_tokens, block_tokens, limit)
             tails[spans] = lengths, [chain.key(spans, tokens) for tokens in lengths]
         lengths, parts = tails[spans]
-        found = index.probe(b"".join(parts), sharding.codes, device=device).hits if parts else 0
+        found = index.probe(b"".join(parts), codes, device=device).hits if parts else 0
         while found and parts[found - 1] in avoid:
             found -= 1
         hit = Hit(sharding, spans, lengths[found - 1] if found else 0, device)

@@ -18,7 +18,7 @@ from kmesh_vllm.counts import Counts
 from kmesh_vllm.flights import Flights
 from kmesh_vllm.identity import Identity
 from kmesh_vllm.leases import Held, Leases
-from kmesh_vllm.lookup import Hit, longest_hit
+from kmesh_vllm.lookup import Hit, Looked, longest_hit
 from kmesh_vllm.patience import Patience
 from kmesh_vllm.quarantine import Quarantine
 from kmesh_vllm.requests import LookedAt, Phase, RequestState, Restore
@@ -69,6 +69,7 @@ class Matcher:
         self.quarantine = Quarantine(settings.retry_after_ms / 1000, clock=clock)
         self.tiers = Tiers(settings.tier, settings.acquire_timeout_ms / 1000, clock)
         self._leases = Leases()
+        self._looked = Looked()
         self._recipes = recipes
         self._identity = identity
         self._settings = settings
@@ -121,12 +122,11 @@ class Matcher:
             return 0, False
         hit = self._look_up(state, session, limit)
         span = session.welcome.span_tokens
-        found = self._finder(state, session, limit)()
+        stored = min(hit.tokens(span), limit) if hit is not None else 0
+        found = max(stored, state.local)
         if self._computing.claims(state, session, found, limit, self.tiers.store):
             return None, False
-        if hit is None or min(hit.tokens(span), limit) - local < max(
-            self._settings.min_restore_tokens, 1
-        ):
+        if hit is None or stored - local < max(self._settings.min_restore_tokens, 1):
             return 0, False
         first = local // span
         chain = state.chain(span, session.welcome.sub_tokens)
@@ -137,7 +137,7 @@ class Matcher:
         shards = hit.sharding.shards
         try:
             held = self._leases.ask(
-                (session, keys, shards, state.salt, hit.device),
+                (session, keys, hit.sharding.codes, state.salt, hit.device),
                 lambda: session.acquire_async(
                     keys,
                     shards,
@@ -145,7 +145,7 @@ class Matcher:
                     timeout=timeout,
                     salt=state.salt,
                     device=hit.device,
-                    recipes=self._recipes and not hit.device,
+                    recipes=self._recipes and self.tiers.recipes(hit.device),
                     # What is on disk is waited for as a lease is, in the background.
                     wait=timeout * _DISK_SHARE,
                 ),
@@ -159,7 +159,8 @@ class Matcher:
         if self._sharing:
             key = key_at(state, session, local)
             self.flights.take_off(state, (key,) if key else ())
-        self._patience.wait(held.future)
+        if held.lease is None:
+            self._patience.wait(held.future)
         answer = self._await_lease(state)
         return self._promise(state, session, local, limit) if answer is None else answer
 
@@ -178,6 +179,8 @@ class Matcher:
         remembered, hit = state.remembered(at)
         if not remembered:
             welcome = session.welcome
+            # Its version is that of before the look: what came since is looked for again.
+            known = self._looked.known(*at[:2])
             hit = longest_hit(
                 state.chain(welcome.span_tokens, welcome.sub_tokens),
                 session.index,
@@ -188,6 +191,7 @@ class Matcher:
                 limit=limit,
                 avoid=self.quarantine,
                 devices=self.tiers.look,
+                known=known,
             )
             state.remember(at, hit)
         return hit
@@ -196,16 +200,16 @@ class Matcher:
         """None when the lease has come; else what to answer."""
         restore = state.restore
         assert restore is not None
-        done = restore.future.done()
-        if not done and self._clock() < restore.held.deadline:
-            return None, False
-        error = restore.future.exception() if done else DeadlineExceeded("no lease in time")
+        held = restore.held
+        error = held.error(self._clock()) if held.lease is None else None
         if error is not None:
-            self._missed(restore.held, error)
+            self._missed(held, error)
             self._give_up(state)
             return 0, False
+        if held.lease is None:
+            return None, False
         self.flights.land(state)
-        restore.lease = restore.future.result()
+        restore.lease = held.lease
         state.phase = Phase.LEASED
         return None
 

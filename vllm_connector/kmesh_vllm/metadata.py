@@ -2,31 +2,22 @@
 
 from __future__ import annotations
 
-from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 import numpy.typing as npt
 
-#: One stored span of a load: where it lies, and which tokens of the request it holds.
-SPAN_RECORD = np.dtype(
-    [
-        ("slab", np.uint32),
-        ("part", np.uint32),  # number of its shard within its sharding
-        ("offset", np.uint64),
-        ("length", np.uint64),
-        ("root", np.uint64),
-        ("tokens", np.uint32),  # that the stored span holds
-        ("entry", np.uint32),  # of the lease
-        ("start", np.uint64),  # position of its first token in the request
-    ]
-)
+from kmesh import _host
+from kmesh.kernels.plan import LEASED
+
+#: One stored span of a load.
+SPAN_RECORD = LEASED
 
 
 def packed_ids(blocks: Sequence[int]) -> bytes:
     """Ids of blocks as int64, one behind the other."""
-    return array("q", blocks).tobytes()
+    return np.frombuffer(_host.token_words(blocks), np.uint32).astype(np.int64).tobytes()
 
 
 #: Of a load's spans, one that is a recipe: which, and the payload that it gives.
@@ -151,6 +142,7 @@ class LoadReport:
     Attributes:
         devices: whose memory can be read: UUIDs of GPUs, and "" for host memory. None: nothing
             new.
+        recipes: UUIDs of GPUs out of whose memory recipes are restored. None: nothing new.
         corrupt: lease entries whose bytes did not match their sums, by request.
         failed: positions (first token of the first bad block) of loads that failed, by request.
         reserved: positions (first tokens) of spans that were not stored since somebody else had
@@ -162,11 +154,12 @@ class LoadReport:
     failed: dict[str, int] = field(default_factory=dict)
     reserved: dict[str, set[int]] = field(default_factory=dict)
     devices: tuple[str, ...] | None = None
+    recipes: tuple[str, ...] | None = None
     step: int = 0
 
     def __bool__(self) -> bool:
         told = self.corrupt or self.failed or self.reserved or self.step
-        return bool(told or self.devices is not None)
+        return bool(told or self.devices is not None or self.recipes is not None)
 
     def merge(self, other: LoadReport) -> None:
         """Adds what another rank said."""
@@ -178,7 +171,13 @@ class LoadReport:
         for request, starts in other.reserved.items():
             self.reserved.setdefault(request, set()).update(starts)
         self.step = max(self.step, other.step)
-        if self.devices is None or other.devices is None:
-            self.devices = other.devices if self.devices is None else self.devices
-        else:
-            self.devices = tuple(d for d in self.devices if d in other.devices)
+        self.devices = _of_both(self.devices, other.devices)
+        self.recipes = _of_both(self.recipes, other.recipes)
+
+
+def _of_both(
+    ours: tuple[str, ...] | None, theirs: tuple[str, ...] | None
+) -> tuple[str, ...] | None:
+    if ours is None or theirs is None:
+        return theirs if ours is None else ours
+    return tuple(one for one in ours if one in theirs)

@@ -18,7 +18,7 @@ from kmesh_vllm.identity import Identity
 from kmesh_vllm.lending import Lent
 from kmesh_vllm.locating import Locator
 from kmesh_vllm.metadata import BASE_RECORD, MIRROR_RECORD, LoadPlan
-from kmesh_vllm.movers import Mover, Piece, Readable, Recipes, Records
+from kmesh_vllm.movers import Mover, Piece, Readable, Recipes, Records, Slab
 from kmesh_vllm.sharding import Sharding
 
 logger = logging.getLogger("kmesh_vllm")
@@ -54,6 +54,18 @@ class MirrorClerk:
         self._identity = identity
         self._lock = threading.Lock()
         self._told: set[str] = set()
+
+    def far(self, plan: LoadPlan, numbered: npt.NDArray[np.intp], locator: Locator) -> bool:
+        """Whether some of a plan's recipes lie where this process can't read them.
+
+        Args:
+            numbered: of the plan's records, those that are wanted.
+        """
+        mirrors = np.frombuffer(plan.mirrors, MIRROR_RECORD)["record"]
+        slabs = plan.records()["slab"][mirrors[np.isin(mirrors, numbered)]]
+        return any(
+            self._mover.at_hand(locator.slab(number)) is None for number in set(slabs.tolist())
+        )
 
     def place(
         self,
@@ -95,7 +107,7 @@ class MirrorClerk:
             bases = bases_of(self._identity, plan, stored, parts, locator)
             if bases is None:
                 return None
-            read = read_recipes(self._identity, plan, stored, spans, mirrors, readable)
+            read = read_recipes(self._identity, plan, stored, spans, mirrors, mover, locator.slab)
             wrong[at], why = read.wrong, read.unsupported
             tables = np.zeros(count, np.uint64)
             tables[at] = read.tables
@@ -164,26 +176,38 @@ def read_recipes(
     stored: Sharding,
     spans: Records,
     mirrors: Records,
-    readable: Callable[[int], Readable],
+    mover: Mover,
+    slab_of: Callable[[int], Slab],
 ) -> Read:
     """Tables of a plan's recipes, copied: they lie where others can write.
+
+    Of those that this process can't read where they lie, heads and tables are brought here, which
+    waits for the GPU.
 
     Args:
         stored: in which the spans were stored.
         spans: ``SPAN_RECORD`` of each recipe, of which slab and range are what a slab can have.
         mirrors: its ``MIRROR_RECORD``.
-        readable: a slab as this process reads it, by its number.
+        slab_of: a slab, by its number.
     """
     from kmesh.codec import ManyTables
 
     addresses = spans["offset"].copy()
-    slabs = {number: readable(number) for number in set(spans["slab"].tolist())}
-    # A view keeps its slab mapped while the tables are copied.
-    views = [slab.view(0, 0) for slab in slabs.values()]
-    for number, slab in slabs.items():
-        addresses[spans["slab"] == number] += np.uint64(slab.address)
+    far, views = np.zeros(len(spans), np.bool_), []
+    for number in set(spans["slab"].tolist()):
+        here, slab = spans["slab"] == number, slab_of(number)
+        near = mover.at_hand(slab)
+        if near is not None:
+            # A view keeps its slab mapped while the tables are copied.
+            views.append(near.view(0, 0))
+        far[here] = near is None
+        addresses[here] += np.uint64((near or slab).address)
+    brought = None
+    if far.any():
+        brought = mover.bring(addresses[far], spans["length"][far])
+        addresses[far] = brought.addresses
     found = ManyTables(addresses, spans["length"])
-    del views
+    del views, brought
     # Where a recipe is wrong its head means nothing, and is not asked.
     heads, names = found.heads, identity.namespace
     same = heads["payload_root"] == mirrors["dense_root"]

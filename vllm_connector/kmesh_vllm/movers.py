@@ -16,6 +16,7 @@ from kmesh.kernels.plan import RECORD
 from kmesh.session import Session, Staging
 
 if TYPE_CHECKING:
+    from kmesh_vllm.bringing import Brought
     from kmesh_vllm.decoding import Payload
     from kmesh_vllm.lending import Lent
 
@@ -34,10 +35,18 @@ class Slab(Protocol):
     def contains(self, offset: int, length: int) -> bool: ...
 
 
-class Readable(Slab, Protocol):
-    """A slab that this process itself reads; addresses are its own."""
+class Readable(Protocol):
+    """A slab whose bytes this process can have; addresses are its own."""
 
+    @property
+    def slab(self) -> int: ...
+    def sums_address(self, offset: int) -> int: ...
+    def contains(self, offset: int, length: int) -> bool: ...
     def view(self, offset: int, length: int) -> memoryview: ...
+
+
+class AtHand(Readable, Slab, Protocol):
+    """A slab that this process reads where it lies; addresses are its own."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -71,6 +80,12 @@ class Piece:
     on_gpu: npt.NDArray[np.bool_]
     pages: Ids
     recipes: Recipes | None = None
+    #: Values that ``on_gpu`` has, once they were looked for.
+    _places: bytes | None = None
+
+    def like(self, pages: Ids) -> Piece:
+        """The same parts for the pages of another request, without recipes."""
+        return Piece(self.records, self.on_gpu, pages, None, self._places)
 
     def without(self, dropped: npt.NDArray[np.bool_]) -> Piece:
         """The same piece without some of its records."""
@@ -81,12 +96,24 @@ class Piece:
 
     def part(self, on_gpu: bool) -> Records:
         """The records whose payloads are in a GPU's memory, or those whose are not."""
-        here = self.on_gpu if on_gpu else ~self.on_gpu
-        return self.records if here.all() else self.records[here]
+        if self._places is None:
+            places = self.on_gpu.tobytes()
+            self._places = bytes([value for value in (0, 1) if value in places])
+        if len(self._places) <= 1:
+            return self.records if self._places == bytes([on_gpu]) else self.records[:0]
+        mixed: Records = self.records[self.on_gpu == on_gpu]
+        return mixed
 
 
 class Moving(Protocol):
-    """Pieces that are being restored. Until ``done`` their pages may be written at any time."""
+    """Pieces that are being restored. Until ``done`` their pages may be written at any time.
+
+    Attributes:
+        read_bytes: of payloads that were read for them, tiles whole; once there are ``statuses``.
+    """
+
+    @property
+    def read_bytes(self) -> int: ...
 
     def done(self) -> bool:
         """Whether nothing is written any more. Never waits."""
@@ -95,6 +122,7 @@ class Moving(Protocol):
         """For each piece, a ``kmesh.kernels.host.Status`` for each record; once ``done``.
 
         Raises:
+            UnsupportedError: as ``Mover.restore``; no page was written.
             Exception: the move failed as a whole; all of its pages may hold anything.
         """
 
@@ -136,6 +164,7 @@ class Mover(Protocol):
             otherwise it does it, and is called in threads that may be kept.
         moves_recipes: ``restore`` takes recipes, if it ``takes_recipes`` by then.
         devices: whose memory it can read: UUIDs of GPUs, and "" for the daemon's host memory.
+        recipes: UUIDs of GPUs out of whose memory it restores recipes; may become fewer.
     """
 
     @property
@@ -144,6 +173,8 @@ class Mover(Protocol):
     def moves_recipes(self) -> bool: ...
     @property
     def devices(self) -> tuple[str, ...]: ...
+    @property
+    def recipes(self) -> tuple[str, ...]: ...
 
     def attached(self, session: Session, number: int) -> Slab | None:
         """A slab whose memory can be read at once; None: ``attach`` it first. Never waits."""
@@ -158,11 +189,22 @@ class Mover(Protocol):
     def reads_gpu(self, slab: Slab) -> bool:
         """Whether a slab is GPU memory."""
 
+    def at_hand(self, slab: Slab) -> AtHand | None:
+        """A slab as this process itself reads it, until ``end``; None: it can't."""
+
     def readable(self, slab: Slab) -> Readable:
-        """A slab as this process itself reads it, until ``end``.
+        """A slab's bytes, until ``end``. Of one that is not ``at_hand`` they are copies, for which
+        the GPU is waited for: not for the engine's thread."""
+
+    def bring(self, addresses: npt.NDArray[np.uint64], lengths: npt.NDArray[np.uint64]) -> Brought:
+        """What ``kmesh.codec.ManyTables`` reads of recipes, at least one, in slabs that are not
+        ``at_hand``. Waits for the GPU: not for the engine's thread.
+
+        Args:
+            addresses, lengths: u64, of each, as whoever moves it sees it.
 
         Raises:
-            ProtocolError: it is GPU memory.
+            KMeshError: it can't be had in time.
         """
 
     def takes_recipes(self, timeout: float) -> bool:
@@ -179,7 +221,8 @@ class Mover(Protocol):
         """Starts to move the pieces, behind all that the engine has started on its pages.
 
         Raises:
-            UnsupportedError: the recipes among them have to be decoded; nothing was started.
+            UnsupportedError: the recipes among them have to be decoded; nothing was started. Where
+                that is not known at once, ``Moving.statuses`` raises it.
         """
 
     def ready(self) -> bool:

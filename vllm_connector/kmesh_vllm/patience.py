@@ -29,7 +29,7 @@ class Patience:
 
     def wait(self, future: Future[Any]) -> None:
         """Waits for an answer, as long as there is patience left."""
-        if self._left > 0:
+        if self._left > 0 and not future.done():
             begun = time.perf_counter()
             with contextlib.suppress(FutureTimeout):
                 future.exception(self._left)

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from kmesh.keys import Extra, KeyChain
 from kmesh.lease import Lease
 from kmesh.session import Session
+from kmesh_vllm.chains import Chains
 from kmesh_vllm.leases import Held
 from kmesh_vllm.lookup import Hit
 from kmesh_vllm.part import Part
@@ -168,8 +169,12 @@ class RequestState:
     _chain_at: tuple[int, int] = (0, 0)
     _memo: tuple[LookedAt, Hit | None] | None = None
 
-    def chain(self, span_tokens: int, sub_tokens: int) -> KeyChain:
-        """The prompt's keys, computed once."""
+    def chain(self, span_tokens: int, sub_tokens: int, chains: Chains | None = None) -> KeyChain:
+        """The prompt's keys, computed once.
+
+        Args:
+            chains: of other prompts, which may share some; hears of this one.
+        """
         if self._chain is None or self._chain_at != (span_tokens, sub_tokens):
             self._chain = KeyChain(
                 self.namespace,
@@ -177,7 +182,10 @@ class RequestState:
                 sub_tokens=sub_tokens,
                 extras=self.extras,
             )
-            self._chain.extend(self.tokens)
+            if chains is None:
+                self._chain.extend(self.tokens)
+            else:
+                chains.extend(self._chain, self.namespace, self.tokens)
             self._chain_at = (span_tokens, sub_tokens)
         return self._chain
 

@@ -7,10 +7,11 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from kmesh import _host
 from kmesh.errors import KMeshError
 from kmesh.keys import KEY_BYTES
 from kmesh.lease import Lease
-from kmesh_vllm.metadata import BASE_RECORD, MIRROR_RECORD, SPAN_RECORD, LoadPlan, packed_ids
+from kmesh_vllm.metadata import BASE_RECORD, MIRROR_RECORD, LoadPlan, packed_ids
 from kmesh_vllm.requests import RequestState, Restore
 
 logger = logging.getLogger("kmesh_vllm")
@@ -19,27 +20,34 @@ logger = logging.getLogger("kmesh_vllm")
 def load_plan(state: RequestState, restore: Restore, lease: Lease, blocks: list[int]) -> LoadPlan:
     """The leased spans that hold tokens of [restore.begin, restore.end), and where they go."""
     span = restore.session.welcome.span_tokens
-    shards = len(lease.shards)
     keys = min(lease.hits, -(-restore.end // span) - restore.first)
-    records = np.zeros(keys * shards, SPAN_RECORD)
-    for name in ("slab", "offset", "length", "root", "tokens"):
-        records[name] = getattr(lease, name)[: len(records)]
-    entries = np.arange(len(records))
-    records["entry"] = entries
-    records["part"] = entries % shards
-    records["start"] = (restore.first + entries // shards) * span
+    at = restore.first, keys
+    packed = restore.held.packed.get(at)
+    if packed is None:
+        packed = restore.held.packed[at] = _packed(lease, keys, restore.first, span)
+    spans, mirrors, bases = packed
     return LoadPlan(
         request=state.request_id,
         epoch=restore.session.epoch,
         tp=restore.hit.sharding.tp,
-        spans=records.tobytes(),
+        spans=spans,
         begin=restore.begin,
         end=restore.end,
         blocks=packed_ids(blocks),
-        mirrors=_mirrors(lease, len(records)),
-        bases=_bases(lease),
+        mirrors=mirrors,
+        bases=bases,
         namespace=state.namespace,
     )
+
+
+def _packed(lease: Lease, keys: int, first: int, span: int) -> tuple[bytes, bytes, bytes]:
+    """Spans, mirrors and bases of a plan for the first keys of a lease."""
+    shards = len(lease.shards)
+    count = keys * shards
+    spans = _host.leased_spans(
+        lease.slab, lease.offset, lease.length, lease.root, lease.tokens, count, shards, first, span
+    )
+    return spans, _mirrors(lease, count), _bases(lease)
 
 
 def _mirrors(lease: Lease, count: int) -> bytes:
@@ -56,6 +64,8 @@ def _mirrors(lease: Lease, count: int) -> bytes:
 
 def _bases(lease: Lease) -> bytes:
     """What those refer to."""
+    if not lease.bases:
+        return b""
     bases = np.zeros(len(lease.bases), BASE_RECORD)
     for record, ((part, key), place) in zip(bases, lease.bases.items(), strict=True):
         record["key"], record["part"] = np.frombuffer(key, np.uint8), part

@@ -13,6 +13,7 @@ from typing import Any, Protocol
 
 from kmesh.keys import Extra
 from kmesh.session import Session
+from kmesh_vllm.chains import Chains
 from kmesh_vllm.computing import Computing
 from kmesh_vllm.config import Settings
 from kmesh_vllm.counts import Counts
@@ -66,6 +67,7 @@ class SchedulerHalf:
         self._states: dict[str, RequestState] = {}
         self._loading: dict[str, RequestState] = {}
         self._loads: list[LoadPlan] = []
+        self._chains = Chains()
         self._reports = ThreadPoolExecutor(1, thread_name_prefix="kmesh-report")
         self._computing = False
         self._patience = Patience(patience)
@@ -125,7 +127,7 @@ class SchedulerHalf:
         session = self._client.session
         if session is not None and (state.may_load or state.may_store):
             # While it waits in vLLM's queue, and not when its first token is waited for.
-            state.chain(session.welcome.span_tokens, session.welcome.sub_tokens)
+            state.chain(session.welcome.span_tokens, session.welcome.sub_tokens, self._chains)
 
     def match(self, request_id: str, local: int, total: int) -> Match:
         """How many tokens behind the first ``local`` can be restored.
@@ -219,8 +221,10 @@ class SchedulerHalf:
         if report is not None:
             if report.devices is not None:
                 self._matcher.tiers.hear(report.devices)
-                if self._identity.sharding.tp == 1:
+                if report.devices and self._identity.sharding.tp == 1:
                     self.computing.place = report.devices[0]
+            if report.recipes is not None:
+                self._matcher.tiers.hear_recipes(report.recipes)
             if report.step:
                 self.computing.ran(report.step)
             for request, entries in report.corrupt.items():

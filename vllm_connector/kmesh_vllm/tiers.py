@@ -21,11 +21,20 @@ class Tiers:
         self._timeout = timeout
         self._clock = clock
         self._until: float | None = None
+        self._recipes: tuple[str, ...] = ()
         self._look: tuple[str, ...] | None = ("",) if self._host else None
 
     def hear(self, devices: tuple[str, ...]) -> None:
         """All workers can read the memory of these."""
         self._look = tuple(d for d in devices if not d) if self._host else devices
+
+    def hear_recipes(self, devices: tuple[str, ...]) -> None:
+        """All workers restore recipes out of the memory of these GPUs."""
+        self._recipes = devices
+
+    def recipes(self, device: str) -> bool:
+        """Whether recipes may be asked for there: those in host memory are decoded at worst."""
+        return not device or device in self._recipes
 
     @property
     def look(self) -> tuple[str, ...]:

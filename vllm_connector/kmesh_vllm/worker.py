@@ -75,6 +75,7 @@ class WorkerHalf:
         self._rest = 0.0
         self._bad_blocks: set[int] = set()
         self._report = LoadReport()
+        self._recipes_told: tuple[str, ...] = ()
         self.counts = Counts()
 
     def register(self, tensors: Mapping[str, torch.Tensor]) -> None:
@@ -180,6 +181,9 @@ class WorkerHalf:
         if self._saver is not None and (reserved := self._saver.reserved()):
             self._report.merge(LoadReport(reserved=reserved))
         self._report.step, self._step = self._step, 0
+        recipes = self._mover.recipes if self._mover is not None else ()
+        if recipes != self._recipes_told:
+            self._report.recipes = self._recipes_told = recipes
         if not self._report:
             return None
         report, self._report = self._report, LoadReport()

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import sys
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from typing import Annotated
 
 import typer
@@ -14,14 +12,15 @@ import typer
 import kmesh
 from kmesh import errors
 from kmesh.cli import doctor as doctor_module
-from kmesh.cli import render
+from kmesh.cli import documents, render
+from kmesh.cli.options import App, Options, SocketDir, Timeout, chosen
 from kmesh.cli.rpc import Tool
 from kmesh.keys import Namespace
 from kmesh.v1 import admin_pb2
 
 EXIT_OK, EXIT_CHECK_FAILED, EXIT_USAGE, EXIT_UNAVAILABLE, EXIT_REFUSED = range(5)
 
-app = typer.Typer(
+app = App(
     help="Looks at a KMesh daemon, and steers it: what it holds, why it misses, whether it works.",
     epilog="Exit codes: 0 ok, 1 something failed or was not done, 2 usage, 3 daemon unavailable, "
     "4 refused.",
@@ -30,20 +29,6 @@ app = typer.Typer(
 )
 
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON document.")]
-
-
-@dataclass(frozen=True, slots=True)
-class Options:
-    """What every command knows."""
-
-    socket_dir: str
-    timeout: float
-
-
-def default_socket_dir() -> str:
-    """Where a daemon listens that was not told otherwise."""
-    runtime = os.environ.get("XDG_RUNTIME_DIR")
-    return os.path.join(runtime, "kmesh") if runtime else "/run/kmesh"
 
 
 def _version(wanted: bool) -> None:
@@ -55,22 +40,13 @@ def _version(wanted: bool) -> None:
 @app.callback()
 def options(
     context: typer.Context,
-    socket_dir: Annotated[
-        str,
-        typer.Option(
-            envvar="KMESH_SOCKET_DIR",
-            help="Directory of the daemon's sockets; $XDG_RUNTIME_DIR/kmesh or /run/kmesh "
-            "when not given.",
-        ),
-    ] = "",
-    timeout: Annotated[
-        float, typer.Option(min=0.01, help="Seconds that one question may take.")
-    ] = 5.0,
+    socket_dir: SocketDir = None,
+    timeout: Timeout = None,
     version: Annotated[
         bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version.")
     ] = False,
 ) -> None:
-    context.obj = Options(socket_dir or default_socket_dir(), timeout)
+    context.obj = chosen(socket_dir, timeout)
 
 
 @app.command()
@@ -79,7 +55,7 @@ def status(context: typer.Context, as_json: AsJson = False) -> None:
     with connected(context) as tool:
         answer, clients = tool.status(), tool.sessions()
     if as_json:
-        render.print_json(render.status_json(answer, clients))
+        render.print_json(documents.status_json(answer, clients))
     else:
         render.print_status(answer, clients)
 
@@ -103,13 +79,13 @@ def ls(
             spaces = [pick(spaces, namespace)]
         if namespaces:
             if as_json:
-                render.print_json({"namespaces": [render.namespace_json(s) for s in spaces]})
+                render.print_json({"namespaces": [documents.namespace_json(s) for s in spaces]})
             else:
                 render.print_namespaces(spaces)
             return
         spans = list(tool.spans(spaces[0].digest if spaces else b"", limit))
     if as_json:
-        render.print_json({"spans": [render.span_json(span) for span in spans]})
+        render.print_json({"spans": [documents.span_json(span) for span in spans]})
     else:
         render.print_spans(spans)
 
@@ -169,7 +145,7 @@ def connected(context: typer.Context, namespace: Namespace | None = None) -> Ite
         complain(wrong)
         raise typer.Exit(EXIT_USAGE) from None
     except errors.DaemonUnavailable as absent:
-        complain(absent, " (is kmesh-spand running? `kmesh --socket-dir` says where)")
+        complain(absent, " (is kmesh-spand running? --socket-dir says where)")
         raise typer.Exit(EXIT_UNAVAILABLE) from None
     except errors.KMeshError as gone:
         complain(gone)

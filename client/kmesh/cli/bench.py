@@ -12,7 +12,8 @@ import typer
 
 from kmesh import errors
 from kmesh.cli import render
-from kmesh.cli.app import EXIT_CHECK_FAILED, AsJson, Options, app, complain, connected
+from kmesh.cli.app import EXIT_CHECK_FAILED, AsJson, app, complain, connected
+from kmesh.cli.options import Options
 from kmesh.cli.rpc import Tool
 from kmesh.keys import KEY_BYTES, Namespace
 from kmesh.layout import TILE_BYTES, Shard

@@ -11,7 +11,8 @@ from typing import Annotated
 import typer
 from google.protobuf import json_format, message_factory
 
-from kmesh.cli.app import EXIT_USAGE, Options, app, connected
+from kmesh.cli.app import EXIT_USAGE, app, connected
+from kmesh.cli.options import Options
 from kmesh.cli.rpc import GRPC_NAME
 from kmesh.v1 import admin_pb2, families_pb2, flights_pb2, sessions_pb2, spans_pb2
 

@@ -12,7 +12,7 @@ import typer
 from rich.console import Group, RenderableType
 from rich.live import Live
 
-from kmesh.cli import render
+from kmesh.cli import documents, render
 from kmesh.cli.app import app, connected
 from kmesh.cli.render import size
 from kmesh.cli.rpc import Tool
@@ -68,7 +68,7 @@ class Sample:
             "sessions": status.sessions,
             **rates,
             "hit_rate": round(rates["hits_per_s"] / asked, 4) if asked else None,
-            "clients": [render.session_json(client) for client in self.clients],
+            "clients": [documents.session_json(client) for client in self.clients],
         }
 
 

@@ -12,7 +12,8 @@ from typing import Annotated
 import typer
 
 from kmesh import errors
-from kmesh.cli.app import EXIT_UNAVAILABLE, Options, app, complain, connected
+from kmesh.cli.app import EXIT_UNAVAILABLE, app, complain, connected
+from kmesh.cli.options import Options
 from kmesh.cli.render import Json
 from kmesh.cli.rpc import Tool
 from kmesh.v1 import admin_pb2

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from kmesh import _host, errors
 from kmesh.cuda.device import Device
 from kmesh.cuda.proof import fetch
@@ -11,22 +13,25 @@ from kmesh.layout import tiles
 from kmesh.lease import Lease
 
 
-class _Fetched:
-    """A slab whose bytes are brought to the host when they are asked for: see ``mirrors.Slab``."""
+class FetchedSlab:
+    """A slab whose bytes are brought to the host when they are asked for: see ``mirrors.Slab``.
 
-    def __init__(self, slab: DeviceSlab, device: Device) -> None:
+    Args:
+        fetch: a copy of so many bytes at an address of the GPU's.
+    """
+
+    def __init__(self, slab: DeviceSlab, fetch: Callable[[int, int], bytes | bytearray]) -> None:
         self.slab = slab.slab
-        self._slab, self._device = slab, device
-        self._sums: dict[int, bytes] = {}
+        self._slab, self._fetch = slab, fetch
+        self._sums: dict[int, bytes | bytearray] = {}
 
     def contains(self, offset: int, length: int) -> bool:
         return self._slab.contains(offset, length)
 
     def view(self, offset: int, length: int) -> memoryview:
-        data = fetch(self._device, self._slab.address + offset, length)
+        data = self._fetch(self._slab.address + offset, length)
         # After the payload: a range that was given to another meanwhile has other sums by then.
-        sums = fetch(self._device, self._slab.sums_address(offset), 8 * tiles(length))
-        self._sums[offset] = sums
+        self._sums[offset] = self._fetch(self._slab.sums_address(offset), 8 * tiles(length))
         return memoryview(data)
 
     def sums_address(self, offset: int) -> int:
@@ -47,7 +52,9 @@ def read_span(slabs: DeviceSlabs, device: Device, lease: Lease, key: int, shard:
     if lease.is_recipe(key, shard):
         from kmesh.mirrors import MirrorReader, bases_of, place_of
 
-        reader = MirrorReader(lambda number: _Fetched(slabs.slab(number), device))
+        reader = MirrorReader(
+            lambda number: FetchedSlab(slabs.slab(number), lambda *what: fetch(device, *what))
+        )
         return reader.read(place_of(lease, key, shard), bases_of(lease, shard)).tobytes()
     slab = slabs.slab(span.slab)
     if not slab.contains(span.offset, span.length):

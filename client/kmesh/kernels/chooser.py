@@ -2,7 +2,7 @@
 
 The kernel starts at once and reads a payload once for all requests, but holds multiprocessors as
 long as the bus takes. The copy engine needs none while it copies; a short kernel then scatters
-each chunk.
+each chunk. It copies whole payloads, where the kernel reads what a rank wants of them.
 """
 
 from __future__ import annotations
@@ -42,15 +42,17 @@ class Rates:
     copy_chunk: int
 
     def kernel_time(self, size: int, requests: int, blocks: int) -> float:
-        """Seconds for payloads of ``size`` bytes with that many blocks."""
+        """Seconds for ``size`` bytes of payloads with that many blocks."""
         read = size / min(self.kernel, blocks * self.kernel_block)
         return self.kernel_start + max(read, self._written(size, requests, blocks))
 
-    def copy_time(self, size: int, requests: int, blocks: int) -> float:
-        """The same by copies: the scatter of all but the last chunk hides behind them."""
+    def copy_time(self, size: int, requests: int, blocks: int, copied: int = 0) -> float:
+        """The same by copies of ``copied`` bytes, or as many: the scatter of all but the last chunk
+        hides behind them."""
+        copied = max(copied, size)
         written = self._written(size, requests, blocks)
-        last = min(1.0, self.copy_chunk / size) * written
-        return self.copy_start + max(size / self.copy + last, written)
+        last = min(1.0, self.copy_chunk / copied) * written
+        return self.copy_start + max(copied / self.copy + last, written)
 
     def _written(self, size: int, requests: int, blocks: int) -> float:
         return size * requests / min(self.write, blocks * self.write_block)
@@ -60,13 +62,14 @@ class Rates:
 _EQUAL = 0.01
 
 
-def choose(size: int, requests: int, blocks: int, rates: Rates) -> Route:
+def choose(size: int, requests: int, blocks: int, rates: Rates, copied: int = 0) -> Route:
     """The faster route; the copy engine's where both are about equal.
 
     Args:
-        size: bytes of the payloads.
+        size: bytes that are wanted of the payloads, in whole tiles.
         requests: that each of them is for.
         blocks: thread blocks that a kernel may have, at least 1.
+        copied: bytes of the whole payloads, if these are more.
 
     Raises:
         ValueError: a number is not positive.
@@ -74,5 +77,5 @@ def choose(size: int, requests: int, blocks: int, rates: Rates) -> Route:
     if size <= 0 or requests <= 0 or blocks <= 0:
         raise ValueError(f"size {size}, requests {requests}, blocks {blocks}: not all positive")
     kernel = rates.kernel_time(size, requests, blocks)
-    copy = rates.copy_time(size, requests, blocks)
+    copy = rates.copy_time(size, requests, blocks, copied)
     return Route.KERNEL if kernel < copy * (1 - _EQUAL) else Route.COPY

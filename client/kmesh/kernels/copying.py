@@ -7,6 +7,7 @@ restores in the order in which they were started.
 from __future__ import annotations
 
 import logging
+import struct
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -16,6 +17,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from kmesh import _host
 from kmesh.kernels.device import Device
 from kmesh.kernels.plan import Load
 
@@ -27,7 +29,7 @@ _OUT_OF_MEMORY = 2
 _NO_TIMING = 2
 _NON_BLOCKING = 1
 _LAST_BYTES = 4 << 20
-_ALIGN = 256
+_CHUNK, _COPY = struct.Struct("<5Q"), struct.Struct("<3Q")
 
 
 class Copy(NamedTuple):
@@ -43,54 +45,36 @@ class Chunk:
     """Parts that are copied together: half-open.
 
     Attributes:
-        copies: by which they get to a buffer.
-        offsets: int64, of each part in the chunk's buffer.
+        offsets: u64, of each part in the chunk's buffer.
         size: bytes of the parts.
     """
 
     begin: int
     end: int
-    copies: list[Copy]
-    offsets: npt.NDArray[np.int64]
+    offsets: npt.NDArray[np.uint64]
     size: int
+    _copies: memoryview
+
+    @property
+    def copies(self) -> Iterator[Copy]:
+        """By which they get to a buffer."""
+        return map(Copy._make, _COPY.iter_unpack(self._copies))
 
 
-def chunks_of(
-    addresses: npt.ArrayLike, lengths: npt.ArrayLike, room: int, smallest: int
-) -> Iterator[Chunk]:
-    """Payloads in chunks that fit ``room``; none may be larger.
+def chunks_of(records: npt.NDArray[np.void], room: int, smallest: int) -> Iterator[Chunk]:
+    """Payloads of parts (``plan.RECORD``) in chunks that fit ``room``.
 
     Towards the end they get smaller, down to ``smallest`` bytes: what has come last is scattered
     when the bus has nothing left to bring. Neighbours in memory are one copy.
+
+    Raises:
+        ValueError: a payload is larger than ``room``.
     """
-    sizes = np.asarray(lengths, dtype=np.int64)
-    taken = (sizes + _ALIGN - 1) // _ALIGN * _ALIGN
-    starts = np.cumsum(taken) - taken
-    # What lies one behind the other in memory as well as in a buffer is as far from both.
-    apart = np.asarray(addresses, dtype=np.int64) - starts
-    ends, left, begin = starts + sizes, int(sizes.sum()), 0
-    while begin < len(sizes):
-        target, at = min(room, max(left // 2, smallest)), int(starts[begin])
-        end = max(int(np.searchsorted(ends, at + target, side="right")), begin + 1)
-        offsets = starts[begin:end] - at
-        copies = _copies(offsets, sizes[begin:end], apart[begin:end] + at)
-        size = int(sizes[begin:end].sum())
-        left -= size
-        yield Chunk(begin, end, copies, offsets, size)
-        begin = end
-
-
-def _copies(
-    offsets: npt.NDArray[np.int64], sizes: npt.NDArray[np.int64], apart: npt.NDArray[np.int64]
-) -> list[Copy]:
-    """Of payloads that go to ``offsets``, and are ``apart`` bytes further in memory."""
-    made = []
-    breaks = (np.flatnonzero(np.diff(apart)) + 1).tolist()
-    for one, behind in pairwise([0, *breaks, len(sizes)]):
-        offset = int(offsets[one])
-        size = int(offsets[behind - 1] + sizes[behind - 1]) - offset
-        made.append(Copy(offset, int(apart[one]) + offset, size))
-    return made
+    offsets, chunks, copies = _host.chunks(records, room, smallest)
+    places, each = np.frombuffer(offsets, np.uint64), memoryview(copies)
+    for begin, end, size, one, behind in _CHUNK.iter_unpack(chunks):
+        mine = each[_COPY.size * one : _COPY.size * behind]
+        yield Chunk(begin, end, places[begin:end], size, mine)
 
 
 class Copier:
@@ -122,10 +106,15 @@ class Copier:
                     undo.callback(runtime.eventDestroy, events[-1])
             self._held = undo.pop_all()
 
-    def start(self, loads: Sequence[Load]) -> Trip:
-        """Starts to copy the payloads of loads, as far as there are buffers."""
+    def start(self, loads: Sequence[Load], *, free: int = 0) -> Trip:
+        """Starts to copy the payloads of loads, as far as there are buffers.
+
+        Args:
+            free: buffers that are left for later: what is copied by another stream comes behind
+                what the copy engine was asked for already.
+        """
         try:
-            return Trip(self, self._runtime, loads)
+            return Trip(self, self._runtime, loads, len(self.buffers) - free)
         except BaseException:
             self.wait()
             raise
@@ -181,22 +170,24 @@ class Trip:
         loads: the same loads, with the addresses that the payloads have in the buffers.
     """
 
-    def __init__(self, copier: Copier, runtime: Any, loads: Sequence[Load]) -> None:
+    def __init__(self, copier: Copier, runtime: Any, loads: Sequence[Load], ahead: int) -> None:
         self._copier = copier
         self._runtime = runtime
-        self._chunks: list[Chunk] = []
         self._first = copier.next
         self._started = 0
         whole = [load.records for load in loads]
-        records = np.concatenate(whole) if len(whole) != 1 else whole[0].copy()
-        moved = records["address"]
-        for chunk in chunks_of(moved.copy(), records["length"], copier.room, _LAST_BYTES):
+        records = np.concatenate(whole) if len(whole) != 1 else whole[0]
+        self._chunks: list[Chunk] = []
+        for chunk in chunks_of(records, copier.room, _LAST_BYTES):
             self._chunks.append(chunk)
             # The bus is at work while the rest is thought about.
-            if len(self._chunks) <= len(copier.buffers):
+            if len(self._chunks) <= ahead:
                 self._copy()
-            buffer = copier.buffers[self._buffer(len(self._chunks) - 1)]
-            moved[chunk.begin : chunk.end] = buffer + chunk.offsets
+        records = records.copy()
+        moved = records["address"]
+        for number, chunk in enumerate(self._chunks):
+            buffer = copier.buffers[self._buffer(number)]
+            moved[chunk.begin : chunk.end] = np.uint64(buffer) + chunk.offsets
         edges = np.cumsum([0, *map(len, whole)]).tolist()
         self.loads = [
             Load(records[begin:end], load.requests)

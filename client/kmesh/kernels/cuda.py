@@ -19,9 +19,10 @@ from kmesh.kernels import plan
 from kmesh.kernels.chooser import Rates, Route, choose
 from kmesh.kernels.copying import Buffers, Copier
 from kmesh.kernels.device import UNIT_THREADS, Device, Slot
-from kmesh.kernels.host import PagedLayout
+from kmesh.kernels.host import PagedLayout, part_reads
 from kmesh.kernels.plan import Load, Memory, Request
 from kmesh.kernels.rotary import Rotary
+from kmesh.kernels.started import Started
 
 __all__ = ["H200", "Load", "Memory", "Pending", "Request", "Restorer", "Settings", "Storer"]
 
@@ -124,32 +125,33 @@ class Settings:
         )
 
 
-class Pending:
-    """A restore that was started. Its pages and payloads stay alive and unused until it ends."""
+class Pending(Started[list[list[bytes]]]):
+    """A restore that was started.
 
-    def __init__(self, device: Device, slot: Slot, job: plan.Job, route: Route) -> None:
-        self._device = device
-        self._slot: Slot | None = slot
+    ``wait`` gives for each load, for each of its requests, a ``Status`` for each part, one byte
+    each.
+
+    Attributes:
+        route: what brings payloads in host memory.
+        read_bytes: of payloads that are read where they lie: by the kernel the tiles that hold
+            what is wanted, by the copy engine all.
+    """
+
+    def __init__(
+        self, device: Device, slot: Slot, job: plan.Job, route: Route, read_bytes: int
+    ) -> None:
+        super().__init__(device, slot)
         self._job = job
-        self._statuses: list[list[bytes]] = []
         self.route = route
+        self.read_bytes = read_bytes
 
-    def done(self) -> bool:
-        """Whether it has ended."""
-        return self._slot is None or self._slot.done()
+    def _read(self, slot: Slot) -> list[list[bytes]]:
+        return self._job.statuses(slot.results(self._job.parts, np.uint32))
 
-    def wait(self) -> list[list[bytes]]:
-        """Waits for the end.
 
-        Returns:
-            For each load, for each of its requests: a ``Status`` for each part, one byte each.
-        """
-        if self._slot is not None:
-            self._slot.wait()
-            self._statuses = self._job.statuses(self._slot.results(self._job.parts, np.uint32))
-            self._device.release(self._slot)
-            self._slot = None
-        return self._statuses
+def _whole(loads: Sequence[Load]) -> int:
+    """Bytes of all payloads."""
+    return sum([_host.payload_bytes(load.records)[0] for load in loads])
 
 
 class Restorer:
@@ -184,17 +186,20 @@ class Restorer:
         self._settings = settings or Settings()
         self.rates = rates
         self._buffers = Buffers(self._device, self._settings.chunk_bytes, self._settings.chunks)
+        self._grids: dict[tuple[Memory, int], Grid] = {}
 
     def prepare(self, *, copies: bool) -> None:
-        """Allocates what the first restore would otherwise; may take some milliseconds.
+        """Compiles and allocates what the first restore would otherwise wait for. May be called in
+        any thread, before another one uses this object.
 
         Args:
             copies: and the copy engine's buffers, if the GPU has memory for them.
 
         Raises:
-            RuntimeError: there is no memory.
+            MemoryError: there is none for a job now; the first restore will ask again.
         """
         with self._device:
+            self._device.prepare("restore", "kmesh_restore_16")
             self._device.reserve()
             if copies:
                 self._buffers.get()
@@ -221,8 +226,8 @@ class Restorer:
         Raises:
             UnsupportedError, ValueError: as ``plan.write``; nothing was started.
         """
-        requests = max((len(load.requests) for load in loads), default=0)
-        grid = self._settings.grid(self._device, memory, requests)
+        requests = max([len(load.requests) for load in loads], default=0)
+        grid = self._grid(memory, requests)
         if memory is Memory.GPU:
             route = Route.KERNEL
         elif route is None:
@@ -237,7 +242,7 @@ class Restorer:
                 slot.upload(job.upload_bytes, stream)
                 slot.expect(job.parts)
                 self._launch(job, slot, grid, (0, job.parts), stream)
-            return Pending(self._device, slot, job, Route.KERNEL)
+            return Pending(self._device, slot, job, Route.KERNEL, job.read_bytes)
 
     def close(self) -> None:
         """Waits for what is under way and frees what was allocated."""
@@ -245,26 +250,34 @@ class Restorer:
             self._device.close()
             self._buffers.close()
 
+    def _grid(self, memory: Memory, requests: int) -> Grid:
+        grid = self._grids.get((memory, requests))
+        if grid is None:
+            grid = self._settings.grid(self._device, memory, requests)
+            self._grids[memory, requests] = grid
+        return grid
+
     def _fits(self, loads: Sequence[Load], requests: int) -> bool:
         # What is for nobody has no part in the job, what is read more than once would be copied
         # twice, and what fits no buffer can't be.
-        if not all(load.requests for load in loads):
+        if not all([load.requests for load in loads]):
             return False
-        largest = max((int(load.records["length"].max(initial=0)) for load in loads), default=0)
+        largest = max([_host.payload_bytes(load.records)[1] for load in loads], default=0)
         return requests <= plan.SHARED_BY and largest <= self._settings.chunk_bytes
 
     def _choose(self, loads: Sequence[Load], requests: int, grid: Grid) -> Route:
-        size = sum(int(load.records["length"].sum()) for load in loads)
+        row = self._layout.row_bytes
+        size = sum(sum(part_reads(load.records.data, row)) for load in loads)
         if not size or not requests:
             return Route.KERNEL
-        return choose(size, requests, grid.blocks, self.rates)
+        return choose(size, requests, grid.blocks, self.rates, _whole(loads))
 
     def _by_copies(
         self, loads: Sequence[Load], requests: int, stream: int, copier: Copier
     ) -> Pending:
-        grid = self._settings.grid(self._device, Memory.GPU, requests)
-        # What is first on the bus is on its way before the job is written.
-        trip = copier.start(loads)
+        grid = self._grid(Memory.GPU, requests)
+        # What is first on the bus is on its way before the job is written, which comes behind it.
+        trip = copier.start(loads, free=1)
         try:
             with self._device.job(stream) as slot:
                 job = self._write(slot, trip.loads, grid)
@@ -278,7 +291,7 @@ class Restorer:
             raise
         finally:
             trip.end(stream)
-        return Pending(self._device, slot, job, Route.COPY)
+        return Pending(self._device, slot, job, Route.COPY, _whole(loads))
 
     def _write(self, slot: Slot, loads: Sequence[Load], grid: Grid) -> plan.Job:
         return plan.write(
@@ -305,34 +318,21 @@ class Restorer:
         )  # fmt: skip
 
 
-class PendingStore:
-    """A store that was started."""
+class PendingStore(Started[tuple[bytes, list[npt.NDArray[np.uint64]]]]):
+    """A store that was started.
+
+    ``wait`` gives a ``Status`` for each part, and the sums of each part's tiles, from the first to
+    the last of which a byte was moved, bytes that were not moved taken as zero.
+    """
 
     def __init__(self, device: Device, slot: Slot, job: plan.Job) -> None:
-        self._device = device
-        self._slot: Slot | None = slot
+        super().__init__(device, slot)
         self._job = job
-        self._sums: list[npt.NDArray[np.uint64]] = []
 
-    def done(self) -> bool:
-        """Whether it has ended."""
-        return self._slot is None or self._slot.done()
-
-    def wait(self) -> tuple[bytes, list[npt.NDArray[np.uint64]]]:
-        """Waits for the end.
-
-        Returns:
-            A ``Status`` for each part; the sums of each part's tiles, from the first to the last
-            of which a byte was moved, bytes that were not moved taken as zero.
-        """
-        if self._slot is not None:
-            self._slot.wait()
-            results = self._slot.results(self._job.tiles, np.uint64)
-            self._sums = self._job.sums(results.copy())
-            self._device.release(self._slot)
-            self._slot = None
+    def _read(self, slot: Slot) -> tuple[bytes, list[npt.NDArray[np.uint64]]]:
+        sums = self._job.sums(slot.results(self._job.tiles, np.uint64).copy())
         statuses = self._job.statuses(np.zeros(self._job.parts, dtype=np.uint32))
-        return statuses[0][0], self._sums
+        return statuses[0][0], sums
 
 
 class Storer:

@@ -19,10 +19,13 @@ from kmesh.kernels.device import Device, Slot
 from kmesh.kernels.host import PagedLayout
 from kmesh.kernels.plan import Load
 from kmesh.kernels.rounds import Round, RoundStatuses
+from kmesh.kernels.started import Started
 
 __all__ = ["PendingRound", "RoundRestorer", "RoundSettings"]
 
 _UPLOAD_BLOCKS = 32
+#: Of a job of some hundred recipes, in a model of some dozen layers.
+_JOB_BYTES = 4 << 20
 #: Of what the bus brings, how much of it is there when all that was in the GPU's memory is moved.
 _HERE_DONE = 0.8
 
@@ -58,34 +61,42 @@ class RoundSettings:
             raise ValueError(f"max_ctas is {self.max_ctas}, not at least 1")
 
 
-class PendingRound:
-    """A round that was started. Its pages, payloads and recipes stay alive until it ends.
+class PendingRound(Started[RoundStatuses]):
+    """A round that was started. ``wait`` says what became of members and bases.
 
     Attributes:
         read_bytes: that its kernel reads, sums left out.
         route: what brings what is in host memory.
+
+    Args:
+        job: why there is none, if that was seen when payloads were on their way already: then it
+            has ended when they are there, and no page is written.
     """
 
-    def __init__(self, device: Device, slot: Slot, job: rounds.RoundJob, route: Route) -> None:
-        self._device = device
-        self._slot: Slot | None = slot
+    def __init__(
+        self, device: Device, slot: Slot, job: rounds.RoundJob | Exception, route: Route
+    ) -> None:
+        super().__init__(device, slot)
         self._job = job
-        self._statuses = RoundStatuses(b"", b"")
-        self.read_bytes = job.read_bytes
+        self.read_bytes = 0 if isinstance(job, Exception) else job.read_bytes
         self.route = route
 
-    def done(self) -> bool:
-        """Whether it has ended."""
-        return self._slot is None or self._slot.done()
-
     def wait(self) -> RoundStatuses:
-        """Waits for the end; says what became of members and bases."""
-        if self._slot is not None:
-            self._slot.wait()
-            self._statuses = self._job.statuses(self._slot.results(self._job.parts, np.uint32))
-            self._device.release(self._slot)
-            self._slot = None
-        return self._statuses
+        """Waits for the end; says what became of members and bases.
+
+        Raises:
+            UnsupportedError: as ``rounds.write``; no page was written.
+        """
+        statuses = super().wait()
+        if isinstance(self._job, Exception):
+            raise self._job
+        return statuses
+
+    def _read(self, slot: Slot) -> RoundStatuses:
+        job = self._job
+        if isinstance(job, Exception):
+            return RoundStatuses(b"", b"")
+        return job.statuses(slot.results(job.parts, np.uint32))
 
 
 class RoundRestorer:
@@ -115,11 +126,21 @@ class RoundRestorer:
         self.rates = rates
         self._buffers = Buffers(self._device, self._settings.chunk_bytes, self._settings.chunks)
 
-    def prepare(self) -> None:
-        """Compiles the kernel, so that no round waits for it. May be called in any thread, of an
-        object of that thread's own."""
+    def prepare(self, *, copies: bool) -> None:
+        """Compiles and allocates what the first round would otherwise wait for. May be called in
+        any thread, before another one uses this object.
+
+        Args:
+            copies: and the copy engine's buffers, if the GPU has memory for them.
+
+        Raises:
+            MemoryError: there is none for a job now; the first round will ask again.
+        """
         with self._device:
             self._device.prepare("round", "kmesh_round_16")
+            self._device.reserve(_JOB_BYTES)
+            if copies:
+                self._buffers.get()
 
     def restore(self, round: Round, stream: int, *, route: Route | None = None) -> PendingRound:
         """Starts a round on a stream: one launch, or by the copy engine one for each chunk.
@@ -134,7 +155,8 @@ class RoundRestorer:
                 was done.
 
         Raises:
-            UnsupportedError: as ``rounds.write``; nothing was started.
+            UnsupportedError: as ``rounds.write``; nothing was started. What is seen when copies are
+                under way is raised by ``PendingRound.wait``. Neither is waited for here.
         """
         device = self._device
         with device:
@@ -142,8 +164,9 @@ class RoundRestorer:
                 host = rounds.HostBytes(round)
                 if self._by_copies(host, route) and (copier := self._buffers.get()):
                     return self._copied(host, stream, copier)
-            with device.job(stream) as slot:
+            with device.slot() as slot:
                 job = self._write(slot, round, self._settings.slow_ctas)
+            with device.job(stream, slot):
                 slot.upload(job.upload_bytes, stream)
                 slot.expect(job.parts)
                 self._launch(job, slot, (0, job.parts), stream)
@@ -167,8 +190,13 @@ class RoundRestorer:
         # What is first on the bus is on its way before anybody has looked at recipes.
         trip = copier.start([Load(host.records, [])])
         try:
-            with self._device.job(stream) as slot:
-                job = self._write(slot, host.moved(trip.loads[0].records["address"]), 0)
+            with self._device.slot() as slot:
+                try:
+                    job = self._write(slot, host.moved(trip.loads[0].records["address"]), 0)
+                except Exception as wrong:
+                    slot.record(copier.stream)
+                    return PendingRound(self._device, slot, wrong, Route.COPY)
+            with self._device.job(stream, slot):
                 # The copy engine would bring the job behind all that it has been asked for.
                 self._device.launch(
                     "round", "kmesh_round_upload", _UPLOAD_BLOCKS, 0, slot,

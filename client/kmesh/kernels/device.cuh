@@ -17,14 +17,33 @@ __device__ inline u32 blocks() { return gridDim.x; }
 __device__ inline void barrier() { __syncthreads(); }
 __device__ inline void warp_barrier() { __syncwarp(); }
 
-// The first warps consume what the last ones produce. A unit has up to 2048 vectors, and at least
-// 256 threads consume it. What a unit's producer looks up takes longer than moving a unit, so there
-// are several.
-enum { ALONE = 0, PER_CONSUMER = 8, UNIT_PRODUCERS = 4 };
+// The first warps consume what the last ones produce. A unit has up to 2048 vectors; 256 threads
+// write it, and the next warps sum it meanwhile. What a unit's producer looks up takes longer than
+// moving a unit, so there are several.
+enum { ALONE = 0, PER_CONSUMER = 8, UNIT_SUMMERS = 4, UNIT_PRODUCERS = 4 };
 __device__ inline u32 consumers(u32 producers = 1) { return blockDim.x - 32 * producers; }
 __device__ inline u32 consumer() { return threadIdx.x; }
 __device__ inline bool produces(u32 producers = 1) { return threadIdx.x >= consumers(producers); }
 __device__ inline u32 producer(u32 producers) { return (threadIdx.x - consumers(producers)) / 32; }
+
+// Some of a block's threads, which wait for each other and for nobody else.
+struct Crew {
+    u32 first, count;
+    __device__ u32 thread() const { return threadIdx.x - first; }
+    __device__ u32 threads() const { return count; }
+    __device__ bool has() const { return thread() < count; }
+    __device__ void barrier() const {
+        if (count == blockDim.x) __syncthreads();
+        else asm volatile("bar.sync 1, %0;" ::"r"(count) : "memory");
+    }
+};
+__device__ inline Crew nobody() { return Crew{0, 0}; }
+__device__ inline Crew everybody() { return Crew{0, blockDim.x}; }
+__device__ inline Crew all_consumers() { return Crew{0, consumers()}; }
+__device__ inline Crew unit_writers() {
+    return Crew{0, blockDim.x - 32 * (UNIT_SUMMERS + UNIT_PRODUCERS)};
+}
+__device__ inline Crew unit_summers() { return Crew{unit_writers().count, 32 * UNIT_SUMMERS}; }
 __device__ inline void fence() { __threadfence(); }
 __device__ inline void system_fence() { __threadfence_system(); }
 __device__ inline u32 leading_zeros(u32 bits) { return __clz((int)bits); }
@@ -124,6 +143,9 @@ struct Cursor {
     __device__ void next(u32 count) { stage = stage + 1 == count ? 0 : stage + 1; }
 };
 
+// Of a block's shared memory: room for the barriers of 31 stages.
+enum { AFTER_BARRIERS = 496 };
+
 // Stages of shared memory, each with a barrier that says that it was filled and one that says that
 // all have read it. From compute capability 9.0 on, one thread asks the bulk copy engine for a
 // whole stage; before that, and for vectors that are too small for it, the producing warp's threads
@@ -133,7 +155,7 @@ struct Ring {
     u8 *memory;
     u32 count, data, entries, stage_bytes;
 
-    static const u32 BARRIERS = 512, HEAD = 128;
+    static const u32 BARRIERS = AFTER_BARRIERS + 16, HEAD = 128;
 
 #if !defined(KM_NO_BULK) && __CUDA_ARCH__ >= 900
     static const bool bulk = sizeof(V) == 16;

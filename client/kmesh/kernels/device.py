@@ -17,8 +17,8 @@ from kmesh.kernels import sources
 
 #: Of a block, by program; the last warp of a restore brings what the others move.
 THREADS = {"restore": 288, "round": 288, "store": 256, "encode": 256}
-#: Of a block that restores in units: more warps bring them.
-UNIT_THREADS = 384
+#: Of a block that restores in units: more warps bring them, and some only sum.
+UNIT_THREADS = 512
 
 _RESERVED = 1024  # of a multiprocessor's shared memory, for each block
 _TO_DEVICE = 1
@@ -84,9 +84,9 @@ class Slot:
         self.job = 0
         self.host = 0
         self.told = 0
-        self._values = (ctypes.c_uint64 * 2)()
+        self._values = (ctypes.c_uint64 * 3)()
         first = ctypes.addressof(self._values)
-        self._pointers = (ctypes.c_void_p * 2)(first, first + 8)
+        self._pointers = (ctypes.c_void_p * 3)(first, first + 8, first + 16)
         self._pointers_at = ctypes.addressof(self._pointers)
 
     def reserve(self, size: int) -> npt.NDArray[np.uint8]:
@@ -123,9 +123,12 @@ class Slot:
         told: npt.NDArray[Any] = self._told.view(dtype)
         return told[:count]
 
-    def arguments(self) -> int:
-        """Address of what ``launchKernel`` takes for a kernel of job and results."""
-        self._values[0], self._values[1] = self.job, self.told
+    def arguments(self, parts: tuple[int, int] = (0, 0), told: int = 0) -> int:
+        """Address of what ``launchKernel`` takes for a kernel of job and results, or of job,
+        results (``told``, if that is not 0) and parts. It copies them."""
+        begin, end = parts
+        self._values[0], self._values[1] = self.job, told or self.told
+        self._values[2] = begin | end << 32
         return self._pointers_at
 
     def record(self, stream: int) -> None:
@@ -148,6 +151,34 @@ class Slot:
             self._runtime.free(self.job)
             self.job = 0
         self._pinned = self._told_pinned = None
+
+
+class Starting:
+    """As a context a slot, whose job is started. A generator takes several times as long."""
+
+    __slots__ = ("_launcher", "_slot", "_stream")
+
+    def __init__(self, launcher: Launcher, slot: Slot, stream: int) -> None:
+        self._launcher, self._slot, self._stream = launcher, slot, stream
+
+    def __enter__(self) -> Slot:
+        return self._slot
+
+    def __exit__(self, wrong: type[BaseException] | None, *_: object) -> None:
+        slot = self._slot
+        if wrong is None:
+            try:
+                slot.record(self._stream)
+                return
+            except BaseException:
+                self._give_up()
+                raise
+        self._give_up()
+
+    def _give_up(self) -> None:
+        self._slot.record(self._stream)
+        self._slot.wait()
+        self._launcher.release(self._slot)
 
 
 class Launcher(ABC):
@@ -197,32 +228,48 @@ class Launcher(ABC):
         """
 
     @contextmanager
-    def job(self, stream: int) -> Iterator[Slot]:
-        """Memory for one job that is started on a stream, until ``release``.
-
-        When starting it fails, it waits for what was started and takes the memory back.
-        """
-        slot = self._free.pop() if self._free else Slot(self.runtime, self._allocate_pinned)
-        self._busy.add(slot)
+    def slot(self) -> Iterator[Slot]:
+        """Memory for one job while it is written, for ``job``. When that fails, nothing was
+        started, so that nothing is waited for."""
+        slot = self._take()
         try:
             yield slot
-            slot.record(stream)
         except BaseException:
-            slot.record(stream)
-            slot.wait()
             self.release(slot)
             raise
 
-    def reserve(self) -> None:
-        """Has memory for a job of usual size, so that the first one does not wait for it."""
+    def job(self, stream: int, slot: Slot | None = None) -> Starting:
+        """Memory for one job that is started on a stream, until ``release``.
+
+        When starting it fails, it waits for what was started and takes the memory back.
+
+        Args:
+            slot: in which the job was written; by default it is given one.
+        """
+        return Starting(self, slot or self._take(), stream)
+
+    def reserve(self, size: int = 1) -> None:
+        """Has memory for a job of usual size, or of ``size`` bytes, so that the first one does not
+        wait for it.
+
+        Raises:
+            MemoryError: there is none now.
+        """
         if not self._free:
-            slot = Slot(self.runtime, self._allocate_pinned)
-            self._free.append(slot)
-            slot.reserve(1)
-            slot.expect(1)
+            self._free.append(Slot(self.runtime, self._allocate_pinned))
+        try:
+            self._free[-1].reserve(size)
+            self._free[-1].expect(1)
+        except RuntimeError as lacking:
+            raise MemoryError(str(lacking)) from lacking
+
+    def _take(self) -> Slot:
+        slot = self._free.pop() if self._free else Slot(self.runtime, self._allocate_pinned)
+        self._busy.add(slot)
+        return slot
 
     def release(self, slot: Slot) -> None:
-        """Its job has ended, and its results were read."""
+        """Its job has ended, and its results were read; or it was never started."""
         self._busy.discard(slot)
         self._free.append(slot)
 
@@ -290,14 +337,7 @@ class Device(Launcher):
         if known is None:
             function = _function(self.ordinal, program, name, self.options)
             known = self._kernels[program, name] = function, function.kernel.ptr
-        if parts is None:
-            arguments = slot.arguments()
-        else:
-            range_ = (ctypes.c_uint32 * 2)(*parts)
-            values = (ctypes.c_uint64 * 2)(slot.job, told or slot.told)
-            first = ctypes.addressof(values)
-            pointers = (ctypes.c_void_p * 3)(first, first + 8, ctypes.addressof(range_))
-            arguments = ctypes.addressof(pointers)
+        arguments = slot.arguments() if parts is None else slot.arguments(parts, told)
         self._driver.launchKernel(
             known[1], blocks, 1, 1, threads or THREADS[program], 1, 1, shared, stream, arguments, 0
         )

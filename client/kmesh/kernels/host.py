@@ -196,3 +196,11 @@ def gather_packed(layout: PagedLayout, records: bytes, blocks: Buffer) -> bytes:
     status = bytearray(len(records) // _PART.size)
     _host.gather(layout.packed, records, blocks, status)
     return bytes(status)
+
+
+def part_reads(records: Buffer, row_bytes: int) -> array[int]:
+    """Bytes that a restore of each packed part reads of its payload: each tile that holds a wanted
+    byte, whole, since it is verified; 0 of a part that contradicts itself."""
+    reads = array("Q", bytes(8 * (len(memoryview(records).cast("B")) // _PART.size)))
+    _host.part_reads(records, row_bytes, reads)
+    return reads

@@ -89,6 +89,11 @@ struct Consumer {
     __device__ Consumer(const Job *job_, const Ring<V> *ring_)
         : job(job_), ring(ring_), ended(false) {}
 
+    __device__ static void consume(const Job *job, const Ring<V> *ring) {
+        Consumer consumer(job, ring);
+        while (!consumer.ended) consumer.step();
+    }
+
     __device__ void step() {
         ring->wait_full(cursor);
         const Share *share = (const Share *)ring->head(cursor);
@@ -158,12 +163,12 @@ struct Consumer {
 };
 
 // The sums that the parts should have, read once, while the first payload bytes are on their way.
-__device__ inline void fetch_sums(const Job *job, Range range, u32 producers) {
+__device__ inline void fetch_sums(const Job *job, Range range, const Crew &crew) {
     const Part *parts = parts_of(job);
     u64 *expected = (u64 *)((u8 *)job + job->expected);
     u64 *folded = (u64 *)((u8 *)job + job->folded);
-    u32 warps = consumers(producers) / lanes();
-    for (u32 p = range.begin + consumer() / lanes() * blocks() + block(); p < range.end;
+    u32 warps = crew.threads() / lanes();
+    for (u32 p = range.begin + crew.thread() / lanes() * blocks() + block(); p < range.end;
          p += warps * blocks()) {
         const Part *part = parts + p;
         if (!part->requests) continue;
@@ -200,26 +205,26 @@ __device__ inline u32 tiles_before(const Job *job, u32 part) {
 }
 
 // By the last block: compares what was moved with what should have been.
-template <typename Rows>
-__device__ inline void judge(const Job *job, u32 *results, Range range) {
+template <typename Rows, u32 AT_ONCE>
+__device__ inline void judge(const Job *job, u32 *results, Range range, const Crew &crew) {
     const Part *parts = parts_of(job);
     const u64 *expected = (const u64 *)((const u8 *)job + job->expected);
     const u64 *sums = (const u64 *)((const u8 *)job + job->sums);
     const u64 *folded = (const u64 *)((const u8 *)job + job->folded);
-    const u32 end = tiles_before(job, range.end), at_once = 8;
-    for (u32 t = tiles_before(job, range.begin) + thread(); t < end; t += at_once * threads()) {
-        u64 differ[at_once];
+    const u32 end = tiles_before(job, range.end), step = crew.threads();
+    for (u32 t = tiles_before(job, range.begin) + crew.thread(); t < end; t += AT_ONCE * step) {
+        u64 differ[AT_ONCE];
 #pragma unroll
-        for (u32 k = 0; k < at_once; k++) {
-            u32 at = t + k * threads();
+        for (u32 k = 0; k < AT_ONCE; k++) {
+            u32 at = t + k * step;
             differ[k] = at < end ? load_fresh(expected + at) ^ load_fresh(sums + at) : 0;
         }
 #pragma unroll
-        for (u32 k = 0; k < at_once; k++)
-            if (differ[k]) suspect<Rows>(job, t + k * threads());
+        for (u32 k = 0; k < AT_ONCE; k++)
+            if (differ[k]) suspect<Rows>(job, t + k * step);
     }
-    barrier();
-    for (u32 p = range.begin + thread(); p < range.end; p += threads()) {
+    crew.barrier();
+    for (u32 p = range.begin + crew.thread(); p < range.end; p += step) {
         const Part *part = parts + p;
         u32 result = *(const volatile u32 *)&part->bad ? BAD_TILE : DONE;
         if (part->requests && load_fresh(folded + p) != part->root) result = BAD_ROOT;
@@ -231,14 +236,14 @@ __device__ inline u32 items_before(const Job *job, u32 part) {
     return part < job->parts_count ? parts_of(job)[part].item_begin : job->items_count;
 }
 
-// Through a ring, a block's lot.
+// Through a ring, a block's lot; some of those that consume fetch the sums of the range first.
 template <u32 PRODUCERS, typename P, typename C, typename R>
-__device__ inline void move(const Job *job, const R &ring, Range range, const Lot &lot, bool fetch) {
+__device__ inline void move(const Job *job, const R &ring, Range range, const Lot &lot, Crew fetch) {
 #ifdef KM_NO_SUMS
-    fetch = false;
+    fetch = nobody();
 #endif
     if (ALONE) {
-        if (fetch) fetch_sums(job, range, PRODUCERS);
+        if (fetch.has()) fetch_sums(job, range, fetch);
         P producer(job, &ring, lot, 0);
         C consumer(job, &ring);
         while (!consumer.ended) producer.step(), consumer.step();
@@ -246,28 +251,31 @@ __device__ inline void move(const Job *job, const R &ring, Range range, const Lo
         P producer(job, &ring, lot, ::producer(PRODUCERS));
         while (!producer.ended) producer.step();
     } else {
-        if (fetch) fetch_sums(job, range, PRODUCERS);
-        C consumer(job, &ring);
-        while (!consumer.ended) consumer.step();
+        if (fetch.has()) fetch_sums(job, range, fetch);
+        C::consume(job, &ring);
     }
 }
 
-// By all threads, when everything was moved: the block that ends last says how it went.
-template <typename Rows>
-__device__ inline void finish(const Job *job, u32 *results, Range range, u8 *shared) {
+// By a block's crew that has summed all of its lot: the block that ends last says how it went. What
+// others of the block still write has come by the end of the launch, before which nobody asks.
+template <typename Rows, u32 AT_ONCE = 8>
+__device__ inline void finish(const Job *job, u32 *results, Range range, u8 *shared,
+                              const Crew &crew) {
     fence();
-    barrier();
-    u32 *last = (u32 *)shared, *counter = (u32 *)((u8 *)job + job->counters);
-    if (thread() == 0) *last = count(counter) + 1 == blocks();
-    barrier();
+    crew.barrier();
+    // Behind a ring's barriers, at which others may still wait.
+    u32 *last = (u32 *)(shared + AFTER_BARRIERS), *counter = (u32 *)((u8 *)job + job->counters);
+    if (crew.thread() == 0) *last = count(counter) + 1 == blocks();
+    crew.barrier();
     if (!*last) return;
     fence();
     // For the launch that moves the next parts of this job.
-    if (thread() == 0) *counter = 0;
+    if (crew.thread() == 0) *counter = 0;
 #ifndef KM_NO_SUMS
-    judge<Rows>(job, results, range);
+    judge<Rows, AT_ONCE>(job, results, range, crew);
 #else
-    for (u32 p = range.begin + thread(); p < range.end; p += threads()) tell_host(results + p, DONE);
+    for (u32 p = range.begin + crew.thread(); p < range.end; p += crew.threads())
+        tell_host(results + p, DONE);
 #endif
     system_fence();
 }

@@ -36,6 +36,19 @@ _FIELDS = (
 )  # fmt: skip
 #: A ``SpanPart`` as it is packed.
 RECORD = np.dtype([(name, "<u8") for name in _FIELDS])
+#: A leased span on its way to be one: where it lies, and which tokens of the request it holds.
+LEASED = np.dtype(
+    [
+        ("slab", np.uint32),
+        ("part", np.uint32),  # number of its shard within its sharding
+        ("offset", np.uint64),
+        ("length", np.uint64),
+        ("root", np.uint64),
+        ("tokens", np.uint32),  # that the stored span holds
+        ("entry", np.uint32),  # of the lease
+        ("start", np.uint64),  # position of its first token in the request
+    ]
+)
 
 
 class Memory(enum.Enum):
@@ -102,9 +115,14 @@ def merged(loads: Sequence[Load]) -> list[Load]:
     """The same loads, those with equal parts as one: what one step restores for siblings."""
     if len(loads) == 1:
         return list(loads)
-    found: dict[bytes, list[Load]] = {}
+    # Siblings of one step mostly have the very same array.
+    arrays: dict[int, list[Load]] = {}
     for load in loads:
-        found.setdefault(load.records.tobytes(), []).append(load)
+        arrays.setdefault(id(load.records), []).append(load)
+    found: dict[bytes, list[Load]] = {}
+    for same in arrays.values():
+        content = same[0].records.tobytes() if len(arrays) > 1 else b""
+        found.setdefault(content, []).extend(same)
     return [
         same[0] if len(same) == 1 else Load(same[0].records, [r for x in same for r in x.requests])
         for same in found.values()
@@ -140,7 +158,7 @@ class Job:
         vector: bytes of the vectors that it is for, 16 or 4.
         turns: whether any key is turned.
         loads, parts, items, units, tiles: counts.
-        payload_bytes: of the payloads that are read (or, of a store, written).
+        read_bytes: of the tiles that are read (or, of a store, summed).
         shared_bytes: of shared memory that a restore's block takes, for items and for units.
     """
 
@@ -152,7 +170,7 @@ class Job:
     parts: int
     items: int
     tiles: int
-    payload_bytes: int
+    read_bytes: int
     shared_bytes: int
     units: int
     _groups: list[tuple[int, int, int]] = field(default_factory=list)
@@ -173,10 +191,10 @@ class Job:
             for _ in range(requests):
                 checked = self._checked[at : at + parts]
                 at += parts
-                if any(checked):
-                    checked = bytes(c or m for c, m in zip(checked, here, strict=True))
-                else:
+                if checked.count(0) == parts:
                     checked = here
+                else:
+                    checked = bytes(c or m for c, m in zip(checked, here, strict=True))
                 found[load].append(checked)
         return found
 
@@ -266,7 +284,7 @@ def write(
             size, *sizes = _host.job(*given, memory.data, status)
     except ValueError as wrong:
         raise UnsupportedError(str(wrong)) from None
-    upload, vector, parts, items, tiles, payload_bytes, shared, units, unit_shared = sizes
+    upload, vector, parts, items, tiles, read_bytes, shared, units, unit_shared = sizes
     return Job(
         memory=memory,
         upload_bytes=upload,
@@ -276,7 +294,7 @@ def write(
         parts=parts,
         items=items,
         tiles=tiles,
-        payload_bytes=payload_bytes,
+        read_bytes=read_bytes,
         shared_bytes=max(shared if items or not units else 0, unit_shared),
         units=units,
         _groups=[(number, len(records), len(requests)) for number, records, requests in groups],

@@ -55,20 +55,27 @@ struct SpanRows {
 template <typename V, bool TURN, bool UNITS>
 __device__ inline void restore(const Job *job, u32 *results, Range range, u8 *shared) {
     typedef SpanRows<TURN> Rows;
+    const u32 begin = items_before(job, range.begin), end = items_before(job, range.end);
     if (UNITS) {
         Ring<Vec16> ring(shared, job->unit_stages, UNIT_BYTES, job->unit_entries, UNIT_PRODUCERS);
         const Lot lot = {units_before(job, range.begin) + block(), units_before(job, range.end),
                          blocks()};
-        move<UNIT_PRODUCERS, UnitProducer, UnitConsumer>(job, ring, range, lot, true);
+        move<UNIT_PRODUCERS, UnitProducer, UnitConsumers>(job, ring, range, lot, unit_summers());
+        if (begin == end) {
+            // The sums are known while pages are still written.
+            const Crew crew = unit_summers();
+            if (crew.has()) finish<Rows, 16>(job, results, range, shared, crew);
+            return;
+        }
         ring.end();
     }
-    const u32 begin = items_before(job, range.begin), end = items_before(job, range.end);
-    if (!UNITS || begin != end) {
+    {
         Ring<V> ring(shared, job->stages, ITEM_BYTES, job->entries);
         const Lot lot = {begin + block(), end, blocks()};
-        move<1, Producer<V, Rows>, Consumer<V, Rows>>(job, ring, range, lot, !UNITS);
+        move<1, Producer<V, Rows>, Consumer<V, Rows>>(job, ring, range, lot,
+                                               UNITS ? nobody() : all_consumers());
     }
-    finish<Rows>(job, results, range, shared);
+    finish<Rows>(job, results, range, shared, everybody());
 }
 
 #ifndef KM_ENTRY
@@ -84,4 +91,4 @@ KM_ENTRY(kmesh_restore_16, Vec16, false, false, 288, 4)
 KM_ENTRY(kmesh_restore_4, Vec4, false, false, 288, 4)
 KM_ENTRY(kmesh_restore_turn_16, Vec16, true, false, 288, 3)
 KM_ENTRY(kmesh_restore_turn_4, Vec4, true, false, 288, 3)
-KM_ENTRY(kmesh_restore_units_16, Vec16, false, true, 384, 1)
+KM_ENTRY(kmesh_restore_units_16, Vec16, false, true, 512, 1)

@@ -134,8 +134,9 @@ __device__ inline Lot lot_of(const Job *job, Range range) {
 template <typename V>
 __device__ inline void restore_round(const Job *job, u32 *results, Range range, u8 *shared) {
     Ring<V> ring(shared, job->stages, ITEM_BYTES, job->entries);
-    move<1, Producer<V, RoundRows>, Consumer<V, RoundRows>>(job, ring, range, lot_of(job, range), true);
-    finish<RoundRows>(job, results, range, shared);
+    move<1, Producer<V, RoundRows>, Consumer<V, RoundRows>>(job, ring, range, lot_of(job, range),
+                                               all_consumers());
+    finish<RoundRows>(job, results, range, shared, everybody());
 }
 
 // A job, of so many vectors, from where the host wrote it. The copy engine would bring it behind all
@@ -154,6 +155,27 @@ __device__ inline void upload(Vec16 *job, const Vec16 *written, Range vectors) {
 #endif
 
 KM_UPLOAD_ENTRY(kmesh_round_upload)
+
+// Bytes that only the GPU reads, and where they go in what is found; counted in vectors.
+struct Fetched { u64 address; u32 at, vectors; };
+
+// Recipes' tables, for whoever plans a round on the host: a block takes a piece at a time.
+__device__ inline void fetch(const Fetched *pieces, Vec16 *found, Range range) {
+    for (u32 i = range.begin + block(); i < range.end; i += blocks()) {
+        const Fetched piece = pieces[i];
+        for (u32 v = thread(); v < piece.vectors; v += threads())
+            store_once(found + piece.at + v, load_once((const Vec16 *)piece.address + v));
+    }
+}
+
+#ifndef KM_FETCH_ENTRY
+#define KM_FETCH_ENTRY(name)                                                                \
+    extern "C" __global__ void name(const Fetched *pieces, Vec16 *found, Range range) { \
+        fetch(pieces, found, range);                                                        \
+    }
+#endif
+
+KM_FETCH_ENTRY(kmesh_round_fetch)
 
 #ifndef KM_ENTRY
 #define KM_ENTRY(name, vector, threads, resident)                          \

@@ -249,6 +249,7 @@ class RoundJob:
         read_bytes: that the launch reads, sums left out.
         shared_bytes: of shared memory that a block takes.
         blocks: of the launch, at least 1.
+        drawn: of the parts, those that are not like one before them.
         turns: whether any keys are turned.
         orders: of the parts, in which they are one behind the other.
     """
@@ -262,6 +263,7 @@ class RoundJob:
     read_bytes: int
     shared_bytes: int
     blocks: int
+    drawn: int
     turns: bool
     orders: npt.NDArray[np.uint64]
     _uses: npt.NDArray[np.void]
@@ -321,7 +323,7 @@ def write(
             size, *sizes, uses, orders = _host.round(*given, memory.data, status.data)
     except ValueError as wrong:
         raise UnsupportedError(str(wrong)) from None
-    upload, vector, parts, items, tiles, read, taken, launched, turns = sizes
+    upload, vector, parts, items, tiles, read, taken, launched, drawn, turns = sizes
     return RoundJob(
         memory=memory,
         upload_bytes=upload,
@@ -332,6 +334,7 @@ def write(
         read_bytes=read,
         shared_bytes=taken,
         blocks=max(launched, 1),
+        drawn=drawn,
         turns=bool(turns),
         orders=np.frombuffer(orders, dtype=np.uint64),
         _uses=np.frombuffer(uses, dtype=_USE),

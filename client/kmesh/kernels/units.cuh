@@ -101,8 +101,10 @@ struct UnitProducer {
     }
 };
 
-// Each thread has the same vectors of every unit: where they lie in the stage and where they belong
-// in a page is found once. Neighbours belong beside each other in the page.
+// Some warps write units and others sum them, from the same stage. Each thread that writes has the
+// same vectors of every unit: where they lie in the stage and where they belong in a page is found
+// once. Neighbours belong beside each other in the page.
+template <bool WRITES, bool SUMS>
 struct UnitConsumer {
     const Job *job;
     const Ring<Vec16> *ring;
@@ -117,7 +119,7 @@ struct UnitConsumer {
 
     __device__ UnitConsumer(const Job *job_, const Ring<Vec16> *ring_)
         : job(job_), ring(ring_), ended(false), each(2 * unit_blocks(job_)) {
-        const u32 warps = consumers(UNIT_PRODUCERS) / lanes(), runs = 2 * job->heads;
+        const u32 warps = unit_summers().threads() / lanes(), runs = 2 * job->heads;
         pieces = warps > runs ? warps / runs : 1;
         const u32 heads = job->heads, in_row = job->by_vectors.value, most = job->unit_tokens;
         const u32 size = job->by_block.value, vectors = 2 * heads * most * in_row;
@@ -126,9 +128,11 @@ struct UnitConsumer {
                                                         : bases[0] - bases[job->layers];
         const bool joined = apart < job->head_stride && apart < job->token_stride;
         const bool by_token = job->token_stride >= job->head_stride;
+        if (!WRITES) return;
+        const Crew writers = unit_writers();
 #pragma unroll
         for (u32 k = 0; k < PER_CONSUMER; k++) {
-            u32 i = consumer() + k * consumers(UNIT_PRODUCERS);
+            u32 i = writers.thread() + k * writers.threads();
             place[k] = NOWHERE << (FROM + ENTRY);
             if (i >= vectors) continue;
             u32 row = i / in_row, within = i - row * in_row, plane = 0;
@@ -159,9 +163,9 @@ struct UnitConsumer {
             return;
         }
         const Vec16 *stage = (const Vec16 *)ring->stage(cursor);
-        scatter(unit, ring->table(cursor), stage);
+        if (WRITES) scatter(unit, ring->table(cursor), stage);
 #ifndef KM_NO_SUMS
-        sum(unit, stage);
+        if (SUMS) sum(unit, stage);
 #endif
         ring->release(cursor);
         cursor.turn();
@@ -186,11 +190,12 @@ struct UnitConsumer {
         }
     }
 
-    // Each warp sums runs, or parts of them where there are more warps than runs.
+    // Each summing warp sums runs, or parts of them where there are more warps than runs.
     __device__ void sum(const Unit &unit, const Vec16 *stage) const {
-        const u32 warps = consumers(UNIT_PRODUCERS) / lanes(), in_row = job->by_vectors.value;
+        const Crew summers = unit_summers();
+        const u32 warps = summers.threads() / lanes(), in_row = job->by_vectors.value;
         const u32 vectors = unit.tokens * in_row, pitch = job->unit_tokens * in_row;
-        for (u32 i = consumer() / lanes(); i < 2 * job->heads * pieces; i += warps) {
+        for (u32 i = summers.thread() / lanes(); i < 2 * job->heads * pieces; i += warps) {
             u32 run = i, first = 0, end = vectors;
             if (pieces > 1) {
                 run = i / pieces;
@@ -210,5 +215,21 @@ struct UnitConsumer {
                 sums.take(load(stage + run * pitch + at), 4 * (at - first));
             sums.give(job, item);
         }
+    }
+};
+
+// All that is done with units.
+struct UnitConsumers : UnitConsumer<true, true> {
+    using UnitConsumer<true, true>::UnitConsumer;
+
+    __device__ static void consume(const Job *job, const Ring<Vec16> *ring) {
+        if (unit_summers().has()) consume_as<UnitConsumer<false, true>>(job, ring);
+        else consume_as<UnitConsumer<true, false>>(job, ring);
+    }
+
+    template <typename C>
+    __device__ static void consume_as(const Job *job, const Ring<Vec16> *ring) {
+        C consumer(job, ring);
+        while (!consumer.ended) consumer.step();
     }
 };

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import time
 
-from kmesh.session import Role, hello
+from kmesh.hello import Role, hello
 from kmesh.testing import FakeDaemon
 from kmesh.v1 import session_socket_pb2, sessions_pb2
 

@@ -7,7 +7,6 @@ from collections.abc import Iterator
 
 import pytest
 from codec_cases import Family, Geometry, recovered
-from cpu_kernels import build
 from fake_cuda import FakeDriver, Gpu
 from gpu_families import families, nearly, same
 from hypothesis import HealthCheck, given, settings
@@ -18,11 +17,6 @@ from kmesh.cuda.device import Device
 from kmesh.cuda.driver import Attribute
 from kmesh.errors import CudaError, UnsupportedError
 from kmesh.kernels.bare import BareDevice
-
-
-@pytest.fixture(scope="module")
-def kernels(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
-    return build(tmp_path_factory.mktemp("kernels"))
 
 
 @pytest.fixture(scope="module")

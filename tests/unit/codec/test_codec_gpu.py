@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 from codec_cases import Family, Geometry, recovered
 from cpu_device import CpuDevice
-from cpu_kernels import build
 from gpu_families import ELEMENTS, Placed, encoded, families, nearly, same
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -25,11 +24,6 @@ from kmesh.codec.records import UNIT
 from kmesh.errors import RecipeError, RecipeMismatch, UnsupportedError
 from kmesh.kernels.rotary import Rotary
 from kmesh.layout import TILE_BYTES
-
-
-@pytest.fixture(scope="module")
-def kernels(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
-    return build(tmp_path_factory.mktemp("kernels"))
 
 
 @pytest.fixture

@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 from codec_cases import Geometry, recovered
 from cpu_gpu import Gpu, instead_of_cupy
-from cpu_kernels import build
 from gpu_families import nearly, same
 
 from kmesh.kernels import device as devices
@@ -31,11 +30,6 @@ class Encoding(Gpu):
         self._kernels[name](
             ctypes.c_void_p(job), ctypes.c_void_p(told), ctypes.c_uint32(blocks), ctypes.c_uint32(1)
         )
-
-
-@pytest.fixture(scope="module")
-def kernels(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
-    return build(tmp_path_factory.mktemp("kernels"))
 
 
 @pytest.fixture

@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterator
 
 import numpy as np
 import pytest
-from cpu_kernels import build
 from fake_cuda import MIB, FakeDriver, Gpu, refuse_nth
 from recipe_bench import LENGTH, NAMESPACE, SHARD, GpuBench, HostBench
 
@@ -26,11 +25,6 @@ SHAPE = (SHARD.layers, 2, SHARD.heads, 64, 64)
 SHIFT = 16
 #: Tokens 16 to 47 of the member are tokens 0 to 31 of the base.
 PIECES = ((SHIFT, 32, 0, 0),)
-
-
-@pytest.fixture(scope="module")
-def kernels(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
-    return build(tmp_path_factory.mktemp("kernels"))
 
 
 @pytest.fixture(scope="module")

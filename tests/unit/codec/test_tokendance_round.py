@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from experiments.profile import PROFILES, ProfileError
+from experiments.profile import PROFILES, Profile, ProfileError
 from experiments.tokendance import kept
 from experiments.tokendance import round as through
 from experiments.tokendance.__main__ import go_round, show_round
@@ -140,13 +140,34 @@ def test_evidence_comes_to_the_same_figures(report: Report, tmp_path: Path) -> N
     assert changed["families_off_bytes"] == 2 * TILE_BYTES
 
 
-def test_a_round_needs_a_model_and_its_sizes(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+def test_a_round_says_at_once_all_that_it_lacks(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert go_round(PROFILES["tokendance-cpu"], False, None) == 2
-    assert "make defconfig-tokendance-model" in capsys.readouterr().err
-    for text in (None, '{"arms": {}}'):
+    drawn, model = PROFILES["tokendance-cpu"], PROFILES["tokendance-model"]
+    codec = tmp_path / "codec.json"
+
+    def remedy(config: Profile) -> str:
+        with pytest.raises(ProfileError) as raised:
+            through.check(config, tmp_path)
+        return str(raised.value).rpartition("\n")[2]
+
+    both = "run `make defconfig-tokendance-model tokendance-codec tokendance-round`"
+    sizes = "run `make tokendance-codec tokendance-round`"
+    for text in (None, '{"arms": {}}', "{}"):
         if text is not None:
-            (tmp_path / "codec.json").write_text(text)
-        with pytest.raises(ProfileError, match="tokendance-codec"):
-            through.sizes_of(tmp_path)
+            codec.write_text(text)
+        assert remedy(drawn) == both
+        assert remedy(model) == sizes
+    codec.write_text('{"arms": {"spans": {"members": {}}}}')
+    assert remedy(drawn) == "run `make defconfig-tokendance-model tokendance-round`"
+    assert through.check(model, tmp_path) == {"members": {}}
+    monkeypatch.setattr(through, "_PACKAGES", ("torch", "kmesh_has_none_such"))
+    assert remedy(model) == "run `make env tokendance-round`"
+    monkeypatch.setattr(through, "ROOT", tmp_path)
+    codec.unlink()
+    assert go_round(drawn, False, None) == 2
+    said = capsys.readouterr().err
+    assert "packages: kmesh_has_none_such" in said
+    assert ".config has tokendance-cpu" in said
+    assert "arm 'spans'" in said
+    assert "make env defconfig-tokendance-model tokendance-codec tokendance-round" in said

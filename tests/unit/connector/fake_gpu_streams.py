@@ -22,11 +22,12 @@ from kmesh.codec.recipe import _tables_end
 from kmesh.codec.records import HEAD as RECIPE_HEAD
 from kmesh.codec.records import HEAD_FIELDS
 from kmesh.cuda.device import Device
-from kmesh.errors import CudaError
-from kmesh.kernels import reference, round_reference
+from kmesh.errors import CudaError, UnsupportedError
+from kmesh.kernels import reference, round_reference, rounds
 from kmesh.kernels.chooser import Rates, Route
 from kmesh.kernels.cuda import H200, Load, Memory, Request
-from kmesh.kernels.host import PagedLayout, SpanPart, Status
+from kmesh.kernels.cuda_fetch import UNIT
+from kmesh.kernels.host import PagedLayout, SpanPart, Status, part_reads
 from kmesh.kernels.rotary import ELEMENTS
 from kmesh.kernels.rounds import BaseSpan, Member, Place, Round, RoundStatuses
 from kmesh.layout import Shard
@@ -49,6 +50,7 @@ class FakeGpu:
         held: what is started waits for ``run``; otherwise it runs at once, in its order.
         launches: (program, memory, loads, requests) of each launch with something to do; of a
             round, its bases in the place of loads.
+        fetched: pieces of each launch that brings some to the host.
         refuse: called with a call's name before it does anything; raises what it likes.
         dead: every wait for what was started fails.
         asked: how often each event was asked for.
@@ -62,6 +64,7 @@ class FakeGpu:
         self.dead = False
         self.asked: Counter[int] = Counter()
         self.launches: list[tuple[str, Memory, int, int]] = []
+        self.fetched: list[int] = []
         self.refuse: Callable[[str], None] = lambda name: None
         self._lock = threading.RLock()
         self._streams: dict[int, deque[_Mark | Callable[[], None]]] = {COMPUTE: deque()}
@@ -172,6 +175,10 @@ class FakeGpu:
         self.called("fetch")
         self.start(stream, lambda: ctypes.memmove(target, address, size) and None)
 
+    def fetcher(self) -> _Fetcher:
+        self.called("fetcher")
+        return _Fetcher(self)
+
     def restorer(self, layout: PagedLayout, settings: Any) -> _Restorer:
         self.called("restorer")
         return _Restorer(self, layout)
@@ -201,11 +208,19 @@ def _stay() -> None:
 
 
 class _Pending:
-    def __init__(self, gpu: FakeGpu, stream: int, work: Callable[[], Any], route: Route) -> None:
+    def __init__(
+        self,
+        gpu: FakeGpu,
+        stream: int,
+        work: Callable[[], Any],
+        route: Route,
+        read_bytes: int = 0,
+    ) -> None:
         self._gpu = gpu
         self._mark = _Mark()
         self._found: Any = None
         self.route = route
+        self.read_bytes = read_bytes
 
         def act() -> None:
             self._found = work()
@@ -220,6 +235,29 @@ class _Pending:
     def wait(self) -> Any:
         self._gpu.finish(self._mark)
         return self._found
+
+
+class _Fetcher:
+    def __init__(self, gpu: FakeGpu) -> None:
+        self._gpu = gpu
+        gpu.open += 1
+
+    def fetch(
+        self, addresses: npt.NDArray[np.uint64], sizes: npt.NDArray[np.uint64], stream: int
+    ) -> _Pending:
+        self._gpu.called("pieces")
+        self._gpu.fetched.append(len(addresses))
+        assert not (addresses % UNIT).any()
+        assert not (sizes % UNIT).any()
+
+        def act() -> npt.NDArray[np.uint8]:
+            places = zip(addresses.tolist(), sizes.tolist(), strict=True)
+            return np.frombuffer(b"".join(ctypes.string_at(*one) for one in places), np.uint8)
+
+        return _Pending(self._gpu, stream, act, Route.KERNEL)
+
+    def close(self) -> None:
+        self._gpu.open -= 1
 
 
 class _Kernels:
@@ -243,7 +281,9 @@ class _Restorer(_Kernels):
         if sum(len(load.records) for load in loads):
             requests = sum(len(load.requests) for load in loads)
             gpu.launches.append(("restore", memory, len(loads), requests))
-        return _Pending(gpu, stream, lambda: _restore(self._layout, loads), Route.KERNEL)
+        reads = [sum(part_reads(o.records.tobytes(), self._layout.row_bytes)) for o in loads]
+        work = lambda: _restore(self._layout, loads)  # noqa: E731
+        return _Pending(gpu, stream, work, Route.KERNEL, sum(reads))
 
 
 def _restore(layout: PagedLayout, loads: Sequence[Load]) -> list[list[bytes]]:
@@ -262,16 +302,34 @@ def _restore(layout: PagedLayout, loads: Sequence[Load]) -> list[list[bytes]]:
     return found
 
 
+class _Refused(_Pending):
+    """What is not served, as is seen when copies are on their way."""
+
+    def __init__(self, gpu: FakeGpu, stream: int, why: UnsupportedError) -> None:
+        super().__init__(gpu, stream, lambda: None, Route.COPY)
+        self._why = why
+
+    def wait(self) -> Any:
+        super().wait()
+        raise self._why
+
+
 class _RoundRestorer(_Kernels):
-    def prepare(self) -> None:
+    def prepare(self, *, copies: bool) -> None:
         self._gpu.called("prepare_rounds")
 
     def restore(self, wanted: Round, stream: int) -> _Pending:
         gpu = self._gpu
         gpu.called("round")
+        try:
+            gpu.called("plan_round")
+        except UnsupportedError as why:
+            return _Refused(gpu, stream, why)
         memory = Memory.GPU if wanted.members["order"].any() else Memory.HOST
         gpu.launches.append(("round", memory, len(wanted.bases), len(wanted.requests)))
-        return _Pending(gpu, stream, lambda: _restore_round(self._layout, wanted), Route.KERNEL)
+        read = rounds.write(self._layout, wanted).read_bytes
+        work = lambda: _restore_round(self._layout, wanted)  # noqa: E731
+        return _Pending(gpu, stream, work, Route.KERNEL, read)
 
 
 def _restore_round(layout: PagedLayout, wanted: Round) -> RoundStatuses:

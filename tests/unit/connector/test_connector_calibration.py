@@ -57,7 +57,7 @@ def test_what_the_first_restore_allocates_is_there_before_it_or_not(
     def refuse(name: str) -> None:
         if name == "prepare":
             asked.append(name)
-            raise RuntimeError("out of memory")
+            raise MemoryError("out of memory")
 
     gpu.refuse = refuse
     other = engine("b", gpu=gpu)

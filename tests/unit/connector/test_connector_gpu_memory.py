@@ -76,7 +76,7 @@ def test_no_thread_of_ours_spoils_a_graph_that_the_engine_captures(
     engines = threading.current_thread().name
     assert {thread for thread, _ in gpu.driver.unsafe} == {engines}
     assert {thread.removesuffix("_0") for thread in gpu.driver.relaxed} == {
-        *("kmesh-kernels", "kmesh-slabs", "kmesh-load", "kmesh-reserve", "kmesh-store")
+        *("kmesh-kernels", "kmesh-slabs", "kmesh-wait", "kmesh-reserve", "kmesh-store")
     }
 
 

@@ -231,11 +231,12 @@ def test_a_damaged_recipe_that_is_decoded(engine: Make, daemon: FakeDaemon) -> N
     assert wrong(other, 6, places["6"]) == set(range(64, 128))
 
 
+@pytest.mark.parametrize("seen", ["round", "plan_round"])
 def test_a_round_that_the_kernels_do_not_serve_is_decoded(
-    engine: Make, daemon: FakeDaemon, caplog: pytest.LogCaptureFixture
+    engine: Make, daemon: FakeDaemon, caplog: pytest.LogCaptureFixture, seen: str
 ) -> None:
-    """Nothing of it was started; the dense ones of its step go at once. What had been decoded
-    before is decoded again, and what is wrong is told once."""
+    """Whether that is seen at once or when copies are on their way. The dense ones of its step go
+    then. What had been decoded before is decoded again, and what is wrong is told once."""
     one = engine("a")
     round_of_siblings(daemon, one)
     cold(daemon, one, 6, 1)
@@ -244,7 +245,7 @@ def test_a_round_that_the_kernels_do_not_serve_is_decoded(
     gpu = FakeGpu()
 
     def refuse(name: str) -> None:
-        if name == "round":
+        if name == seen:
             raise UnsupportedError("keys that are turned in different ways")
 
     gpu.refuse = refuse
@@ -254,7 +255,7 @@ def test_a_round_that_the_kernels_do_not_serve_is_decoded(
     other.scheduler.allocated("dense", [40, 41, 42], 96)
     names = {str(seed): prompt(TOKENS, seed) for seed in SIBLINGS}
     places = start(other, names)
-    assert gpu.launches == [("restore", Memory.HOST, 1, 1)]
+    assert gpu.launches == [("restore", Memory.HOST, 1, 1)] * (seen == "round")
     assert ends(other, [*names, "dense"]) == set(places["7"][4:6])
     for name in names:
         bad = set(range(128, 192)) if name == "7" else set()
@@ -289,6 +290,32 @@ def test_without_the_kernel_for_recipes_they_are_decoded(
     assert gpu.launches == [("restore", Memory.HOST, 1, 1)]
     assert other.workers[0].counts.take()["recipes_decoded"] == 3
     assert "the kernel for recipes can't be compiled: no registers" in caplog.text
+
+
+def test_rounds_are_prepared_off_the_engines_thread_and_without_memory_go_on(
+    engine: Make, daemon: FakeDaemon, caplog: pytest.LogCaptureFixture
+) -> None:
+    round_of_siblings(daemon, engine("a"))
+    gpu, threads, made = FakeGpu(), [], []
+
+    def refuse(name: str) -> None:
+        if name == "round_restorer":
+            made.append(name)
+        if name == "prepare_rounds":
+            threads.append(threading.current_thread().name)
+            raise MemoryError("out of memory")
+
+    gpu.refuse = refuse
+    other = engine("b", gpu=gpu)
+    ready(other, daemon)
+    assert threads == ["kmesh-kernels"]
+    # What was prepared is what restores.
+    assert made == ["round_restorer"]
+    assert "the first restore will have to allocate: out of memory" in caplog.text
+    places = start(other, {"5": prompt(TOKENS, 5)})
+    assert ends(other, {"5"}) == set()
+    assert wrong(other, 5, places["5"]) == set()
+    assert gpu.launches == [("round", Memory.HOST, 3, 1)]
 
 
 def test_recipes_wait_a_while_for_their_kernel_and_nobody_else_does(

@@ -16,6 +16,7 @@ import torch
 from codec.codec_cases import turned
 from cpu_gpu import Gpu as CupyOnCpu
 from cpu_gpu import instead_of_cupy
+from fake_cuda import UUIDS
 from fake_gpu_streams import FakeGpu
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -23,10 +24,12 @@ from mini_engine import DIM, HEADS, LAYERS, NAMESPACE, WAIT, OnGpu
 
 from kmesh import _host
 from kmesh.codec import Base, Encoder, Form, Provenance, Segment, SpanDescription
+from kmesh.codec.memory import root_of
 from kmesh.cuda.slabs import DeviceSlab
 from kmesh.fake_state import create_memfd, reopen_read_only
 from kmesh.handles import Handle, HandleKind
 from kmesh.kernels.cuda import Restorer
+from kmesh.kernels.cuda_fetch import Fetcher
 from kmesh.kernels.cuda_rounds import RoundRestorer
 from kmesh.kernels.host import PagedLayout
 from kmesh.kernels.rotary import Rotary
@@ -50,6 +53,9 @@ ROTARY = Rotary(tuple(100 ** (-i / 4) for i in range(4)), False, "float32")
 class CpuGpu(FakeGpu):
     """Kernels are those of a GPU, compiled for the CPU."""
 
+    def fetcher(self) -> Fetcher:  # type: ignore[override]
+        return Fetcher()
+
     def restorer(self, layout: PagedLayout, settings: Any) -> Restorer:  # type: ignore[override]
         return Restorer(layout, settings=settings)
 
@@ -66,26 +72,28 @@ def cupy(kernels: ctypes.CDLL, monkeypatch: pytest.MonkeyPatch) -> Iterator[Cupy
 
 
 class Memory:
-    """A slab that a test writes."""
+    """A slab that a test writes; ``far``: one that only the GPU reads."""
 
-    def __init__(self) -> None:
+    def __init__(self, number: int, *, far: bool) -> None:
         self._fd = create_memfd("kmesh-slab", 8 << 20)
         self._writable = Mapping(self._fd, 8 << 20, writable=True)
         reader = reopen_read_only(self._fd)
         mapping = Mapping(reader, 8 << 20)
         os.close(reader)
-        handle = Handle(HandleKind.MEMFD, -1, mapping.size, "")
-        self.slab = DeviceSlab(0, handle, mapping.address, mapping)
-        self._used = 0
+        kind = HandleKind.CUDA_VMM_FD if far else HandleKind.MEMFD
+        handle = Handle(kind, -1, mapping.size, UUIDS[0] if far else "")
+        self.slab = DeviceSlab(number, handle, mapping.address, None if far else mapping)
+        self._kept, self._used = mapping, 0
 
-    def put(self, data: Any) -> tuple[int, int, int]:
-        """Offset, length and root."""
+    def put(self, data: Any) -> tuple[int, int, int, int]:
+        """Slab, offset, length and root."""
         raw, offset = np.frombuffer(bytes(data), np.uint8), self._used
         self._used += tiles(raw.size) * TILE_BYTES
         self._writable.view(offset, raw.size)[:] = raw
         base = self._writable.address
         sums = base + sums_offset(self._writable.size) + offset // TILE_BYTES * 8
-        return offset, raw.size, _host.tile_sums(base + offset, raw.size, sums)
+        root = _host.tile_sums(base + offset, raw.size, sums)
+        return self.slab.slab, offset, raw.size, root
 
     def flip(self, offset: int) -> None:
         self._writable.view(offset, 1)[0] ^= 0x10
@@ -136,7 +144,8 @@ class Wanted:
 
 @dataclass
 class Case:
-    """Some requests of a step, for one rank; ``bad`` are bases whose bytes are changed."""
+    """Some requests of a step, for one rank; ``bad`` are bases whose bytes are changed, ``far`` is
+    the share of bases and spans that lie in the GPU's memory."""
 
     seed: int
     block: int
@@ -146,6 +155,7 @@ class Case:
     bases: list[int]
     requests: list[Wanted]
     bad: set[int]
+    far: float = 0.0
 
 
 @st.composite
@@ -178,6 +188,7 @@ def cases(draw: st.DrawFn) -> Case:
         draw(st.integers(0, 99)), block, draw(st.sampled_from([1, 2])), read,
         draw(st.integers(0, read - 1)), bases, requests,
         {n for n in range(len(bases)) if draw(st.integers(0, 7)) == 0},
+        draw(st.sampled_from([0.0, 0.5, 1.0])),
     )  # fmt: skip
 
 
@@ -186,21 +197,22 @@ class Bench:
 
     def __init__(self, case: Case) -> None:
         self.case = case
-        self.memory = Memory()
+        self.memory = [Memory(0, far=False), Memory(1, far=True)]
         self.stored = Sharding(LAYERS, HEADS, case.stored)
         self.identity = Identity(NAMESPACE, Sharding(LAYERS, HEADS, case.read), case.block, BLOCKS)
         self.mine = self.identity.sharding.shard(case.rank)
         self._rng = np.random.default_rng(case.seed)
+        self._where = np.random.default_rng(case.seed + 1)
         self.states = [self._drawn(tokens) for tokens in case.bases]
-        self.places: list[list[tuple[int, int, int]]] = [
-            [self.memory.put(self._part(state, part)) for part in range(self.stored.parts)]
+        self.places: list[list[tuple[int, int, int, int]]] = [
+            [self._put(self._part(state, part)) for part in range(self.stored.parts)]
             for state in self.states
         ]
         self.blocks: list[list[int]] = []
         self.plans = [self._plan(n, wanted) for n, wanted in enumerate(case.requests)]
         for base in case.bad:
-            for place in self.places[base]:
-                self.memory.flip(place[0] + 5)
+            for slab, offset, _, _ in self.places[base]:
+                self.memory[slab].flip(offset + 5)
         shape = (BLOCKS, self.mine.heads, case.block, 2 * DIM)
         self.pages = [torch.zeros(shape) for _ in range(LAYERS)]
         cache = PagedCache(
@@ -216,6 +228,9 @@ class Bench:
         )  # fmt: skip
         assert self.mover.takes_recipes(WAIT)
         self.clerk = Clerk(self.mover, cache, self.identity, self.mine, self.counts)
+
+    def _put(self, data: Any) -> tuple[int, int, int, int]:
+        return self.memory[self._where.random() < self.case.far].put(data)
 
     def _drawn(self, tokens: int) -> State:
         values = self._rng.standard_normal((LAYERS, 2, HEADS, tokens, DIM)).astype(np.float32)
@@ -240,17 +255,16 @@ class Bench:
                 payload = self._part(one.state, part)
                 key = b"request %d span %d" % (number, at)
                 file = self._recipe(one, key, part, position) if one.mirror else payload
-                offset, length, root = self.memory.put(file)
+                slab, offset, length, root = self._put(file)
                 if one.bad:
-                    self.memory.flip(offset + length - 1 if length > 400 else offset)
+                    self.memory[slab].flip(offset + length - 1 if length > 400 else offset)
                 if one.mirror:
-                    dense = self.memory.put(payload)
-                    mirrors.append((len(spans), len(payload), dense[2]))
-                spans.append((0, part, offset, length, root, one.tokens, len(spans), at * SPAN))
+                    mirrors.append((len(spans), len(payload), root_of(payload)))
+                spans.append((slab, part, offset, length, root, one.tokens, len(spans), at * SPAN))
         for n, tokens in enumerate(self.case.bases):
-            for part, (offset, length, root) in enumerate(self.places[n]):
+            for part, (slab, offset, length, root) in enumerate(self.places[n]):
                 key = np.frombuffer((b"base %d" % n).ljust(32, b"\0"), np.uint8)
-                bases.append((key, part, 0, offset, length, root, 3, tokens, 100 * n))
+                bases.append((key, part, slab, offset, length, root, 3, tokens, 100 * n))
         size = self.case.block
         first = 1 + sum(map(len, self.blocks))
         count = (wanted.end - wanted.begin) // size
@@ -291,14 +305,17 @@ class Bench:
         state = np.frombuffer(self._part(one.state, part), np.uint8)
         return encoder.encode(what, state, provenance).data
 
+    def slab(self, number: int) -> DeviceSlab:
+        return self.memory[number].slab
+
     def run(self) -> list[set[int]]:
         """Bad blocks of each request."""
         jobs = [LoadJob(plan, 1e9) for plan in self.plans]
         decoded = any(o.cold and o.mirror for w in self.case.requests for o in w.spans)
         for job in jobs:
-            if not self.clerk.write(job, lambda n: self.memory.slab):
-                assert decoded
-                assert self.clerk.write(job, lambda n: self.memory.slab, decodes=True)
+            if not self.clerk.write(job, self.slab):
+                assert decoded or job.far
+                assert self.clerk.write(job, self.slab, decodes=True)
         moving = self.mover.restore([job.piece for job in jobs if job.piece])
         for job, status in zip(jobs, moving.statuses(), strict=True):
             self.clerk.judge(job, status)
@@ -337,7 +354,8 @@ class Bench:
 
     def close(self) -> None:
         self.mover.close()
-        self.memory.close()
+        for memory in self.memory:
+            memory.close()
 
 
 @settings(
@@ -366,21 +384,23 @@ def sibling(**more: Any) -> Wanted:
     return Wanted([One(SPAN, [(-1, 0, 8), (0, 4, 56)], **more) for _ in range(2)], 0, 128)
 
 
+@pytest.mark.parametrize("far", [0.0, 1.0])
 @pytest.mark.parametrize("where", ["base", "recipe", "dense", "cold"])
-def test_all_blocks_of_what_is_bad_are_named(cupy: CupyOnCpu, where: str) -> None:
+def test_all_blocks_of_what_is_bad_are_named(cupy: CupyOnCpu, where: str, far: float) -> None:
     """Eight siblings over a base, one of which has a dense span too: one launch."""
     requests = [sibling() for _ in range(8)]
     requests[3].spans[1] = One(SPAN, [(-1, 0, SPAN)], bad=where == "dense")
     if where == "cold":
         requests[2].spans[0].cold = True
     requests[2].spans[0].bad = where in ("recipe", "cold")
-    case = Case(5, 16, 1, 1, 0, [64, 64], requests, {0} if where == "base" else set())
+    case = Case(5, 16, 1, 1, 0, [64, 64], requests, {0} if where == "base" else set(), far)
     bench = Bench(case)
     try:
         before = len(cupy.launched)
         bad = bench.run()
-        rounds = [name for name, _, _ in cupy.launched[before:]]
-        assert rounds == ["kmesh_round_16"]
+        launched = [name for name, _, _ in cupy.launched[before:]]
+        # Of each request the tables are brought here first.
+        assert launched == ["kmesh_round_fetch"] * 8 * bool(far) + ["kmesh_round_16"]
         for number, (wanted, blocks) in enumerate(zip(requests, bench.blocks, strict=True)):
             spans = {
                 "base": [0, 1] if number != 3 else [0],
@@ -402,7 +422,7 @@ def read_bytes(case: Case) -> int:
     bench = Bench(case)
     try:
         jobs = [LoadJob(plan, 1e9) for plan in bench.plans]
-        assert all(bench.clerk.write(job, lambda n: bench.memory.slab) for job in jobs)
+        assert all(bench.clerk.write(job, bench.slab, decodes=True) for job in jobs)
         moving = bench.mover.restore([job.piece for job in jobs if job.piece])
         assert moving._round is not None
         found = moving._round.read_bytes
@@ -412,10 +432,12 @@ def read_bytes(case: Case) -> int:
         bench.close()
 
 
-def test_a_round_reads_each_base_once(cupy: CupyOnCpu) -> None:
+@pytest.mark.parametrize("far", [0.0, 1.0])
+def test_a_round_reads_each_base_once(cupy: CupyOnCpu, far: float) -> None:
     """Whoever of how many requests refers to it."""
     read = [
-        read_bytes(Case(1, 16, 1, 1, 0, [64], [sibling() for _ in range(n)], set())) for n in (1, 6)
+        read_bytes(Case(1, 16, 1, 1, 0, [64], [sibling() for _ in range(n)], set(), far))
+        for n in (1, 6)
     ]
     base = LAYERS * 2 * HEADS * SPAN * DIM * 4
     own = read[0] - base

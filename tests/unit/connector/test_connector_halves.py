@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from mini_engine import DIM, HEADS, LAYERS, NAMESPACE, MiniEngine, until
 
-from kmesh.testing import FakeDaemon
+from kmesh.testing import FakeDaemon, Limits
 from kmesh_vllm import hostmover
 
 DIGEST = NAMESPACE.digest()
@@ -215,6 +215,39 @@ def test_a_late_load_is_given_up_and_never_writes(engine: Make, daemon: FakeDaem
     assert outcome.bad_blocks == {1, 2, 3, 4, 5}
     other.workers[0].close()
     assert other.wrong(7, [1, 2, 3, 4, 5], 0, 160) == list(range(160)), "wrote after its end"
+
+
+def test_loads_do_not_queue_behind_those_that_wait_for_memory() -> None:
+    """However many of these there are."""
+    tokens, blocks = 256, 7
+    tile = 1 << 16
+    with FakeDaemon(Limits(slab_bytes=5 * tile, slabs=4)) as daemon:
+        one = MiniEngine(daemon, "a")
+        for seed in range(4):
+            # Four spans of a tile each fill a slab.
+            stored_by(one, daemon, prompt(tokens, seed), seed=seed)
+        other = MiniEngine(daemon, "b")
+        try:
+            ranges = [list(range(1 + n * blocks, 1 + (n + 1) * blocks)) for n in range(5)]
+            for name, seed in (("before", 0), ("x", 1), ("y", 2), ("z", 3), ("after", 0)):
+                other.scheduler.add(name, prompt(tokens, seed), DIGEST)
+                assert other.match(name, 0, tokens) == 32 * blocks
+            assert not other.load("before", ranges[0], 32 * blocks).bad_blocks
+            with daemon.hold("attach_slab"):
+                for name, mine in zip("xyz", ranges[1:4], strict=True):
+                    other.scheduler.allocated(name, mine, 32 * blocks)
+                    other.run(other.scheduler.plan([], []))
+                assert not other.load("after", ranges[4], 32 * blocks).bad_blocks
+                assert other.wrong(0, ranges[4], 0, 32 * blocks) == []
+                assert other.workers[0].finished() == set()
+            ended: set[str] = set()
+            until(lambda: ended.update(other.workers[0].finished()) or ended == {*"xyz"})
+            assert other.workers[0].bad_blocks() == set()
+            for seed in (1, 2, 3):
+                assert other.wrong(seed, ranges[seed], 0, 32 * blocks) == []
+        finally:
+            other.close()
+            one.close()
 
 
 def test_aborted_while_loading_keeps_its_lease_until_the_end(

@@ -11,13 +11,12 @@ from fake_gpu_streams import FakeGpu
 from gpu_cases import DIGEST, prompt, warm
 from mini_engine import WAIT, MiniEngine, until
 
+from kmesh import _host
 from kmesh.keys import KEY_BYTES
 from kmesh.lease import Lease
 from kmesh.session import Session
 from kmesh.testing import FakeDaemon
-from kmesh_vllm import loadjob
 from kmesh_vllm.leases import Leases
-from kmesh_vllm.movers import empty_records
 
 Make = Callable[..., MiniEngine]
 BLOCKS = [[1, 2, 3, 4], [5, 6, 7, 8], [9, 10, 11, 12]]
@@ -87,9 +86,14 @@ def test_what_siblings_read_is_worked_out_once_and_each_has_its_own_pages(
     for name, blocks in zip("srt", BLOCKS, strict=True):
         other.scheduler.allocated(name, blocks, 96 if name == "s" else 128)
     made: list[int] = []
-    monkeypatch.setattr(
-        loadjob, "empty_records", lambda count: made.append(count) or empty_records(count)
-    )
+    leased_parts = _host.leased_parts
+
+    def counted(*given: Any) -> Any:
+        found = leased_parts(*given)
+        made.append(len(found[1]))
+        return found
+
+    monkeypatch.setattr(_host, "leased_parts", counted)
     other.run(other.scheduler.plan([], []))
     assert other.workers[0].finished() == set("rst")
     # That of "s" begins elsewhere; "t" reads what "r" does.

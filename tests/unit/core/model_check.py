@@ -11,7 +11,6 @@ import json
 import multiprocessing
 import os
 import random
-import shlex
 import signal
 import sys
 import time
@@ -177,7 +176,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     seeds = options.seed or [random.SystemRandom().getrandbits(32)]
     if options.steps < 1 or options.processes < 1 or min(seeds) < 0:
         parser.error("numbers must be positive")
-    command = shlex.join(["python", "tests/unit/core/model_check.py", *(argv or sys.argv[1:])])
+    from demo.evidence import command
+
+    told = command("python tests/unit/core/model_check.py", argv or sys.argv[1:])
     done: list[dict[str, Any]] = []
     for seed in seeds:
         try:
@@ -186,7 +187,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             return 130
         done.append(result)
         if options.out is not None:
-            text = json.dumps(evidence(done, command), indent=1)
+            text = json.dumps(evidence(done, told), indent=1)
             options.out.write_text(text + "\n", encoding="utf-8")
         if result["failed_rounds"]:
             break

@@ -1021,7 +1021,7 @@ def test_core_walks(run_seed: int) -> None:
         missed = {name for name in MUST_REACH if not CoreMachine.reached[name]}
         on_gpu = ("encodes", "densifies", "mirrors")
         missed |= {f"{name} on a GPU" for name in on_gpu if not TierMachine.recoded[name]}
-        # So many are enough nearly always; chance is no failure.
-        if number >= run_seed + 5 and not missed:
+        # So many at least, and more where chance wants it; `make model-check` goes on from here.
+        if number >= run_seed + 2 and not missed:
             break
     assert not missed, missed

@@ -11,9 +11,11 @@ from world import NAMESPACE, SHARD, World, key
 from kmesh.layout import TILE_BYTES
 from kmesh_spand.core import effects as fx
 from kmesh_spand.core import events as ev
+from kmesh_spand.core import eviction
 from kmesh_spand.core.codes import Code, Reason
 from kmesh_spand.core.policy import LRU, Policy
 from kmesh_spand.core.record import decode
+from kmesh_spand.core.s3fifo import S3FIFO
 
 # Reserve
 
@@ -193,6 +195,25 @@ def test_record_then_index_then_answer(world: World) -> None:
     record = decode(put.data)
     assert record
     assert (record.root, record.key, record.tokens) == (2**64 - 1, A, 32)
+
+
+@pytest.mark.parametrize("policy", [LRU, S3FIFO])
+def test_victims_without_room_beside_them_hide_no_others_for_long(
+    monkeypatch: pytest.MonkeyPatch, policy: type[Policy]
+) -> None:
+    """However many there are: each request looks at some, and the next one at others."""
+    monkeypatch.setattr(eviction, "MAX_TRIES", 4)
+    world = World({0: 16}, policy=policy(64), patience_ms=1)
+    world.now += 10
+    one, two = world.connect(), world.connect()
+    world.store(one, [key(n) for n in range(16)])
+    held = [world.acquire(two, [key(n)]).lease for n in range(0, 12, 2)]
+    wide = {"length": 2 * TILE_BYTES}
+    assert reasons(world.reserve(one, [key("wide")], **wide)) == [Reason.POOL_FULL]
+    assert reasons(world.reserve(one, [key("wide")], **wide)) == [0]
+    assert not any(reasons(world.acquire(one, [key(n) for n in range(0, 12, 2)])))
+    world.release(two, held)
+    world.check()
 
 
 def test_staging_outlives_its_session_while_a_copy_reads_it(world: World) -> None:
