@@ -40,6 +40,8 @@ class Round:
             engine, whose own cache has that document.
         restored: the same in an engine that restores it.
         crowd: the same in all engines at once, whose own caches have the herd's document.
+        added: what of ``leader`` the engine was given its eight requests in, before its first step;
+            added_alone: of ``alone``, its one.
         flights: what the herd added to each of ``FLIGHTS``.
     """
 
@@ -51,6 +53,8 @@ class Round:
     tails: float
     restored: float
     crowd: float
+    added: float
+    added_alone: float
     flights: tuple[int, ...]
 
 
@@ -101,10 +105,12 @@ class Herd:
             leader=leader,
             worst=max(first for run in runs for first in run.firsts),
             waiting=max(cores, default=None),
-            alone=alone,
+            alone=alone.firsts[0],
             tails=tails,
             restored=restored,
             crowd=statistics.median(first for run in crowd for first in run.firsts),
+            added=runs[leading].added,
+            added_alone=alone.added,
             flights=tuple(flights),
         )
 
@@ -112,8 +118,8 @@ class Herd:
         counters = self._spand.status().counters
         return [counters[name] for name in FLIGHTS]
 
-    def _compared(self, number: int, document: list[int]) -> tuple[float, float, float]:
-        """``alone``, ``tails`` and ``restored`` of ``Round``."""
+    def _compared(self, number: int, document: list[int]) -> tuple[Run, float, float]:
+        """The run alone, ``tails`` and ``restored`` of ``Round``."""
         self._spand.settle()
         (alone,) = self._run([number], [[document]])
         if alone.cached:
@@ -124,7 +130,7 @@ class Herd:
         _whole(tails + restored, len(document))
         self._spand.settle()
         return (
-            alone.firsts[0],
+            alone,
             statistics.median(tails[0].firsts),
             statistics.median(restored[0].firsts),
         )
@@ -234,9 +240,14 @@ def rows(rounds: Sequence[Round], what: str, tokens: int = DOCUMENT) -> Iterator
     )  # fmt: skip
     yield Row(
         "herd_leader", "ratio", "median of a/b",
-        {"in the herd": [one.leader for one in rounds], "alone": parts["alone"]},
+        {
+            "in the herd": [one.leader for one in rounds],
+            "alone": parts["alone"],
+            "added": [one.added for one in rounds],
+            "added alone": [one.added_alone for one in rounds],
+        },
         f"first token of the request that computes the document and its own {OWN} tokens in the"
-        " herd, against alone",
+        f" herd, against alone; what of that its engine took to be given {EACH} requests and one",
     )  # fmt: skip
     if waiting := [one.waiting for one in rounds if one.waiting is not None]:
         yield Row(

@@ -223,13 +223,15 @@ class Hostile:
         if rng.random() < 0.2:
             waits.first = rng.choice((1, *_ODD))
         cause = flights_pb2.FlightCause.ValueType(rng.choice((1, 2, 3, 4, 5, 99)))
+        computed = rng.choice((0, 1, 2, 2**32 - 1))
         return rng.choices(
             (
                 ("await_flight", waits),
                 ("leave", flights_pb2.LeaveRequest(flight=flight)),
                 ("land", flights_pb2.LandRequest(flight=flight, cause=cause)),
+                ("progress", flights_pb2.ProgressRequest(flight=flight, computed=computed)),
             ),
-            (3, 1, 1),
+            (3, 1, 1, 1),
         )[0]
 
     def _kin(self) -> tuple[str, Message]:

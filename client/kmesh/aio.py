@@ -22,7 +22,7 @@ from kmesh import calls, errors, memory, packets
 from kmesh.aiochannel import AsyncChannel
 from kmesh.aiofamilies import AsyncFamilies
 from kmesh.calls import Procedure, Reservations, ReserveBatch, Welcome
-from kmesh.flight import Arrived, Claim, FlightCause
+from kmesh.flight import Arrived, Claim, FlightCause, Progress
 from kmesh.handles import COMMON, Handle, HandleKind, Preferences, SpanHandle
 from kmesh.hello import Role, hello
 from kmesh.index import IndexReader
@@ -171,8 +171,11 @@ class AsyncSession:
         timeout: float | None = None,
         salt: bytes = b"",
         device: str = "",
+        place: str = "",
     ) -> Claim:
-        return await self._run(calls.claim(self.welcome, keys, shards, salt, device), timeout)
+        return await self._run(
+            calls.claim(self.welcome, keys, shards, salt, device, place), timeout
+        )
 
     async def await_flight(
         self, claim: Claim, timeout: float | None = None, *, wait: int = 0
@@ -189,6 +192,14 @@ class AsyncSession:
 
     async def land(self, flight: int, cause: FlightCause = FlightCause.DONE) -> None:
         self._channel.forget(calls.land(flight, cause))
+
+    async def progress(
+        self, flight: int, place: str = "", timeout: float | None = None
+    ) -> Progress | None:
+        return await self._run(calls.progress(flight, place), timeout)
+
+    async def computed(self, flight: int, keys: int) -> None:
+        self._channel.forget(calls.progressed(flight, keys))
 
     @property
     def families(self) -> AsyncFamilies:

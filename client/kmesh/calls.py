@@ -15,7 +15,7 @@ from typing import TypeVar
 from google.protobuf.message import Message
 
 from kmesh import errors, negotiation
-from kmesh.flight import Arrival, Arrived, Claim, FlightCause, Standing
+from kmesh.flight import Arrival, Arrived, Claim, FlightCause, Progress, Standing
 from kmesh.handles import Agreement, HandleKind, Tier
 from kmesh.keys import KEY_BYTES
 from kmesh.layout import Shard
@@ -297,7 +297,12 @@ def report_corrupt(limits: Welcome, lease: Lease, entries: Sequence[int]) -> Pro
 
 
 def claim(
-    limits: Welcome, keys: bytes, shards: Sequence[Shard], salt: bytes = b"", device: str = ""
+    limits: Welcome,
+    keys: bytes,
+    shards: Sequence[Shard],
+    salt: bytes = b"",
+    device: str = "",
+    place: str = "",
 ) -> Procedure[Claim]:
     """Raises ConfigError for malformed arguments, else what the daemon says."""
     if not keys or len(keys) % KEY_BYTES:
@@ -308,7 +313,7 @@ def claim(
     room = limits.max_message_bytes - _FRAME_BYTES - sum(m.ByteSize() + 2 for m in messages)
     most = min(limits.max_batch, max(room // KEY_BYTES, 1))
     request = flights_pb2.ClaimRequest(
-        keys=keys[: most * KEY_BYTES], shards=messages, salt=salt, device=device
+        keys=keys[: most * KEY_BYTES], shards=messages, salt=salt, device=device, place=place
     )
     answer = body_of(flights_pb2.ClaimResponse, (yield request))
     try:
@@ -324,6 +329,31 @@ def claim(
         landed=answer.landed,
         age_ms=answer.age_ms,
         shards=tuple(shards),
+        place=place,
+        progress=_progress(answer.progress) if answer.HasField("progress") else None,
+    )
+
+
+def progress(flight: int, place: str = "", computed: int = 0) -> Procedure[Progress | None]:
+    """How far a flight is; None: there is no such flight any more."""
+    answer = body_of(flights_pb2.ProgressResponse, (yield progressed(flight, computed, place)))
+    return _progress(answer.progress) if answer.HasField("progress") else None
+
+
+def progressed(flight: int, computed: int, place: str = "") -> Message:
+    """A leader's word of how far it is."""
+    return flights_pb2.ProgressRequest(flight=flight, computed=computed, place=place)
+
+
+def _progress(answer: flights_pb2.FlightProgress) -> Progress:
+    return Progress(
+        begin=answer.begin,
+        landed=answer.landed,
+        computed=answer.computed,
+        age_ms=answer.age_ms,
+        quiet_ms=answer.quiet_ms,
+        pause_ms=answer.pause_ms,
+        beside=answer.beside,
     )
 
 
@@ -337,6 +367,7 @@ def await_flight(found: Claim, wait: int = 0) -> Procedure[Arrived]:
         covered=found.covered,
         shards=[shard_message(shard) for shard in found.shards],
         wait=wait,
+        place=found.place,
     )
     answer = body_of(flights_pb2.AwaitResponse, (yield request))
     try:

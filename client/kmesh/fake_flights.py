@@ -15,6 +15,8 @@ from kmesh.v1 import flights_pb2 as pb
 #: whose leader died, and for which it is left alone after the second death, as the daemon has them.
 _MAX_DEATHS = 2
 _MEMORY, _HOLD, _LONGEST_HOLD = 60.0, 10.0, 600.0
+#: Characters of a place.
+_PLACE = 64
 
 #: Answers an Await, or refuses it.
 Reply = Callable[[Message | errors.RequestError], None]
@@ -31,11 +33,16 @@ class _Wait:
     reply: Reply
     until: float
     number: int
+    place: str
 
 
 @dataclass(eq=False, slots=True)
 class _Flight:
-    """``keys`` [begin, end) are promised by the session ``leader``, 0 when it has computed all."""
+    """``keys`` [begin, end) are promised by the session ``leader``, 0 when it has computed all.
+
+    ``computed`` is how far it is by its own word; ``last`` when it last went on, ``pause`` the
+    longest between two such moments.
+    """
 
     id: int
     salt: bytes
@@ -43,6 +50,10 @@ class _Flight:
     leader: int
     shards: list[int]
     began: float
+    place: str
+    last: float
+    pause: float = 0.0
+    computed: int = 0
     begin: int = 0
     end: int = 0
     frontier: int = 0
@@ -63,9 +74,10 @@ class FakeFlights:
         self._died: dict[tuple[bytes, bytes], tuple[float, float]] = {}
 
     def claim(
-        self, session: int, keys: list[bytes], shards: list[int], salt: bytes
+        self, session: int, keys: list[bytes], shards: list[int], salt: bytes, place: str
     ) -> pb.ClaimResponse:
         """Answers Claim."""
+        _check_place(place, "claim.place")
         if not keys or len(set(keys)) < len(keys):
             raise errors.InvalidArgument("none, or one that occurs twice", field="claim.keys")
         if self._left_alone(salt, keys[0]):
@@ -83,10 +95,16 @@ class FakeFlights:
             count = next((i for i, key in enumerate(keys) if key in held), len(keys))
             self._last += 1
             mine = keys[:count]
-            made = _Flight(self._last, salt, mine, session, shards, self._clock(), end=count)
+            now = self._clock()
+            made = _Flight(self._last, salt, mine, session, shards, now, place, now, end=count)
             self.flights[made.id] = made
             self._advance(made)
-            return pb.ClaimResponse(standing=pb.STANDING_LEAD, flight=made.id, covered=count)
+            return pb.ClaimResponse(
+                standing=pb.STANDING_LEAD,
+                flight=made.id,
+                covered=count,
+                progress=pb.FlightProgress(),
+            )
         first = flight.keys.index(keys[0])
         if first < flight.frontier:
             return pb.ClaimResponse(standing=pb.STANDING_STORED)
@@ -103,7 +121,36 @@ class FakeFlights:
             ahead=first + covered - flight.frontier,
             landed=flight.frontier - flight.begin,
             age_ms=int((self._clock() - flight.began) * 1000),
+            progress=self._progress(flight, place),
         )
+
+    def progress(self, session: int, body: pb.ProgressRequest) -> pb.ProgressResponse:
+        """Answers Progress."""
+        _check_place(body.place, "progress.place")
+        flight = self.flights.get(body.flight)
+        if flight is None:
+            return pb.ProgressResponse()
+        computed = min(flight.begin + body.computed, flight.end)
+        if flight.leader == session and computed > flight.computed:
+            flight.computed = computed
+            self._went_on(flight)
+        return pb.ProgressResponse(progress=self._progress(flight, body.place))
+
+    def _progress(self, flight: _Flight, place: str) -> pb.FlightProgress:
+        now = self._clock()
+        return pb.FlightProgress(
+            begin=flight.begin,
+            landed=flight.frontier - flight.begin,
+            computed=flight.computed - flight.begin,
+            age_ms=int((now - flight.began) * 1000),
+            quiet_ms=int((now - flight.last) * 1000),
+            pause_ms=int(flight.pause * 1000),
+            beside=bool(place) and place == flight.place,
+        )
+
+    def _went_on(self, flight: _Flight) -> None:
+        now = self._clock()
+        flight.pause, flight.last = max(flight.pause, now - flight.last), now
 
     def wait(
         self,
@@ -114,6 +161,7 @@ class FakeFlights:
         seconds: float,
     ) -> Message | None:
         """Answers Await, or keeps ``reply`` for later (None), for so many seconds."""
+        _check_place(body.place, "await_flight.place")
         flight = self.flights.get(body.flight)
         if flight is None:
             return pb.AwaitResponse(arrival=pb.ARRIVAL_LANDED)
@@ -123,7 +171,9 @@ class FakeFlights:
         if flight.leader == session or not max(body.first, flight.frontier) < min(end, flight.end):
             return pb.AwaitResponse(arrival=pb.ARRIVAL_LANDED)
         until = self._clock() + seconds
-        flight.waits.append(_Wait(session, body.first, end, shards, reply, until, body.wait))
+        flight.waits.append(
+            _Wait(session, body.first, end, shards, reply, until, body.wait, body.place)
+        )
         return None
 
     @property
@@ -188,10 +238,13 @@ class FakeFlights:
                 self._end_at(flight, at)
 
     def _advance(self, flight: _Flight) -> None:
+        before = flight.frontier
         while flight.frontier < flight.end and self._stored(
             flight.keys[flight.frontier], flight.shards, flight.salt
         ):
             flight.frontier += 1
+        if flight.frontier > before:
+            self._went_on(flight)
         for wait in [wait for wait in flight.waits if wait.end <= flight.frontier]:
             flight.waits.remove(wait)
             wait.reply(pb.AwaitResponse(arrival=pb.ARRIVAL_LANDED))
@@ -231,8 +284,10 @@ class FakeFlights:
             self._end(flight, cause)
             return
         wait = flight.waits.pop(0)
-        flight.leader, flight.shards, flight.began = wait.session, wait.shards, self._clock()
-        flight.begin = flight.frontier = wait.first
+        flight.leader, flight.shards, flight.place = wait.session, wait.shards, wait.place
+        flight.began = flight.last = self._clock()
+        flight.pause = 0.0
+        flight.begin = flight.frontier = flight.computed = wait.first
         flight.end = wait.end
         wait.reply(pb.AwaitResponse(arrival=pb.ARRIVAL_LEAD))
         self._advance(flight)
@@ -242,6 +297,11 @@ class FakeFlights:
         for wait in flight.waits:
             landed = wait.first < flight.frontier
             wait.reply(pb.AwaitResponse(arrival=pb.ARRIVAL_LANDED) if landed else _ended(cause))
+
+
+def _check_place(place: str, field: str) -> None:
+    if len(place) > _PLACE:
+        raise errors.InvalidArgument("too long", field=field)
 
 
 def _ended(cause: pb.FlightCause.ValueType) -> pb.AwaitResponse:

@@ -168,7 +168,7 @@ class Model:
             shards = _shards(body.shards)
             keys = _split(body.keys, "claim.keys")
             self._batch(len(keys), "claim.keys")
-            return self.flights.claim(peer.id, keys, shards, body.salt), -1
+            return self.flights.claim(peer.id, keys, shards, body.salt, body.place), -1
         if isinstance(body, flights_pb2.AwaitRequest):
             shards = _shards(body.shards)
             return self.flights.wait(peer.id, body, shards, reply, seconds), -1
@@ -176,6 +176,8 @@ class Model:
             return self.flights.leave(peer.id, body), -1
         if isinstance(body, flights_pb2.LandRequest):
             return self.flights.land(peer.id, body), -1
+        if isinstance(body, flights_pb2.ProgressRequest):
+            return self.flights.progress(peer.id, body), -1
         if isinstance(body, families_pb2.DescribeFamilyRequest):
             _host_only(body.device, "describe_family.device")
         if isinstance(body, families_pb2.ListFamiliesRequest):

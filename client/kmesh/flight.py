@@ -45,6 +45,29 @@ class FlightCause(enum.IntEnum):
 
 
 @dataclass(frozen=True, slots=True)
+class Progress:
+    """How far a flight is.
+
+    Attributes:
+        begin: position in the flight of its present leader's first key.
+        landed: keys that this leader has landed, from there on.
+        computed: … that it has computed, as far as it has said so.
+        age_ms: since it began.
+        quiet_ms: since either number last rose, or it began.
+        pause_ms: the longest that both stood still until then.
+        beside: it computes on what the caller named as its own place.
+    """
+
+    begin: int = 0
+    landed: int = 0
+    computed: int = 0
+    age_ms: int = 0
+    quiet_ms: int = 0
+    pause_ms: int = 0
+    beside: bool = False
+
+
+@dataclass(frozen=True, slots=True)
 class Claim:
     """The answer to a claim of keys.
 
@@ -57,7 +80,8 @@ class Claim:
         ahead: keys that have yet to land until all of those have (COMPUTING).
         landed: keys that the present leader has landed (COMPUTING).
         age_ms: since it began (COMPUTING).
-        shards: as claimed.
+        shards, place: as claimed.
+        progress: of the flight (LEAD, COMPUTING); None: the daemon is too old to tell.
     """
 
     standing: Standing
@@ -68,6 +92,8 @@ class Claim:
     landed: int
     age_ms: int
     shards: tuple[Shard, ...]
+    place: str = ""
+    progress: Progress | None = None
 
 
 @dataclass(frozen=True, slots=True)

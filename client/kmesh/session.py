@@ -21,7 +21,7 @@ from kmesh import calls, errors, memory, packets
 from kmesh.calls import Procedure, Reservations, ReserveBatch, Welcome
 from kmesh.channel import Channel
 from kmesh.families import Families
-from kmesh.flight import Arrived, Claim, FlightCause
+from kmesh.flight import Arrived, Claim, FlightCause, Progress
 from kmesh.handles import COMMON, Handle, HandleKind, Preferences, SpanHandle
 from kmesh.hello import Role, hello
 from kmesh.index import IndexReader
@@ -271,6 +271,7 @@ class Session:
         timeout: float | None = None,
         salt: bytes = b"",
         device: str = "",
+        place: str = "",
     ) -> Claim:
         """Asks who computes the spans of these keys: the caller itself, if nobody does yet.
 
@@ -282,12 +283,14 @@ class Session:
                 the first are claimed.
             shards: in which this engine stores, at least one.
             salt, device: as for ``reserve``.
+            place: names what this engine computes on, such as a GPU's UUID: those are told who
+                would share it. At most 64 characters.
 
         Raises:
             ConfigError: an argument is malformed.
             Exhausted: the session leads too many flights.
         """
-        return self._run(calls.claim(self.welcome, keys, shards, salt, device), timeout)
+        return self._run(calls.claim(self.welcome, keys, shards, salt, device, place), timeout)
 
     def claim_async(
         self,
@@ -297,9 +300,10 @@ class Session:
         timeout: float | None = None,
         salt: bytes = b"",
         device: str = "",
+        place: str = "",
     ) -> Future[Claim]:
         """As ``claim``, without waiting. A flight that comes too late is given back by itself."""
-        return self._start(calls.claim(self.welcome, keys, shards, salt, device), timeout)
+        return self._start(calls.claim(self.welcome, keys, shards, salt, device, place), timeout)
 
     def await_flight_async(
         self, claim: Claim, timeout: float | None = None, *, wait: int = 0
@@ -329,6 +333,24 @@ class Session:
                 given up. ABORTED or PREEMPTED: the first that waits leads.
         """
         self._channel.forget(calls.land(flight, cause))
+
+    def progress_async(
+        self, flight: int, place: str = "", timeout: float | None = None
+    ) -> Future[Progress | None]:
+        """Asks, in the background, how far a flight is; None: there is none any more.
+
+        Args:
+            place: as for ``claim``.
+        """
+        return self._start(calls.progress(flight, place), timeout)
+
+    def computed(self, flight: int, keys: int) -> None:
+        """Says how far this session is with a flight that it leads, without waiting.
+
+        Args:
+            keys: of its own that it has computed, from the first on.
+        """
+        self._channel.forget(calls.progressed(flight, keys))
 
     def slab(self, slab_id: int, timeout: float | None = None) -> SlabMapping:
         """A slab, mapped at the first call; later calls cost a dictionary look-up.

@@ -46,6 +46,7 @@ _NAMES: dict[type[Message], tuple[str, str]] = {
     flights_pb2.AwaitRequest: ("await_flight", "await_flight"),
     flights_pb2.LeaveRequest: ("leave", "leave"),
     flights_pb2.LandRequest: ("land", "land"),
+    flights_pb2.ProgressRequest: ("progress", "progress"),
     families_pb2.DeclareFamilyRequest: ("declare_family", "declare_family"),
     families_pb2.JoinFamilyRequest: ("join_family", "join_family"),
     families_pb2.ForkMemberRequest: ("fork_member", "fork_member"),

@@ -46,6 +46,7 @@ _UNHURRIED = (
     spans_pb2.AbortResponse,
     flights_pb2.LeaveResponse,
     flights_pb2.LandResponse,
+    flights_pb2.ProgressResponse,
 )
 
 #: Number in Response of each answer.

@@ -35,6 +35,7 @@ NAMES: dict[type[Message], str] = {
     flights_pb2.AwaitRequest: "await_flight",
     flights_pb2.LeaveRequest: "leave",
     flights_pb2.LandRequest: "land",
+    flights_pb2.ProgressRequest: "progress",
     families_pb2.DeclareFamilyRequest: "declare_family",
     families_pb2.JoinFamilyRequest: "join_family",
     families_pb2.ForkMemberRequest: "fork_member",
@@ -123,16 +124,25 @@ def to_event(
             return events.ReportCorrupt(session, request, body.lease, tuple(body.entry))
         case flights_pb2.ClaimRequest():
             shards = _codes(body.shards, "claim.shards")
-            return events.Claim(session, request, body.keys, shards, body.salt, tier)
+            return events.Claim(session, request, body.keys, shards, body.salt, tier, body.place)
         case flights_pb2.AwaitRequest():
             shards = _codes(body.shards, "await_flight.shards")
             return events.Await(
-                session, request, body.flight, body.first, body.covered, shards, body.wait
+                session,
+                request,
+                body.flight,
+                body.first,
+                body.covered,
+                shards,
+                body.wait,
+                body.place,
             )
         case flights_pb2.LeaveRequest():
             return events.Leave(session, request, body.flight, wait=body.wait)
         case flights_pb2.LandRequest():
             return events.Land(session, request, body.flight, body.cause)
+        case flights_pb2.ProgressRequest():
+            return events.AskProgress(session, request, body.flight, body.computed, body.place)
     if isinstance(body, families_pb2.DeclareFamilyRequest | families_pb2.JoinFamilyRequest):
         given = tuple(_codes(body.shards, f"{NAMES[type(body)]}.shards"))
     else:
@@ -170,6 +180,10 @@ def _leased(result: effects.AcquireResult) -> spans_pb2.AcquireResponse:
     return answer
 
 
+def _progress(far: effects.Progress) -> flights_pb2.FlightProgress:
+    return flights_pb2.FlightProgress(**asdict(far))
+
+
 def to_message(result: effects.Result, name: str) -> Message:
     """The answer's body.
 
@@ -199,7 +213,7 @@ def to_message(result: effects.Result, name: str) -> Message:
         case effects.ReportCorruptResult():
             return spans_pb2.ReportCorruptResponse(accepted=result.accepted)
         case effects.ClaimResult():
-            return flights_pb2.ClaimResponse(
+            claimed = flights_pb2.ClaimResponse(
                 standing=flights_pb2.Standing.ValueType(result.standing),
                 flight=result.flight,
                 first=result.first,
@@ -208,6 +222,9 @@ def to_message(result: effects.Result, name: str) -> Message:
                 landed=result.landed,
                 age_ms=result.age_ms,
             )
+            if result.flight:
+                claimed.progress.CopyFrom(_progress(result.progress))
+            return claimed
         case effects.AwaitResult():
             return flights_pb2.AwaitResponse(
                 arrival=flights_pb2.Arrival.ValueType(result.arrival),
@@ -217,6 +234,9 @@ def to_message(result: effects.Result, name: str) -> Message:
             return flights_pb2.LeaveResponse(left=result.left)
         case effects.LandResult():
             return flights_pb2.LandResponse(ended=result.ended)
+        case effects.ProgressResult():
+            far = result.progress
+            return flights_pb2.ProgressResponse(progress=_progress(far) if far else None)
     answer = families.to_message(result, name)
     assert answer is not None
     return answer

@@ -73,6 +73,10 @@ def _check_flight(flights: Flights, flight: Flight, book: SessionBook) -> None:
         tokens, size = flight.tokens[at] * landed, flight.sizes[at] * landed
         sums.append((sums[-1][0] + tokens, sums[-1][1] + size))
     assert flight.shared[: flight.frontier + 1] == sums
+    pace = flight.pace
+    assert flight.begin <= pace.computed <= flight.promised
+    assert pace.began_ms <= pace.last_ms
+    assert pace.pause_ms <= pace.last_ms - pace.began_ms
     assert flight.state is not FlightState.GONE
     assert (flight.leader is not None) == (flight.state is FlightState.LED)
     if flight.leader is not None:

@@ -14,6 +14,8 @@ from kmesh_spand.core.events import Acquire, Claim, Reserve
 from kmesh_spand.core.tenants import SALT_BYTES
 
 _U32 = 0xFFFF_FFFF
+#: Characters of the name of what a flight is computed on.
+_PLACE = 64
 
 
 def invalid(field: str, message: str) -> Refused:
@@ -88,7 +90,14 @@ def check_claim(event: Claim, config: CoreConfig) -> Refused | None:
         return refused
     if len(event.salt) not in (0, SALT_BYTES):
         return invalid("salt", f"must be empty or {SALT_BYTES} bytes")
-    return check_flight_shards(event.shards, config)
+    return check_flight_shards(event.shards, config) or check_place(event.place)
+
+
+def check_place(place: str) -> Refused | None:
+    """Why the name of what a flight is computed on is refused."""
+    if len(place) > _PLACE:
+        return invalid("place", f"must have at most {_PLACE} characters")
+    return None
 
 
 def check_flight_shards(shards: Sequence[int], config: CoreConfig) -> Refused | None:

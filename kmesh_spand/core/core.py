@@ -115,6 +115,7 @@ class Core:
             ev.Await: self.flights.wait,
             ev.Leave: self.flights.leave,
             ev.Land: self.flights.land,
+            ev.AskProgress: self.flights.progress,
             ev.Declare: self.families.declare,
             ev.Join: self.families.join,
             ev.Fork: self.families.fork,
@@ -440,7 +441,7 @@ class Core:
                 landed=flight.frontier - flight.begin,
                 waiters=len(flight.waiters),
                 deaths=flight.deaths,
-                age_ms=max(0, now_ms - flight.began_ms),
+                age_ms=max(0, now_ms - flight.pace.began_ms),
                 key=flight.keys[flight.frontier],
             )
             for flight in itertools.islice(

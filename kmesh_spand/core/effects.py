@@ -73,6 +73,26 @@ class ReportCorruptResult:
 
 
 @dataclass(frozen=True, slots=True)
+class Progress:
+    """Fields as in ``kmesh.v1.FlightProgress``."""
+
+    begin: int = 0
+    landed: int = 0
+    computed: int = 0
+    age_ms: int = 0
+    quiet_ms: int = 0
+    pause_ms: int = 0
+    beside: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class ProgressResult:
+    """None: there is no such flight."""
+
+    progress: Progress | None
+
+
+@dataclass(frozen=True, slots=True)
 class ClaimResult:
     """Fields as in ``kmesh.v1.ClaimResponse``."""
 
@@ -83,6 +103,7 @@ class ClaimResult:
     ahead: int = 0
     landed: int = 0
     age_ms: int = 0
+    progress: Progress = Progress()
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,6 +165,7 @@ Result = (
     | AwaitResult
     | LeaveResult
     | LandResult
+    | ProgressResult
     | DeclareResult
     | JoinResult
     | DissolveResult

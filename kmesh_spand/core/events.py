@@ -113,7 +113,10 @@ class ReportCorrupt:
 
 @dataclass(frozen=True, slots=True)
 class Claim:
-    """``keys`` are 32 bytes each, in chain order; ``shards`` those in which the caller stores."""
+    """``keys`` are 32 bytes each, in chain order; ``shards`` those in which the caller stores.
+
+    ``place`` names what it computes on, or is empty.
+    """
 
     session: int
     request: int
@@ -121,13 +124,14 @@ class Claim:
     shards: Sequence[int]
     salt: bytes = b""
     tier: int = 0
+    place: str = ""
 
 
 @dataclass(frozen=True, slots=True)
 class Await:
     """For keys [first, first + covered) of a flight; answered when that has come to an end.
 
-    ``wait`` is the session's own number for it.
+    ``wait`` is the session's own number for it, ``place`` as in ``Claim``.
     """
 
     session: int
@@ -137,6 +141,7 @@ class Await:
     covered: int
     shards: Sequence[int]
     wait: int = 0
+    place: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,6 +168,17 @@ class Land:
     request: int
     flight: int
     cause: int
+
+
+@dataclass(frozen=True, slots=True)
+class AskProgress:
+    """How far a flight is; ``computed`` is its leader's word, ``place`` as in ``Claim``."""
+
+    session: int
+    request: int
+    flight: int
+    computed: int = 0
+    place: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -491,6 +507,7 @@ Request = (
     | Await
     | Leave
     | Land
+    | AskProgress
     | Declare
     | Join
     | Fork

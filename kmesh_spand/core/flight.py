@@ -9,6 +9,7 @@ from enum import IntEnum, StrEnum
 from typing import TypeAlias
 
 from kmesh_spand.core.codes import FlightCause
+from kmesh_spand.core.progress import Pace
 from kmesh_spand.core.sessions import Session
 
 #: Group of uids, salt and tier: whose keys a flight's are, as a ``Tenant``'s.
@@ -49,8 +50,8 @@ FLIGHT_TRANSITIONS: dict[tuple[int, Turn], FlightState] = {
 class Waiter:
     """An Await that is not answered: for keys [first, end) of its flight.
 
-    ``shards`` are the codes in which its session would store, if it came to lead; ``number`` is
-    the session's own for it.
+    ``shards`` are the codes in which its session would store, if it came to lead, and ``place``
+    what it would compute on; ``number`` is the session's own for it.
     """
 
     session: Session
@@ -60,6 +61,7 @@ class Waiter:
     end: int
     shards: tuple[int, ...]
     number: int = 0
+    place: str = ""
 
 
 @dataclass(slots=True, eq=False)
@@ -80,7 +82,8 @@ class Flight:
         left: for each key, the shards in which it is still to be stored.
         tokens, sizes: of each key as far as it was stored; bytes over all shards.
         shared: tokens and bytes of the keys [0, i) that have landed, for each i up to frontier.
-        began_ms: when the present leader began.
+        pace: of the present leader.
+        place: what it computes on, by its own word, or empty.
         cause: why its end was cut back, or what its leader said.
         deaths: leaders whose session ended.
         waiters: by (session, request), in order of arrival.
@@ -92,7 +95,8 @@ class Flight:
     at: dict[bytes, int]
     leader: Session | None
     shards: tuple[int, ...]
-    began_ms: int
+    pace: Pace
+    place: str = ""
     begin: int = 0
     end: int = 0
     promised: int = 0

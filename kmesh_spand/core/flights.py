@@ -1,4 +1,4 @@
-"""Claim, Await, Leave, Land: one session computes what several want, the others wait for it."""
+"""Claim, Await, Leave, Land, Progress: one session computes what several want, others wait."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import itertools
 from collections.abc import Iterable, Iterator, Sequence
 
 from kmesh_spand.core.batch import KEY_BYTES
-from kmesh_spand.core.checks import check_claim, check_flight_shards, invalid
+from kmesh_spand.core.checks import check_claim, check_flight_shards, check_place, invalid
 from kmesh_spand.core.codes import Arrival, Cause, Code, FlightCause, Standing
 from kmesh_spand.core.config import CoreConfig
 from kmesh_spand.core.deaths import Deaths
@@ -15,12 +15,15 @@ from kmesh_spand.core.effects import (
     ClaimResult,
     LandResult,
     LeaveResult,
+    Progress,
+    ProgressResult,
     Refused,
     Reply,
     Result,
 )
-from kmesh_spand.core.events import Await, Claim, Land, Leave
+from kmesh_spand.core.events import AskProgress, Await, Claim, Land, Leave
 from kmesh_spand.core.flight import Flight, FlightState, Turn, Waiter, Who
+from kmesh_spand.core.progress import Pace
 from kmesh_spand.core.sessions import Session
 from kmesh_spand.core.states import KEYED, State
 from kmesh_spand.core.store import SpanStore
@@ -87,7 +90,7 @@ class Flights:
         held = self.by_key.get(who, {})
         flight = held.get(keys[0])
         if flight is not None:
-            return self._standing(session, flight, keys)
+            return self._standing(session, flight, keys, event.place)
         count = next((i for i, key in enumerate(keys) if key in held), len(keys))
         if not self._may_lead(session, count):
             return Refused(Code.EXHAUSTED, "the session leads too many flights", "keys")
@@ -99,7 +102,8 @@ class Flights:
             {key: at[key] for key in mine},
             session,
             shards,
-            self._store.now_ms,
+            Pace(0, self._store.now_ms),
+            event.place,
         )
         flight.move(Turn.LEAD)
         self.by_id[flight.id] = session.flights[flight.id] = flight
@@ -107,7 +111,9 @@ class Flights:
         self._count("flight_leads")
         return ClaimResult(Standing.LEAD, flight.id, covered=count)
 
-    def _standing(self, session: Session, flight: Flight, keys: list[bytes]) -> ClaimResult:
+    def _standing(
+        self, session: Session, flight: Flight, keys: list[bytes], place: str
+    ) -> ClaimResult:
         first = flight.at[keys[0]]
         if first < flight.frontier:
             return ClaimResult(Standing.STORED)
@@ -125,12 +131,13 @@ class Flights:
             covered,
             ahead=first + covered - flight.frontier,
             landed=flight.frontier - flight.begin,
-            age_ms=self._store.now_ms - flight.began_ms,
+            age_ms=self._store.now_ms - flight.pace.began_ms,
+            progress=self._progress(flight, place),
         )
 
     def wait(self, session: Session, event: Await) -> Result | None:
         """Wait for a flight; None when the answer comes later."""
-        if refused := check_flight_shards(event.shards, self._config):
+        if refused := check_flight_shards(event.shards, self._config) or check_place(event.place):
             return refused
         flight = self.by_id.get(event.flight)
         if flight is None or flight.who[0] != session.group:
@@ -146,7 +153,9 @@ class Flights:
             limit = self._config.max_waits
             return Refused(Code.EXHAUSTED, f"a session waits for at most {limit}", "flight")
         shards = tuple(event.shards)
-        waiter = Waiter(session, event.request, flight, event.first, end, shards, event.wait)
+        waiter = Waiter(
+            session, event.request, flight, event.first, end, shards, event.wait, event.place
+        )
         session.waits[event.request] = waiter
         flight.join(waiter)
         self._count("flight_joins")
@@ -179,6 +188,32 @@ class Flights:
         else:
             self._finish(flight, FlightCause.NOT_STORED)
         return LandResult(True)
+
+    def progress(self, session: Session, event: AskProgress) -> Result:
+        """How far a flight is. Its leader says so, others ask."""
+        if refused := check_place(event.place):
+            return refused
+        flight = self.by_id.get(event.flight)
+        if flight is None or flight.who[0] != session.group:
+            return ProgressResult(None)
+        if flight.leader is session:
+            computed = min(flight.begin + event.computed, flight.end)
+            if computed > flight.pace.computed:
+                flight.pace.computed = computed
+                flight.pace.went_on(self._store.now_ms)
+        return ProgressResult(self._progress(flight, event.place))
+
+    def _progress(self, flight: Flight, place: str) -> Progress:
+        pace, now = flight.pace, self._store.now_ms
+        return Progress(
+            flight.begin,
+            flight.frontier - flight.begin,
+            pace.computed - flight.begin,
+            now - pace.began_ms,
+            now - pace.last_ms,
+            pace.pause_ms,
+            beside=bool(place) and place == flight.place,
+        )
 
     # What else ends a flight
 
@@ -286,7 +321,7 @@ class Flights:
             self._answer(waiter, AwaitResult(Arrival.LANDED))
             return False
         flight.move(Turn.PROMOTE)
-        flight.began_ms = self._store.now_ms
+        flight.pace, flight.place = Pace(flight.begin, self._store.now_ms), waiter.place
         flight.leader = session = waiter.session
         session.flights[flight.id] = flight
         self._count("flight_promotions")
@@ -330,7 +365,10 @@ class Flights:
                 self._answer(waiter, AwaitResult(Arrival.ENDED, cause))
 
     def _advance(self, flight: Flight) -> None:
+        before = flight.frontier
         self._told(flight, flight.advance())
+        if flight.frontier > before:
+            flight.pace.went_on(self._store.now_ms)
         if flight.complete:
             self._end(flight, None if flight.end == flight.promised else flight.cause)
 

@@ -239,3 +239,54 @@ def test_claims_that_make_no_sense(connect: Connect) -> None:
     # Of more keys than a batch has, the first are claimed.
     many = leader.claim(os.urandom(32 * 1500), [SHARD])
     assert many.covered == leader.welcome.max_batch
+
+
+def test_progress_is_told_by_its_leader_and_asked_by_others(connect: Connect) -> None:
+    leader, second, third = connect(), connect(), connect()
+    keys = os.urandom(96)
+    mine = leader.claim(keys, [SHARD], place="gpu 0")
+    assert mine.progress is not None
+    assert (mine.place, mine.progress.computed) == ("gpu 0", 0)
+    found = second.claim(keys[32:], [SHARD], place="gpu 0")
+    assert found.progress is not None
+    assert found.progress.beside
+    waiting = second.await_flight_async(found, 30)
+    leader.computed(mine.flight, 2)
+    leader.ping()
+    far = second.progress_async(mine.flight, "gpu 1").result(30)
+    assert far is not None
+    assert (far.begin, far.landed, far.computed, far.beside) == (0, 0, 2, False)
+    assert far.quiet_ms + far.pause_ms <= far.age_ms + 1
+    # Only its leader's word counts.
+    second.computed(mine.flight, 3)
+    staging = leader.staging(1 << 16)
+    assert put_spans(leader, staging, reserve(keys[:32]), [bytes(1000)]) == [0]
+    far = third.progress_async(mine.flight, "gpu 0").result(30)
+    assert far is not None
+    assert (far.landed, far.computed, far.beside) == (1, 2, True)
+    # The next leader begins behind what has landed, on a device of its own.
+    leader.land(mine.flight, FlightCause.PREEMPTED)
+    assert waiting.result(30).arrival is Arrival.LEAD
+    far = third.progress_async(mine.flight).result(30)
+    assert far is not None
+    assert (far.begin, far.landed, far.computed, far.pause_ms) == (1, 0, 0, 0)
+    second.land(mine.flight, FlightCause.NOT_STORED)
+    second.ping()
+    assert third.progress_async(mine.flight).result(30) is None
+
+
+@pytest.mark.parametrize("asked", ["claim", "await_flight", "progress"])
+def test_a_place_has_a_longest(connect: Connect, asked: str) -> None:
+    leader, other = connect(), connect()
+    keys, place = os.urandom(32), "x" * 65
+    mine = leader.claim(keys, [SHARD])
+    found = other.claim(keys, [SHARD])
+    far = replace(found, place=place)
+    ask: Callable[[], object] = {
+        "claim": lambda: other.claim(keys, [SHARD], place=place),
+        "await_flight": lambda: other.await_flight_async(far, 30).result(30),
+        "progress": lambda: other.progress_async(mine.flight, place).result(30),
+    }[asked]
+    with pytest.raises(errors.InvalidArgument) as caught:
+        ask()
+    assert caught.value.field == f"{asked}.place"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,8 @@ def one(**more: Any) -> Round:
         **{
             "documents": 1.0,
             "crowd": 1.0,
+            "added": 0.1,
+            "added_alone": 0.02,
             "waiting": 0.1,
             "flights": (1, 3, 0, 768),
             **times,
@@ -56,7 +59,8 @@ class Made:
             shares.append(0 if self._forgets or document not in self._stored else TOKENS)
             self._stored.add(document)
         ends = [(0.1, 0.0), (0.2, 0.01), (0.9, 0.02 if all(shares) else 0.8)]
-        return run([1.0 + share / TOKENS for share in shares], shares, ends)
+        found = run([1.0 + share / TOKENS for share in shares], shares, ends)
+        return replace(found, added=0.01 * len(prompts))
 
 
 class Rest:
@@ -84,6 +88,7 @@ def test_a_round_is_a_herd_and_what_it_is_compared_with() -> None:
     found = asked.round(TOKENS)
     assert (found.documents, found.leader, found.worst) == (1.0, 1.0, 2.0)
     assert (found.alone, found.tails, found.restored, found.crowd) == (1.0, 2.0, 2.0, 2.0)
+    assert (found.added, found.added_alone) == (0.08, 0.01)
     assert found.waiting == pytest.approx(0.025)
     assert found.flights == (2,) * len(herd.FLIGHTS)
     # Who led computes alone and from its own cache; its neighbour restores.

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import itertools
 import logging
-import threading
 import time
 from collections.abc import Callable
 
@@ -22,13 +21,14 @@ from kmesh_vllm.counts import Counts
 from kmesh_vllm.part import Part, Role, give_back
 from kmesh_vllm.rates import Rates
 from kmesh_vllm.requests import RequestState
+from kmesh_vllm.resting import Rest
 from kmesh_vllm.storing import key_at
-from kmesh_vllm.waiting import Outlook, worth_waiting
+from kmesh_vllm.underway import UnderWay
+from kmesh_vllm.waiting import worth_waiting
+from kmesh_vllm.watching import THINK_SECONDS, outlook, thinks
 
 logger = logging.getLogger("kmesh_vllm")
 
-#: Between two thoughts about going on to wait, and in an empty step.
-_THINK_SECONDS, _REST_SECONDS = 0.05, 0.002
 #: As for leases: after a claim without an answer, none is made during so many waits.
 _PAUSE = 5
 #: Steps behind the end of a prompt after which all of it that is stored has been reserved: the
@@ -42,9 +42,12 @@ class Computing:
     Args:
         shards: in which it stores.
         sharing: vLLM's own prefix cache is on, so siblings find each other's blocks there.
+        place: names what this engine computes on, or is empty.
+        lockstep: other engines wait for each step of this one.
 
     Attributes:
         rates: of this engine.
+        place: as above.
     """
 
     def __init__(
@@ -54,9 +57,12 @@ class Computing:
         counts: Counts,
         *,
         sharing: bool,
+        place: str = "",
+        lockstep: bool = False,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.rates = Rates()
+        self.place = place
         self._settings = settings
         self._shards = shards
         self._counts = counts
@@ -64,7 +70,8 @@ class Computing:
         self._clock = clock
         self._by_key: dict[bytes, RequestState] = {}
         self._asking: set[RequestState] = set()
-        self._news = threading.Event()
+        self._rest = Rest(lockstep=lockstep)
+        self._under_way = UnderWay()
         self._paused_until = 0.0
         self._too_old: Session | None = None
         self._waits = itertools.count(1)
@@ -132,7 +139,12 @@ class Computing:
         version = session.index.version
         try:
             future = session.claim_async(
-                packed, self._shards, timeout=wait, salt=state.salt, device=device
+                packed,
+                self._shards,
+                timeout=wait,
+                salt=state.salt,
+                device=device,
+                place=self.place,
             )
         except KMeshError:
             return False
@@ -142,7 +154,8 @@ class Computing:
             Role.CLAIMING, session, keys, found, limit, version, now, now + wait, future
         )
         self._asking.add(state)
-        future.add_done_callback(self._tell)
+        self._rest.disturb()
+        future.add_done_callback(self._rest.tell)
         if self._sharing:
             for key in keys:
                 self._by_key.setdefault(key, state)
@@ -172,7 +185,8 @@ class Computing:
         if other is None or other is state or other.part is None:
             return False
         if other.part.role in (Role.CLAIMING, Role.WAITING):
-            return not other.part.future.done()
+            # If its answer is there, it takes that in when it is asked, in this step or the next.
+            return True
         # One that was not given blocks yet may have to wait for memory that this one holds.
         return other.began is not None
 
@@ -187,6 +201,7 @@ class Computing:
         claim = part.future.result()
         assert isinstance(claim, Claim)
         part.claim = claim
+        part.far, part.far_at = claim.progress, self._clock()
         if claim.standing is Standing.LEAD:
             self._counts.add("flight_leads")
             self._become(state, part, Role.LEADING)
@@ -200,8 +215,8 @@ class Computing:
             except KMeshError as failed:
                 self._failed(state, part, failed)
                 return False
-            part.future.add_done_callback(self._tell)
-            part.role, part.think = Role.WAITING, self._clock() + _THINK_SECONDS
+            part.future.add_done_callback(self._rest.tell)
+            part.role, part.think = Role.WAITING, self._clock() + THINK_SECONDS
             self._counts.add("flight_joins")
             return True
         else:
@@ -213,10 +228,7 @@ class Computing:
     def _waited(self, state: RequestState, part: Part, found: Callable[[], int]) -> bool:
         now = self._clock()
         if not part.future.done():
-            if now < part.think:
-                return True
-            part.think = now + _THINK_SECONDS
-            if self._worth(state, part, found()):
+            if not thinks(part, now, self._rest.tell) or self._worth(state, part, found()):
                 return True
             self._counts.add("flight_left")
             self._leave(state, part)
@@ -245,33 +257,16 @@ class Computing:
 
     def _worth(self, state: RequestState, part: Part, found: int) -> bool:
         """The rule, asked with what is known now."""
-        claim = part.claim
-        assert claim is not None
-        span, now = part.session.welcome.span_tokens, self._clock()
-        begin = part.found // span * span
-        end = min(begin + claim.covered * span, part.limit)
-        news = max(found - part.found, 0)
-        waited = now - part.since
-        if news and part.landing is None:
-            part.landing = now
-        return worth_waiting(
-            Outlook(
-                whole=state.whole,
-                missing=max(part.limit - found, 0),
-                covered=max(end - max(found, begin), 0),
-                ahead=max(claim.ahead * span - news, 0),
-                landed=claim.landed * span + news,
-                seen=news,
-                landing=now - part.landing if part.landing is not None else 0.0,
-                age=claim.age_ms / 1000 + waited,
-                waited=state.waited + waited,
-                left=self._settings.flight_wait_ms / 1000 - state.waited - waited,
-                queue=max(len(self._asking), 1),
-                prefill=self.rates.prefill,
-                restore=self.rates.restore,
-                patience=self._settings.flight_patience,
-            )
+        known = outlook(
+            state,
+            part,
+            found,
+            self._clock(),
+            queue=max(len(self._asking), 1),
+            rates=self.rates,
+            settings=self._settings,
         )
+        return worth_waiting(known)
 
     def _failed(self, state: RequestState, part: Part, error: BaseException) -> None:
         """A claim or a wait had no good answer: the request computes."""
@@ -301,8 +296,11 @@ class Computing:
         """A step computes tokens [computed, computed + scheduled) of a request."""
         prompt, part = len(state.tokens), state.part
         state.reached = computed + scheduled
+        self._rest.disturb()
         if state.began is None:
             state.began = self._clock(), computed
+        if part is not None and part.role is Role.LEADING and part.far is not None:
+            self._under_way.add(state, state.reached)
         if part is not None and state.reached >= prompt:
             # Siblings find its blocks from now on.
             self._unregister(state, part)
@@ -312,6 +310,23 @@ class Computing:
                     self._end(state, part, FlightCause.DONE)
         if computed > prompt and not state.measured:
             self._measure(state)
+
+    def planned(self) -> int:
+        """A step is planned; the number that workers are to say when it has run, or 0."""
+        return self._under_way.planned()
+
+    def ran(self, step: int) -> None:
+        """That step has run: those who wait are told how far what we lead is."""
+        for state, reached in self._under_way.ran(step):
+            part = state.part
+            if part is None or part.role is not Role.LEADING:
+                continue
+            assert part.claim is not None
+            span = part.session.welcome.span_tokens
+            keys = min(reached // span - part.found // span, part.claim.covered)
+            if keys > part.told:
+                part.told = keys
+                part.session.computed(part.claim.flight, keys)
 
     def preempted(self, state: RequestState) -> None:
         """A request lost its blocks, and begins again later."""
@@ -340,14 +355,10 @@ class Computing:
             self._end(state, state.part, FlightCause.ABORTED)
 
     def rest(self) -> None:
-        """Waits a moment for an answer, in a step in which nothing else is to be done.
-
-        An engine that has only requests that wait would step as fast as it can, on cores that the
-        leader needs.
-        """
+        """Waits a moment for an answer, in a step in which nothing else is to be done."""
         if self._asking:
-            self._news.wait(_REST_SECONDS)
-        self._news.clear()
+            self._rest.rest()
+        self._rest.renew()
 
     def _measure(self, state: RequestState) -> None:
         state.measured = True
@@ -392,6 +403,3 @@ class Computing:
             if self._by_key.get(key) is state:
                 del self._by_key[key]
         part.keys = ()
-
-    def _tell(self, _: object) -> None:
-        self._news.set()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import os
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -104,6 +105,7 @@ class KMeshConnector(KVConnectorBase_V1):  # type: ignore[misc]
             namespace=self._identity.namespace,
             client_name="kmesh_vllm",
         )
+        lockstep = vllm_config.parallel_config.data_parallel_size > 1
         if is_scheduler:
             self._scheduler = SchedulerHalf(
                 self._identity,
@@ -111,6 +113,8 @@ class KMeshConnector(KVConnectorBase_V1):  # type: ignore[misc]
                 self._client,
                 sharing=bool(vllm_config.cache_config.enable_prefix_caching),
                 recipes=_recipes(vllm_config.device_config.device_type),
+                place=_place(vllm_config.device_config.device_type),
+                lockstep=lockstep,
             )
             if settings.load and transfer.kv_load_failure_policy != "recompute":
                 logger.warning(
@@ -125,7 +129,7 @@ class KMeshConnector(KVConnectorBase_V1):  # type: ignore[misc]
                 self._client,
                 rank=compat.tensor_parallel_rank(),
                 step_tokens=vllm_config.scheduler_config.max_num_batched_tokens,
-                lockstep=vllm_config.parallel_config.data_parallel_size > 1,
+                lockstep=lockstep,
             )
 
     @property
@@ -281,6 +285,14 @@ class KMeshConnector(KVConnectorBase_V1):  # type: ignore[misc]
         if self._worker is None:
             raise RuntimeError("a call for a worker came to the scheduler")
         return self._worker
+
+
+def _place(device_type: str) -> str:
+    """Names the cores of an engine without a GPU: others may have some of their own."""
+    if device_type != "cpu":
+        return ""
+    cores = sorted(os.sched_getaffinity(0))
+    return f"cores {cores[0]}-{cores[-1]}, {len(cores)}"
 
 
 def _recipes(device_type: str) -> bool:

@@ -123,11 +123,13 @@ class StepPlan:
 
     Attributes:
         computes: whether the model runs in it.
+        number: what workers say when it has run; 0: nothing.
     """
 
     loads: list[LoadPlan] = field(default_factory=list)
     stores: list[StorePlan] = field(default_factory=list)
     computes: bool = False
+    number: int = 0
 
     def __bool__(self) -> bool:
         return bool(self.loads or self.stores)
@@ -145,6 +147,7 @@ class LoadReport:
         failed: positions (first token of the first bad block) of loads that failed, by request.
         reserved: positions (first tokens) of spans that were not stored since somebody else had
             them reserved, by request.
+        step: number of the last step that has run, 0 if it has none.
     """
 
     corrupt: dict[str, list[int]] = field(default_factory=dict)
@@ -152,9 +155,10 @@ class LoadReport:
     reserved: dict[str, set[int]] = field(default_factory=dict)
     devices: tuple[str, ...] | None = None
     recipes: tuple[str, ...] | None = None
+    step: int = 0
 
     def __bool__(self) -> bool:
-        told = self.corrupt or self.failed or self.reserved
+        told = self.corrupt or self.failed or self.reserved or self.step
         return bool(told or self.devices is not None or self.recipes is not None)
 
     def merge(self, other: LoadReport) -> None:
@@ -166,6 +170,7 @@ class LoadReport:
             self.failed[request] = min(position, self.failed.get(request, position))
         for request, starts in other.reserved.items():
             self.reserved.setdefault(request, set()).update(starts)
+        self.step = max(self.step, other.step)
         self.devices = _of_both(self.devices, other.devices)
         self.recipes = _of_both(self.recipes, other.recipes)
 

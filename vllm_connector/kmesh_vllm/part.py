@@ -7,7 +7,7 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass
 
-from kmesh.flight import Arrival, Arrived, Claim, FlightCause, Standing
+from kmesh.flight import Arrival, Arrived, Claim, FlightCause, Progress, Standing
 from kmesh.session import Session
 
 
@@ -40,6 +40,9 @@ class Part:
         deadline: when it waits no longer for the answer to its claim.
         future: of that answer, or of the flight's end.
         claim: the answer.
+        far: how far the flight is, by what the daemon said last, if it knows; far_at: when it did.
+        asked: of the question how far it is, while one is open.
+        told: keys that this engine said it had computed.
         wait: the number of its wait.
         think: when to think again about waiting on.
         landing: when it first saw that something had landed.
@@ -56,6 +59,10 @@ class Part:
     deadline: float
     future: Future[Claim] | Future[Arrived]
     claim: Claim | None = None
+    far: Progress | None = None
+    far_at: float = 0.0
+    asked: Future[Progress | None] | None = None
+    told: int = 0
     wait: int = 0
     think: float = 0.0
     landing: float | None = None

@@ -22,17 +22,20 @@ class Rates:
     def __init__(self) -> None:
         self.prefill = _PREFILL
         self.restore = _RESTORE
+        self._guesses = {"prefill", "restore"}
 
     def prefilled(self, tokens: int, seconds: float) -> None:
         """A prompt was computed."""
-        self.prefill = _mixed(self.prefill, tokens, seconds)
+        self.prefill = self._mixed("prefill", self.prefill, tokens, seconds)
 
     def restored(self, tokens: int, seconds: float) -> None:
         """A load has ended well."""
-        self.restore = _mixed(self.restore, tokens, seconds)
+        self.restore = self._mixed("restore", self.restore, tokens, seconds)
 
-
-def _mixed(rate: float, tokens: int, seconds: float) -> float:
-    if tokens < _MIN_TOKENS or seconds <= 0:
-        return rate
-    return (1 - _WEIGHT) * rate + _WEIGHT * tokens / seconds
+    def _mixed(self, name: str, rate: float, tokens: int, seconds: float) -> float:
+        if tokens < _MIN_TOKENS or seconds <= 0:
+            return rate
+        if name in self._guesses:
+            self._guesses.discard(name)
+            return tokens / seconds
+        return (1 - _WEIGHT) * rate + _WEIGHT * tokens / seconds

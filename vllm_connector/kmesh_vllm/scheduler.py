@@ -41,6 +41,8 @@ class SchedulerHalf:
         sharing: vLLM's own prefix cache is on, so siblings can share the blocks of one load.
         patience: seconds of one step in which questions wait for their leases.
         recipes: workers can restore spans out of recipes.
+        place: names what this engine computes on, if it is no GPU; workers name that.
+        lockstep: other engines wait for each step of this one.
     """
 
     def __init__(
@@ -52,6 +54,8 @@ class SchedulerHalf:
         sharing: bool = True,
         patience: float = PATIENCE,
         recipes: bool = False,
+        place: str = "",
+        lockstep: bool = False,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._identity = identity
@@ -69,7 +73,13 @@ class SchedulerHalf:
         self._patience = Patience(patience)
         self.counts = Counts()
         self.computing = Computing(
-            settings, identity.sharding.shards, self.counts, sharing=sharing, clock=clock
+            settings,
+            identity.sharding.shards,
+            self.counts,
+            sharing=sharing,
+            place=place,
+            lockstep=lockstep,
+            clock=clock,
         )
         self._matcher = Matcher(
             identity,
@@ -203,6 +213,7 @@ class SchedulerHalf:
                 state.blocks.extend(blocks)
             self._plan_store(step, state, computed + scheduled)
         step.stores.extend(self.segmenting.take())
+        step.number = self.computing.planned()
         return step
 
     def worked(self, report: LoadReport | None, finished: Iterable[str]) -> None:
@@ -210,8 +221,12 @@ class SchedulerHalf:
         if report is not None:
             if report.devices is not None:
                 self._matcher.tiers.hear(report.devices)
+                if report.devices and self._identity.sharding.tp == 1:
+                    self.computing.place = report.devices[0]
             if report.recipes is not None:
                 self._matcher.tiers.hear_recipes(report.recipes)
+            if report.step:
+                self.computing.ran(report.step)
             for request, entries in report.corrupt.items():
                 if state := self._loading.get(request):
                     state.corrupt.extend(e for e in entries if e not in state.corrupt)

@@ -70,6 +70,7 @@ class WorkerHalf:
         self._loader: Loader | None = None
         self._saver: Saver | None = None
         self._computed = False
+        self._step = 0
         self._lockstep = lockstep
         self._rest = 0.0
         self._bad_blocks: set[int] = set()
@@ -134,7 +135,7 @@ class WorkerHalf:
 
     def begin(self, step: StepPlan) -> None:
         """Before the forward pass: asks for reservations in the background."""
-        self._computed = step.computes
+        self._computed, self._step = step.computes, step.number
         self._rest = 0.0 if step.computes or self._lockstep else _REST
         if self._saver is not None:
             self._saver.begin(step.stores)
@@ -148,6 +149,8 @@ class WorkerHalf:
 
     def save(self, *, failed: bool) -> None:
         """After the forward pass: copies out what it made; nothing if it failed."""
+        if failed:
+            self._step = 0
         if self._saver is None:
             return
         if failed:
@@ -177,6 +180,7 @@ class WorkerHalf:
         """What the scheduler half has to know, since the last call."""
         if self._saver is not None and (reserved := self._saver.reserved()):
             self._report.merge(LoadReport(reserved=reserved))
+        self._report.step, self._step = self._step, 0
         recipes = self._mover.recipes if self._mover is not None else ()
         if recipes != self._recipes_told:
             self._report.recipes = self._recipes_told = recipes

@@ -46,6 +46,7 @@ class Request(_message.Message):
     AWAIT_FLIGHT_FIELD_NUMBER: _builtins.int
     LEAVE_FIELD_NUMBER: _builtins.int
     LAND_FIELD_NUMBER: _builtins.int
+    PROGRESS_FIELD_NUMBER: _builtins.int
     DECLARE_FAMILY_FIELD_NUMBER: _builtins.int
     JOIN_FAMILY_FIELD_NUMBER: _builtins.int
     FORK_MEMBER_FIELD_NUMBER: _builtins.int
@@ -89,6 +90,8 @@ class Request(_message.Message):
     @_builtins.property
     def land(self) -> _flights_pb2.LandRequest: ...
     @_builtins.property
+    def progress(self) -> _flights_pb2.ProgressRequest: ...
+    @_builtins.property
     def declare_family(self) -> _families_pb2.DeclareFamilyRequest: ...
     @_builtins.property
     def join_family(self) -> _families_pb2.JoinFamilyRequest: ...
@@ -121,6 +124,7 @@ class Request(_message.Message):
         await_flight: _flights_pb2.AwaitRequest | None = ...,
         leave: _flights_pb2.LeaveRequest | None = ...,
         land: _flights_pb2.LandRequest | None = ...,
+        progress: _flights_pb2.ProgressRequest | None = ...,
         declare_family: _families_pb2.DeclareFamilyRequest | None = ...,
         join_family: _families_pb2.JoinFamilyRequest | None = ...,
         fork_member: _families_pb2.ForkMemberRequest | None = ...,
@@ -128,11 +132,11 @@ class Request(_message.Message):
         describe_family: _families_pb2.DescribeFamilyRequest | None = ...,
         list_families: _families_pb2.ListFamiliesRequest | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["abort", b"abort", "acquire", b"acquire", "attach_index", b"attach_index", "attach_slab", b"attach_slab", "attach_staging", b"attach_staging", "await_flight", b"await_flight", "body", b"body", "claim", b"claim", "commit", b"commit", "declare_family", b"declare_family", "describe_family", b"describe_family", "dissolve_family", b"dissolve_family", "export_span", b"export_span", "fork_member", b"fork_member", "hello", b"hello", "join_family", b"join_family", "land", b"land", "leave", b"leave", "list_families", b"list_families", "ping", b"ping", "release", b"release", "report_corrupt", b"report_corrupt", "reserve", b"reserve"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["abort", b"abort", "acquire", b"acquire", "attach_index", b"attach_index", "attach_slab", b"attach_slab", "attach_staging", b"attach_staging", "await_flight", b"await_flight", "body", b"body", "claim", b"claim", "commit", b"commit", "declare_family", b"declare_family", "describe_family", b"describe_family", "dissolve_family", b"dissolve_family", "export_span", b"export_span", "fork_member", b"fork_member", "hello", b"hello", "join_family", b"join_family", "land", b"land", "leave", b"leave", "list_families", b"list_families", "ping", b"ping", "progress", b"progress", "release", b"release", "report_corrupt", b"report_corrupt", "reserve", b"reserve"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["abort", b"abort", "acquire", b"acquire", "attach_index", b"attach_index", "attach_slab", b"attach_slab", "attach_staging", b"attach_staging", "await_flight", b"await_flight", "body", b"body", "claim", b"claim", "commit", b"commit", "deadline_ms", b"deadline_ms", "declare_family", b"declare_family", "describe_family", b"describe_family", "dissolve_family", b"dissolve_family", "export_span", b"export_span", "fork_member", b"fork_member", "hello", b"hello", "id", b"id", "join_family", b"join_family", "land", b"land", "leave", b"leave", "list_families", b"list_families", "ping", b"ping", "release", b"release", "report_corrupt", b"report_corrupt", "reserve", b"reserve"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["abort", b"abort", "acquire", b"acquire", "attach_index", b"attach_index", "attach_slab", b"attach_slab", "attach_staging", b"attach_staging", "await_flight", b"await_flight", "body", b"body", "claim", b"claim", "commit", b"commit", "deadline_ms", b"deadline_ms", "declare_family", b"declare_family", "describe_family", b"describe_family", "dissolve_family", b"dissolve_family", "export_span", b"export_span", "fork_member", b"fork_member", "hello", b"hello", "id", b"id", "join_family", b"join_family", "land", b"land", "leave", b"leave", "list_families", b"list_families", "ping", b"ping", "progress", b"progress", "release", b"release", "report_corrupt", b"report_corrupt", "reserve", b"reserve"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_body: _TypeAlias = _typing.Literal["hello", "attach_index", "attach_slab", "attach_staging", "ping", "export_span", "acquire", "release", "reserve", "commit", "abort", "report_corrupt", "claim", "await_flight", "leave", "land", "declare_family", "join_family", "fork_member", "dissolve_family", "describe_family", "list_families"]  # noqa: Y015
+    _WhichOneofReturnType_body: _TypeAlias = _typing.Literal["hello", "attach_index", "attach_slab", "attach_staging", "ping", "export_span", "acquire", "release", "reserve", "commit", "abort", "report_corrupt", "claim", "await_flight", "leave", "land", "progress", "declare_family", "join_family", "fork_member", "dissolve_family", "describe_family", "list_families"]  # noqa: Y015
     _WhichOneofArgType_body: _TypeAlias = _typing.Literal["body", b"body"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_body) -> _WhichOneofReturnType_body | None: ...
 
@@ -167,6 +171,7 @@ class Response(_message.Message):
     AWAIT_FLIGHT_FIELD_NUMBER: _builtins.int
     LEAVE_FIELD_NUMBER: _builtins.int
     LAND_FIELD_NUMBER: _builtins.int
+    PROGRESS_FIELD_NUMBER: _builtins.int
     DECLARE_FAMILY_FIELD_NUMBER: _builtins.int
     JOIN_FAMILY_FIELD_NUMBER: _builtins.int
     FORK_MEMBER_FIELD_NUMBER: _builtins.int
@@ -215,6 +220,8 @@ class Response(_message.Message):
     @_builtins.property
     def land(self) -> _flights_pb2.LandResponse: ...
     @_builtins.property
+    def progress(self) -> _flights_pb2.ProgressResponse: ...
+    @_builtins.property
     def declare_family(self) -> _families_pb2.DeclareFamilyResponse: ...
     @_builtins.property
     def join_family(self) -> _families_pb2.JoinFamilyResponse: ...
@@ -249,6 +256,7 @@ class Response(_message.Message):
         await_flight: _flights_pb2.AwaitResponse | None = ...,
         leave: _flights_pb2.LeaveResponse | None = ...,
         land: _flights_pb2.LandResponse | None = ...,
+        progress: _flights_pb2.ProgressResponse | None = ...,
         declare_family: _families_pb2.DeclareFamilyResponse | None = ...,
         join_family: _families_pb2.JoinFamilyResponse | None = ...,
         fork_member: _families_pb2.ForkMemberResponse | None = ...,
@@ -256,11 +264,11 @@ class Response(_message.Message):
         describe_family: _families_pb2.DescribeFamilyResponse | None = ...,
         list_families: _families_pb2.ListFamiliesResponse | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["abort", b"abort", "acquire", b"acquire", "await_flight", b"await_flight", "body", b"body", "claim", b"claim", "commit", b"commit", "declare_family", b"declare_family", "describe_family", b"describe_family", "dissolve_family", b"dissolve_family", "fork_member", b"fork_member", "index", b"index", "join_family", b"join_family", "land", b"land", "leave", b"leave", "list_families", b"list_families", "pong", b"pong", "release", b"release", "report_corrupt", b"report_corrupt", "reserve", b"reserve", "slab", b"slab", "slabs_gone", b"slabs_gone", "span", b"span", "staging", b"staging", "status", b"status", "welcome", b"welcome"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["abort", b"abort", "acquire", b"acquire", "await_flight", b"await_flight", "body", b"body", "claim", b"claim", "commit", b"commit", "declare_family", b"declare_family", "describe_family", b"describe_family", "dissolve_family", b"dissolve_family", "fork_member", b"fork_member", "index", b"index", "join_family", b"join_family", "land", b"land", "leave", b"leave", "list_families", b"list_families", "pong", b"pong", "progress", b"progress", "release", b"release", "report_corrupt", b"report_corrupt", "reserve", b"reserve", "slab", b"slab", "slabs_gone", b"slabs_gone", "span", b"span", "staging", b"staging", "status", b"status", "welcome", b"welcome"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["abort", b"abort", "acquire", b"acquire", "await_flight", b"await_flight", "body", b"body", "claim", b"claim", "commit", b"commit", "declare_family", b"declare_family", "describe_family", b"describe_family", "dissolve_family", b"dissolve_family", "epoch", b"epoch", "fork_member", b"fork_member", "id", b"id", "index", b"index", "join_family", b"join_family", "land", b"land", "leave", b"leave", "list_families", b"list_families", "pong", b"pong", "release", b"release", "report_corrupt", b"report_corrupt", "reserve", b"reserve", "slab", b"slab", "slabs_gone", b"slabs_gone", "span", b"span", "staging", b"staging", "status", b"status", "welcome", b"welcome"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["abort", b"abort", "acquire", b"acquire", "await_flight", b"await_flight", "body", b"body", "claim", b"claim", "commit", b"commit", "declare_family", b"declare_family", "describe_family", b"describe_family", "dissolve_family", b"dissolve_family", "epoch", b"epoch", "fork_member", b"fork_member", "id", b"id", "index", b"index", "join_family", b"join_family", "land", b"land", "leave", b"leave", "list_families", b"list_families", "pong", b"pong", "progress", b"progress", "release", b"release", "report_corrupt", b"report_corrupt", "reserve", b"reserve", "slab", b"slab", "slabs_gone", b"slabs_gone", "span", b"span", "staging", b"staging", "status", b"status", "welcome", b"welcome"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_body: _TypeAlias = _typing.Literal["welcome", "index", "slab", "staging", "pong", "span", "slabs_gone", "acquire", "release", "reserve", "commit", "abort", "report_corrupt", "claim", "await_flight", "leave", "land", "declare_family", "join_family", "fork_member", "dissolve_family", "describe_family", "list_families"]  # noqa: Y015
+    _WhichOneofReturnType_body: _TypeAlias = _typing.Literal["welcome", "index", "slab", "staging", "pong", "span", "slabs_gone", "acquire", "release", "reserve", "commit", "abort", "report_corrupt", "claim", "await_flight", "leave", "land", "progress", "declare_family", "join_family", "fork_member", "dissolve_family", "describe_family", "list_families"]  # noqa: Y015
     _WhichOneofArgType_body: _TypeAlias = _typing.Literal["body", b"body"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_body) -> _WhichOneofReturnType_body | None: ...
 

@@ -184,7 +184,7 @@ def test_the_rule_is_asked_again_and_the_wait_given_up(engine: Make, daemon: Fak
     clock.now += 0.04
     assert ask(second, "r") == ASK
     clock.now += 1.0
-    assert ask(second, "r") == ALONE
+    until(lambda: ask(second, "r") == ALONE)
     assert second.scheduler.counts.take() == {"flight_joins": 1, "flight_left": 1}
     until(lambda: daemon.waits == 0)
     for _ in range(10):
@@ -260,6 +260,23 @@ def test_siblings_wait_inside_the_engine(engine: Make, daemon: FakeDaemon) -> No
     second.scheduler.allocated("r0", [1, 2, 3, 4, 5], 160)
     # Now they wait for its load, as always.
     assert ask(second, "r1", 256) == ASK
+
+
+def test_an_answer_that_was_not_taken_in_yet_lets_no_sibling_ask_too(
+    engine: Make, daemon: FakeDaemon
+) -> None:
+    first, second, _ = two(engine)
+    leads(first, "r", prompt(192))
+    for name in "st":
+        second.scheduler.add(name, prompt(192) + prompt(64, seed=ord(name)), DIGEST)
+    assert ask(second, "s", 256) == ASK
+    part = second.scheduler._states["s"].part
+    assert part is not None
+    until(part.future.done)
+    assert ask(second, "t", 256) == ASK
+    assert second.scheduler._states["t"].part is None
+    until(lambda: ask(second, "s", 256) == ASK and daemon.waits == 1)
+    assert second.scheduler.counts.take() == {"flight_joins": 1}
 
 
 def test_one_that_leaves_does_not_end_the_wait_of_another(engine: Make, daemon: FakeDaemon) -> None:
@@ -387,15 +404,25 @@ def test_an_engine_that_only_waits_rests_and_one_that_works_does_not(
     first, second, _ = two(engine)
     leads(first, "r", prompt(192))
     waits(second, daemon, "r", prompt(192))
-    news = second.scheduler.computing._news
+    news = second.scheduler.computing._rest._news
     slept: list[float] = []
     monkeypatch.setattr(news, "wait", lambda seconds: slept.append(seconds))
-    second.scheduler.plan([], [])
-    assert slept == [0.002]
+    for _ in range(4):
+        second.scheduler.plan([], [])
+    # Each rest is longer, up to a limit, since one that comes meanwhile has to wait for its end.
+    assert slept == [0.002, 0.004, 0.008, 0.008]
     second.scheduler.add("s", prompt(64, seed=7), DIGEST)
     second.scheduler.plan([("s", [0, 1], 0, 64)], [])
     second.scheduler.plan([], [("s", [], False, 64, 1)])
-    assert slept == [0.002]
+    assert len(slept) == 4
+    second.scheduler.plan([], [])
+    second.scheduler.plan([], [])
+    assert slept[4:] == [0.002, 0.004]
+    # Another one has come to wait: more may follow.
+    leads(first, "t", prompt(192, seed=5))
+    waits(second, daemon, "t", prompt(192, seed=5))
+    second.scheduler.plan([], [])
+    assert slept[6:] == [0.002]
     monkeypatch.undo()
     # An answer ends the rest: the first of these takes it in, the next would be the wait.
     first.scheduler.finished("r")

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 import pytest
 
 from kmesh_vllm.rates import Rates
-from kmesh_vllm.waiting import STORING, Outlook, remaining, worth_waiting
+from kmesh_vllm.waiting import STORING, Outlook, goes_on, own, remaining, worth_waiting
 
 #: A document of 8,000 tokens that takes two seconds alone, and a tenth of one to restore.
 FRESH = Outlook(
@@ -18,9 +18,13 @@ FRESH = Outlook(
     covered=8_000,
     ahead=8_000,
     landed=0,
+    computed=0,
     seen=0,
     landing=0.0,
     age=0.0,
+    quiet=0.0,
+    pause=0.0,
+    beside=False,
     waited=0.0,
     left=60.0,
     queue=1,
@@ -50,6 +54,17 @@ def short(seconds: float) -> Outlook:
     )  # fmt: skip
 
 
+def slow(**changes: float) -> Outlook:
+    """A half was computed in three times what the whole takes alone, by an engine on this one's
+    device.
+    """
+    known = {
+        "computed": 4_000, "landed": 4_000, "ahead": 4_000, "missing": 4_000, "covered": 4_000,
+        "age": 6.0, "waited": 6.0, "quiet": 0.1, "pause": 0.5, "beside": True,
+    }  # fmt: skip
+    return case(**(known | changes))
+
+
 @pytest.mark.parametrize(
     ("outlook", "waits"),
     [
@@ -64,7 +79,8 @@ def short(seconds: float) -> Outlook:
         (landing(0.2), True),
         (landing(0.7), False),
         # Nothing was heard of the leader for too long.
-        (case(age=5.0, waited=5.0), False),
+        (case(age=6.0, waited=6.0, quiet=6.0), True),
+        (case(age=6.2, waited=6.2, quiet=6.2), False),
         # A short document, whose leader has begun to store.
         (short(0.03), True),
         (short(0.15), False),
@@ -83,6 +99,29 @@ def short(seconds: float) -> Outlook:
         (case(waited=4.2), False),
         # Those who wait here would compute one after the other.
         (case(waited=4.0, queue=4), True),
+        # It is slow, and its device is not ours; or it is, and it is quiet; or slower than that.
+        (slow(beside=False), False),
+        (slow(), True),
+        (slow(quiet=2.0, age=6.5, waited=6.5), False),
+        (slow(age=40.0, waited=40.0), False),
+        # It has computed all that is missing, which lands.
+        (case(age=6.3, waited=6.3, computed=8_000, quiet=0.1, pause=2.0), True),
+        (case(age=6.3, waited=6.3, computed=8_000, quiet=4.3, pause=2.0), False),
+        # The same where computing is done sooner than the last steps are.
+        (
+            case(
+                age=6.3,
+                waited=6.3,
+                landed=6_000,
+                ahead=2_000,
+                missing=2_000,
+                covered=2_000,
+                computed=7_900,
+                quiet=0.1,
+                pause=0.5,
+            ),
+            True,
+        ),
     ],
 )
 def test_cases(outlook: Outlook, waits: bool) -> None:
@@ -91,12 +130,34 @@ def test_cases(outlook: Outlook, waits: bool) -> None:
 
 def test_silence_makes_a_leader_slow() -> None:
     assert remaining(case()) == 2.0
-    assert remaining(case(age=1.5)) == 0.75
-    assert remaining(case(age=6.0)) == 3.0
+    assert remaining(case(age=1.5)) == 0.5
+    assert remaining(case(age=6.0)) == 0.0
     half = {"landed": 4_000, "ahead": 4_000}
     assert remaining(case(age=1.0, **half)) == 1.0
     assert remaining(case(age=4.0, **half)) == 3.0
     assert remaining(case(age=40.0, **half)) == 27.0
+    # What is computed has to land yet, at the pace at which that is seen, or soon.
+    done = {"computed": 8_000, **half}
+    assert remaining(case(age=1.0, quiet=0.2, **done)) == pytest.approx(0.1)
+    assert remaining(case(age=1.0, quiet=0.2, seen=4_000, landing=0.6, **done)) == 0.6
+
+
+def test_a_leader_goes_on_until_it_is_quiet_for_several_of_its_pauses() -> None:
+    assert not goes_on(case())
+    assert goes_on(case(computed=1, pause=0.5, quiet=1.7))
+    assert goes_on(case(landed=1, pause=0.5, quiet=1.7))
+    assert not goes_on(case(computed=1, pause=0.5, quiet=1.8))
+
+
+def test_on_a_shared_device_everybody_is_as_slow_as_the_leader() -> None:
+    half = {"computed": 4_000, "landed": 4_000, "ahead": 4_000, "missing": 4_000}
+    # As the leader, in so far as a quarter of the whole at this engine's own rate is believed.
+    assert own(case(age=2.5, **half)) == 1.0
+    assert own(case(age=2.5, beside=True, **half)) == 4.0
+    # Nobody is believed to be slowed down any more than four times by others.
+    assert own(case(age=1e3, beside=True, **half)) == 8.0
+    # A leader that is faster makes nobody faster.
+    assert own(case(age=0.1, beside=True, **half)) == 2.0
 
 
 def test_rates_follow_what_is_measured() -> None:
@@ -145,6 +206,7 @@ class Runner:
             covered=missing,
             ahead=missing,
             landed=int(air.landed - air.found),
+            quiet=age,
             seen=0,
             landing=0.0,
             age=age,

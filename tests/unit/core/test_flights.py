@@ -39,7 +39,14 @@ def test_the_first_leads_and_the_others_wait_until_it_has_landed(world: World) -
     assert world.claim(leader, [A, B, C]) == fx.ClaimResult(Standing.LEAD, 1, covered=3)
     world.now += 70
     assert world.claim(other, [A, B, D]) == fx.ClaimResult(
-        Standing.COMPUTING, 1, 0, 2, ahead=2, landed=0, age_ms=70
+        Standing.COMPUTING,
+        1,
+        0,
+        2,
+        ahead=2,
+        landed=0,
+        age_ms=70,
+        progress=fx.Progress(age_ms=70, quiet_ms=70),
     )
     waiting = join(world, other, [A, B, D])
     world.store(leader, [A])
@@ -565,3 +572,63 @@ def test_who_waits_for_less_than_a_new_leader_brings_looks_again(world: World) -
     assert world.claim(third, [A]).standing == Standing.LEAD
     world.core.check()
     assert F not in world.core.flights.by_key[next(iter(world.core.flights.by_key))]
+
+
+def test_progress_is_what_the_leader_says_and_what_lands(world: World) -> None:
+    leader, other = world.connect(), world.connect()
+    world.claim(leader, [A, B, C], place="gpu 0")
+    world.now += 40
+    assert world.progress(leader, 1, computed=2) == fx.Progress(0, 0, 2, 40, 0, 40)
+    world.now += 10
+    assert world.progress(other, 1) == fx.Progress(0, 0, 2, 50, 10, 40)
+    # Nobody else's word counts, and none that takes something back.
+    assert world.progress(other, 1, computed=3) == fx.Progress(0, 0, 2, 50, 10, 40)
+    assert world.progress(leader, 1, computed=1) == fx.Progress(0, 0, 2, 50, 10, 40)
+    world.store(leader, [A])
+    assert world.progress(other, 1) == fx.Progress(0, 1, 2, 50, 0, 40)
+    world.now += 60
+    # More than it promised is all of it.
+    assert world.progress(leader, 1, computed=2**32 - 1) == fx.Progress(0, 1, 3, 110, 0, 60)
+    found = world.claim(other, [B, C], place="gpu 0")
+    assert found.progress == fx.Progress(0, 1, 3, 110, 0, 60, beside=True)
+    world.core.check()
+
+
+def test_progress_begins_anew_with_another_leader(world: World) -> None:
+    leader, other, third = world.connect(), world.connect(), world.connect()
+    world.claim(leader, [A, B, C], place="gpu 0")
+    world.store(leader, [A])
+    found = world.claim(other, [B, C], place="gpu 1")
+    assert world.wait(other, found, place="gpu 1") is None
+    world.now += 30
+    assert world.progress(leader, 1, computed=3) is not None
+    world.land(leader, 1, FlightCause.PREEMPTED)
+    world.core.check()
+    world.now += 5
+    assert world.progress(leader, 1, computed=3) == fx.Progress(1, 0, 0, 5, 5, 0)
+    assert world.progress(other, 1, computed=1) == fx.Progress(1, 0, 1, 5, 0, 5)
+    for place, beside in (("gpu 0", False), ("gpu 1", True), ("", False)):
+        far = world.progress(third, 1, place=place)
+        assert far is not None
+        assert far.beside is beside
+
+
+def test_progress_of_what_is_gone_or_another_groups_is_none() -> None:
+    world = World({0: 4, 1: 4, 2: 4}, tenancy=Tenancy(groups=(1000, 1001)))
+    ours, theirs = world.connect(uid=1000), world.connect(uid=1001)
+    flight = world.claim(ours, [A]).flight
+    assert world.progress(ours, flight) is not None
+    assert world.progress(theirs, flight, computed=1) is None
+    assert world.progress(ours, flight + 1) is None
+
+
+@pytest.mark.parametrize("asked", ["claim", "wait", "progress"])
+def test_a_place_has_a_longest(world: World, asked: str) -> None:
+    leader, place = world.connect(), "x" * 65
+    if asked == "claim":
+        found = world.ask(ev.Claim, leader, A, [SHARD], b"", 0, place)
+    elif asked == "wait":
+        found = world.ask(ev.Await, leader, 1, 0, 1, [SHARD], 0, place)
+    else:
+        found = world.ask(ev.AskProgress, leader, 1, 0, place)
+    assert refused(found) == (Code.INVALID_ARGUMENT, "place")

@@ -514,6 +514,16 @@ class CoreMachine(RuleBasedStateMachine):
                 session = flight.leader.id
                 self._store(data, session, names[wanted], shard, length, fail, salt)
 
+    @precondition(having("led"))
+    @rule(data=st.data(), computed=st.integers(0, 5), late=st.integers(0, 50))
+    def progress(self, data: st.DataObject, computed: int, late: int) -> None:
+        """Of a flight, by its leader or by another."""
+        world = self.world
+        world.now += late
+        flight = self.pick(data, world.led)
+        session = data.draw(st.sampled_from([world.led[flight], self.pick(data, world.open)]))
+        world.progress(session, flight, computed, data.draw(st.sampled_from(["", "gpu"])))
+
     @precondition(having("waits"))
     @rule(data=st.data(), one=seldom)
     def leave(self, data: st.DataObject, one: bool) -> None:
@@ -958,7 +968,7 @@ class FlightMachine(CoreMachine):
 class FamilyMachine(CoreMachine):
     """Walks that are about families: nobody waits for anybody, and little else is written."""
 
-    claim = join = leader_stores = leave = land = reserve_beyond_quota = None
+    claim = join = leader_stores = leave = land = progress = reserve_beyond_quota = None
     reserve = reserve_tail = commit = abort = None
 
 

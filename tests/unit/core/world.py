@@ -324,11 +324,16 @@ class World:
         return answer
 
     def claim(
-        self, session: int, keys: list[bytes], shards: list[int] | None = None, salt: bytes = b""
+        self,
+        session: int,
+        keys: list[bytes],
+        shards: list[int] | None = None,
+        salt: bytes = b"",
+        place: str = "",
     ) -> fx.ClaimResult:
         """Claim; two sessions never lead one key."""
         shards = shards or [SHARD]
-        answer = self.ask(ev.Claim, session, b"".join(keys), shards, salt)
+        answer = self.ask(ev.Claim, session, b"".join(keys), shards, salt, 0, place)
         assert isinstance(answer, fx.ClaimResult), answer
         if answer.standing == Standing.LEAD:
             assert answer.flight not in self.led
@@ -341,13 +346,38 @@ class World:
         return answer
 
     def wait(
-        self, session: int, claim: fx.ClaimResult, shards: list[int] | None = None
+        self,
+        session: int,
+        claim: fx.ClaimResult,
+        shards: list[int] | None = None,
+        place: str = "",
     ) -> fx.Result | None:
         """Await what a Claim found; None while it is not answered."""
         self.waits[session, self.request + 1] = claim.flight
+        shards = shards or [SHARD]
         return self.ask(
-            ev.Await, session, claim.flight, claim.first, claim.covered, shards or [SHARD]
+            ev.Await, session, claim.flight, claim.first, claim.covered, shards, 0, place
         )
+
+    def progress(
+        self, session: int, flight: int, computed: int = 0, place: str = ""
+    ) -> fx.Progress | None:
+        """Progress, asked or told; it never takes anything back while one session leads."""
+        before = self.core.flights.by_id.get(flight)
+        told = before.pace.computed if before is not None else 0
+        answer = self.ask(ev.AskProgress, session, flight, computed, place)
+        assert isinstance(answer, fx.ProgressResult), answer
+        far = answer.progress
+        if far is None:
+            assert before is None or before.who[0] != self.tenancy.group(self.uids[session])
+        else:
+            assert far.begin + far.computed == max(
+                told,
+                min(far.begin + computed, before.end) if self.led.get(flight) == session else 0,
+            )
+            assert far.quiet_ms <= far.age_ms
+            assert far.pause_ms <= far.age_ms
+        return far
 
     def leave(self, session: int, flight: int, only: int = 0) -> int:
         """Leave; all of the session's waits for that flight are answered."""
