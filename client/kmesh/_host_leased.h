@@ -144,6 +144,9 @@ static km_part leased_part(const leased_span *span, const leased_heads *own,
                            const leased_slab *slab, const leased_range *range, int64_t base) {
     int64_t start = (int64_t)span->start, end = range->end - start, begin = range->begin - start;
     if (end > span->tokens) end = span->tokens;
+    if (end < 0) end = 0;
+    // Of a span before or behind what is wanted nothing is.
+    if (begin > end) begin = end;
     return (km_part){.address = slab->address + span->offset,
                      .sums_address = slab->sums_address + span->offset / KM_TILE * 8,
                      .root = span->root,

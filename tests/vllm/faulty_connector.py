@@ -23,10 +23,10 @@ _prepare = loading.Loader._prepare
 _scatter = hostmover.scatter_packed
 
 
-def _held(self: Any, job: Any) -> None:
+def _held(self: Any, *arguments: Any) -> bool:
     while _there("held"):
         time.sleep(0.02)
-    _prepare(self, job)
+    return _prepare(self, *arguments)
 
 
 def _failing(*arguments: Any) -> bytes:

@@ -176,23 +176,26 @@ class GpuMover:
 
     def _restore_dense(self, launched: Launched, pieces: list[Piece]) -> None:
         """A launch for each memory."""
-        for memory in Memory:
-            loads, owner = [], {}
-            for number, piece in enumerate(pieces):
-                records = piece.part(memory is Memory.GPU)
-                if len(records):
-                    request = Request(piece.pages)
-                    owner[request] = number
-                    loads.append(Load(records, [request]))
-            if not loads:
-                continue
-            loads = merged(loads)
-            try:
-                pending = self._restorer.restore(loads, self._stream, memory=memory)
-            except Exception as wrong:
-                launched.error = wrong
-                break
-            launched.add(pending, memory, [[owner[r] for r in load.requests] for load in loads])
+        try:
+            for memory in Memory:
+                self._restore_from(memory, launched, pieces)
+        except Exception as wrong:
+            # What was started before is waited for.
+            launched.error = wrong
+
+    def _restore_from(self, memory: Memory, launched: Launched, pieces: list[Piece]) -> None:
+        loads, owner = [], {}
+        for number, piece in enumerate(pieces):
+            records = piece.part(memory is Memory.GPU)
+            if len(records):
+                request = Request(piece.pages)
+                owner[request] = number
+                loads.append(Load(records, [request]))
+        if not loads:
+            return
+        loads = merged(loads)
+        pending = self._restorer.restore(loads, self._stream, memory=memory)
+        launched.add(pending, memory, [[owner[r] for r in load.requests] for load in loads])
 
     def ready(self) -> bool:
         return self._compiled.is_set() and not self._failed

@@ -111,7 +111,7 @@ class Loader:
         report = LoadReport()
         if not self._jobs:
             return requests, bad_blocks, report
-        self._lending = [job for job in self._lending if job.lent and not job.lent.closed]
+        self._lending = [job for job in self._lending if job.lends]
         until = time.monotonic() + patience
         while not self._any_ended():
             left = until - time.monotonic()
@@ -126,7 +126,7 @@ class Loader:
                 continue
             del self._jobs[request]
             self._leave(job)
-            if job.lent is not None and not job.lent.closed:
+            if job.lends:
                 self._lending.append(job)
                 self._threads.submit(job.close)
             requests.add(request)
@@ -227,12 +227,25 @@ class Loader:
                 except _Lacking:
                     lacking.append(job)
             self._ready(written)
+        except Exception as wrong:
+            for job in jobs:
+                if job not in lacking:
+                    self._failed(job, wrong)
         finally:
             for job in jobs:
                 if job not in lacking:
                     self._leave(job)
-            if lacking:
-                self._waiters.submit(self._run, lacking, waits=True)
+            # Each by itself: what one lacks is not the others' to wait for.
+            for job in lacking:
+                self._wait(job)
+
+    def _wait(self, job: LoadJob) -> None:
+        """Has a thread make a job ready that may wait for what is lacking."""
+        try:
+            self._waiters.submit(self._run, (job,), waits=True)
+        except RuntimeError as wrong:
+            self._failed(job, wrong)
+            self._leave(job)
 
     def _leave(self, job: LoadJob) -> None:
         """One reads a job's memory no longer."""

@@ -87,11 +87,19 @@ class LoadJob:
     slabs: list[Slab] = field(default_factory=list)
     lent: Lent | None = None
 
+    @property
+    def lends(self) -> bool:
+        """Whether it still has memory that was decoded for it."""
+        lent = self.lent
+        return lent is not None and not lent.closed
+
     def close(self) -> None:
         """Nothing reads its memory any more. May be called again, in any thread."""
         self.slabs = []
-        if self.lent is not None:
-            self.lent.close()
+        # A thread that writes the job again takes it away meanwhile.
+        lent = self.lent
+        if lent is not None:
+            lent.close()
 
 
 class Clerk:
@@ -244,6 +252,8 @@ class Clerk:
         ids = plan.block_ids()
         bad: set[int] = set()
         for begin, end in job.bad:
+            if begin >= end:
+                continue
             first = (max(begin, plan.begin) - plan.begin) // block
             last = -(-(min(end, plan.end) - plan.begin) // block)
             bad.update(ids[first:last].tolist())

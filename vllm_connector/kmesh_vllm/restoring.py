@@ -21,10 +21,12 @@ def load_plan(state: RequestState, restore: Restore, lease: Lease, blocks: list[
     """The leased spans that hold tokens of [restore.begin, restore.end), and where they go."""
     span = restore.session.welcome.span_tokens
     keys = min(lease.hits, -(-restore.end // span) - restore.first)
-    at = restore.first, keys
+    # The engine's own cache may have grown since the lease was asked for.
+    skipped = max(restore.begin // span - restore.first, 0)
+    at = restore.first, skipped, keys
     packed = restore.held.packed.get(at)
     if packed is None:
-        packed = restore.held.packed[at] = _packed(lease, keys, restore.first, span)
+        packed = restore.held.packed[at] = _packed(lease, skipped, keys, restore.first, span)
     spans, mirrors, bases = packed
     return LoadPlan(
         request=state.request_id,
@@ -40,25 +42,29 @@ def load_plan(state: RequestState, restore: Restore, lease: Lease, blocks: list[
     )
 
 
-def _packed(lease: Lease, keys: int, first: int, span: int) -> tuple[bytes, bytes, bytes]:
-    """Spans, mirrors and bases of a plan for the first keys of a lease."""
+def _packed(
+    lease: Lease, skipped: int, keys: int, first: int, span: int
+) -> tuple[bytes, bytes, bytes]:
+    """Spans, mirrors and bases of a plan for the first keys of a lease, of which some are skipped."""
     shards = len(lease.shards)
-    count = keys * shards
+    begin, end = skipped * shards, keys * shards
     spans = _host.leased_spans(
-        lease.slab, lease.offset, lease.length, lease.root, lease.tokens, count, shards, first, span
+        lease.slab, lease.offset, lease.length, lease.root, lease.tokens, end, shards, first, span
     )
-    return spans, _mirrors(lease, count), _bases(lease)
+    if begin:
+        spans = spans[len(spans) // end * begin :]
+    return spans, _mirrors(lease, begin, end), _bases(lease)
 
 
-def _mirrors(lease: Lease, count: int) -> bytes:
-    """Which of the first entries of a lease are recipes."""
+def _mirrors(lease: Lease, begin: int, end: int) -> bytes:
+    """Which of those entries of a lease are recipes, counted from the first of them."""
     if not lease.bases:
         return b""
-    lengths = np.asarray(lease.dense_length[:count], np.uint64)
+    lengths = np.asarray(lease.dense_length[begin:end], np.uint64)
     numbers = np.flatnonzero(lengths)
     mirrors = np.zeros(len(numbers), MIRROR_RECORD)
     mirrors["record"], mirrors["dense_length"] = numbers, lengths[numbers]
-    mirrors["dense_root"] = np.asarray(lease.dense_root[:count], np.uint64)[numbers]
+    mirrors["dense_root"] = np.asarray(lease.dense_root[begin:end], np.uint64)[numbers]
     return mirrors.tobytes()
 
 

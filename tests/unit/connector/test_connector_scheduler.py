@@ -306,6 +306,27 @@ def test_a_local_cache_that_shrinks_is_looked_up_again(engine: Make, daemon: Fak
     assert other.wrong(7, blocks, 0, 160) == []
 
 
+@pytest.mark.parametrize("local", [32, 64, 96, 128, 160])
+def test_a_local_cache_that_grows_takes_the_rest_of_the_lease(
+    engine: Make, daemon: FakeDaemon, local: int
+) -> None:
+    """While a request waits for its lease, another one of its engine may compute its prefix."""
+    stored_by(engine("a"), daemon, prompt(328))
+    other = engine("b")
+    other.scheduler.add("r", prompt(328), DIGEST)
+    assert other.match("r", 0, 328) == 320
+    assert other.match("r", local, 328) == 320 - local
+    blocks = list(range(1, 22))
+    done = other.load("r", blocks, 320 - local)
+    assert not done.bad_blocks
+    assert not done.report.failed
+    assert other.wrong(7, blocks, local, 320) == []
+    assert other.scheduler.counts.take()["restored_tokens"] == 320 - local
+    # Nothing of it is taken for bad: a sibling gets all.
+    other.scheduler.add("s", prompt(328), DIGEST)
+    assert other.match("s", 0, 328) == 320
+
+
 def test_namespaces_do_not_mix(engine: Make, daemon: FakeDaemon) -> None:
     stored_by(engine("a"), daemon, prompt(192))
     other = engine("b")
