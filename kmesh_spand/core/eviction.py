@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from itertools import chain
 
 from kmesh.layout import tiles
 from kmesh_spand.core.codes import Reason
-from kmesh_spand.core.states import EVICTABLE
 from kmesh_spand.core.store import SpanStore
 from kmesh_spand.core.tenants import Tenant
-
-#: Most victims that are looked at for one allocation.
-MAX_TRIES = 256
+from kmesh_spand.core.victims import MAX_TRIES, Victims
 
 
 class Evictor:
@@ -25,49 +22,7 @@ class Evictor:
     def __init__(self, store: SpanStore, patience_ms: int) -> None:
         self._store = store
         self._patience_ms = patience_ms
-        self._cursor = 1
-
-    def victims(self, tenant: Tenant) -> Iterator[int]:
-        """Rows of a tenant that may be evicted, in its policy's order; at most ``MAX_TRIES``.
-
-        A policy that raises, names what may not go, or names nothing although something may
-        go, is counted and replaced by a plain walk over the table.
-        """
-        store = self._store
-        if not tenant.evictable:
-            return
-        given, fault = 0, False
-        try:
-            for tried, row in enumerate(tenant.order.victims()):
-                if tried == MAX_TRIES:
-                    break
-                if self._may_evict(row, tenant):
-                    given += 1
-                    if not fault:
-                        store.policy_faults = (0, 0)
-                    yield row
-                else:
-                    fault = True
-        except Exception:
-            fault = True
-        if fault or not given:
-            store.policy_failed()
-            yield from self._walk(tenant)
-
-    def _may_evict(self, row: int, tenant: Tenant) -> bool:
-        return self._store.may_evict(row) and self._store.tenant_of(row) is tenant
-
-    def _walk(self, tenant: Tenant) -> Iterator[int]:
-        store, states = self._store, self._store.table.state
-        given, end = 0, store.table.rows + 1
-        for begin, stop in ((self._cursor, end), (1, min(self._cursor, end))):
-            for row in range(begin, stop):
-                if states[row] in EVICTABLE and self._may_evict(row, tenant):
-                    self._cursor = row + 1
-                    given += 1
-                    yield row
-                    if given == MAX_TRIES:
-                        return
+        self._victims = Victims(store)
 
     def place(self, count: int, tenant: Tenant) -> tuple[int, int, int] | Reason:
         """A free row that owns ``count`` tiles: (row, slab, first tile), or why there is none.
@@ -127,14 +82,18 @@ class Evictor:
         if self._empty_sealed(tenant):
             return Reason.NOT_READY
         window = self.plan(count, tenant)
-        if window is None and self._empty_sealed(tenant, all_victims=True):
+        if window is not None:
+            return window
+        end = self._victims.end
+        if self._empty_sealed(tenant, beyond=count):
             return Reason.NOT_READY
-        if window is None:
-            store.place_failed(tenant)
-            return Reason.POOL_FULL
-        return window
+        # What is sealed may go once the memory has come that is awaited.
+        if not self._sealed(tenant) or not self._heir_waits(tenant):
+            self._victims.in_vain(tenant, count, min(end, self._victims.end))
+        store.place_failed(tenant)
+        return Reason.POOL_FULL
 
-    def _empty_sealed(self, tenant: Tenant, *, all_victims: bool = False) -> bool:
+    def _empty_sealed(self, tenant: Tenant, *, beyond: int = 0) -> bool:
         """Gives up the sealed slab in which the tenant's next victim lies, with all that is there.
 
         What goes from such a slab makes no room, so that all of it goes or nothing does. False if
@@ -142,24 +101,27 @@ class Evictor:
         followed the last one has no memory yet.
 
         Args:
-            all_victims: those are passed over that do not lie in one.
+            beyond: as of ``Victims.of``; and those are passed over that do not lie in one.
         """
-        store = self._store
-        sealed = store.sealed & tenant.slabs
-        if not sealed or self._heir_waits(tenant):
+        store, held = self._store, set[int]()
+        if not self._sealed(tenant) or self._heir_waits(tenant):
             return False
-        for _ in range(len(sealed)):
-            number, goners, held = self._sealed_victim(tenant, all_victims)
-            for other in held:
-                # Else they would hide those that may go.
-                store.defer([row for row in self._rows_of(other) if store.may_evict(row)])
-            if goners:
+        # Rows of a slab that must stay hide no others.
+        for row in self._victims.of(tenant, beyond=beyond, passing=held):
+            number = store.table.slab[row]
+            if number not in store.sealed:
+                if beyond:
+                    continue
+                return False
+            if goners := self._all_of(number):
                 self._evict(goners)
                 store.give_up(number)
                 return True
-            if not held:
-                return False
+            held.add(number)
         return False
+
+    def _sealed(self, tenant: Tenant) -> set[int]:
+        return self._store.sealed & tenant.slabs
 
     def _evict(self, rows: list[int]) -> None:
         store = self._store
@@ -167,21 +129,6 @@ class Evictor:
             # A base may have gone with its last mirror.
             if store.may_evict(row):
                 store.evict(row)
-
-    def _sealed_victim(self, tenant: Tenant, all_victims: bool) -> tuple[int, list[int], set[int]]:
-        """The slab that may be given up and all its spans, if any; slabs before it that may not."""
-        store, held = self._store, set[int]()
-        for row in self.victims(tenant):
-            number = store.table.slab[row]
-            if number in held:
-                continue
-            if number in store.sealed:
-                if rows := self._all_of(number):
-                    return number, rows, held
-                held.add(number)
-            elif not all_victims:
-                break
-        return 0, [], held
 
     def _heir_waits(self, tenant: Tenant) -> bool:
         """Whether a slab has no page at all: who maps the one before it keeps its memory."""
@@ -215,7 +162,7 @@ class Evictor:
         if self._store.grace:
             return None
         goners, gone = list(window), set(window)
-        for row in self.victims(tenant):
+        for row in self._victims.of(tenant):
             if row not in gone:
                 goners.append(row)
                 gone.add(row)
@@ -318,7 +265,7 @@ class Evictor:
             return True
         if self._store.grace:
             return False
-        row = next(self.victims(tenant), 0)
+        row = next(self._victims.of(tenant), 0)
         if row:
             self._store.evict(row)
         return bool(row)
@@ -328,19 +275,14 @@ class Evictor:
 
         Starts from each victim in turn and takes its neighbours along, free ones first, then
         the less recently used one, until the window is wide enough or both sides are held. Where
-        that is not enough, spans go with the mirrors that refer to them. Victims beside which
-        there is no room go to the end of the order where there are more of them than are looked
-        at: else they would hide the others from every request that follows.
+        that is not enough, spans go with the mirrors that refer to them. Victims are looked at from
+        where the last request for as much that found no room left off.
         """
         store = self._store
-        vain: list[int] = []
-        for row in self.victims(tenant):
+        for row in self._victims.of(tenant, beyond=count, passing=store.sealed):
             window = self._window(row, count, store.may_evict)
             if window is not None:
                 return window
-            vain.append(row)
-        if len(vain) >= MAX_TRIES:
-            store.defer(vain)
         of_base, removable = store.mirrors.of_base, store.mirrors.removable
         for row in self._bases(tenant):
             window = self._window(row, count, lambda n: store.may_evict(n) or removable(n))

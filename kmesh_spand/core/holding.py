@@ -153,11 +153,6 @@ class Holding(Grounds):
         except Exception:
             self.policy_failed()
 
-    def defer(self, rows: Sequence[int]) -> None:
-        """Rows of a tenant that may be evicted go to the end of its order."""
-        self._disallow(rows)
-        self._allow(rows)
-
     def _enter(self, row: int) -> None:
         try:
             self.tenant_of(row).order.enter(row, self.table.name_of(row))

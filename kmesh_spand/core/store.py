@@ -326,9 +326,10 @@ class SpanStore(Holding):
         """Drop a span that ``may_evict``, to make room."""
         self.counters["evicted"] += 1
         self.counters["evicted_bytes"] += self.table.length[row]
-        mine = self.tenant_of(row).counters
-        mine["evicted"] += 1
-        mine["evicted_bytes"] += self.table.length[row]
+        tenant = self.tenant_of(row)
+        tenant.passed.clear()
+        tenant.counters["evicted"] += 1
+        tenant.counters["evicted_bytes"] += self.table.length[row]
         self._evicted(row)
         self.move(row, Trigger.EVICT)
 

@@ -137,6 +137,8 @@ class Tenant:
         tier: 0 is host memory, the others are GPUs.
         quota: tiles, 0 for no limit. order: of eviction.
         tiles: of all its ranges. evictable: rows in ``order``.
+        passed: by tiles, how many rows the next look for that much room passes over, as they made
+            none the last time.
         decodes: somebody has asked for recipes there; in host memory that makes no difference.
         spans, stored_bytes: of spans with a catalog record; spaces: the same by namespace number.
     """
@@ -150,6 +152,7 @@ class Tenant:
     slabs: set[int] = field(default_factory=set)
     tiles: int = 0
     evictable: int = 0
+    passed: dict[int, int] = field(default_factory=dict)
     decodes: bool = False
     spans: int = 0
     stored_bytes: int = 0

@@ -7,7 +7,7 @@ from world import SHARD, World, heir_of, key
 
 from kmesh.layout import TILE_BYTES
 from kmesh_spand.core import events as ev
-from kmesh_spand.core import eviction
+from kmesh_spand.core import victims
 from kmesh_spand.core.codes import Reason
 from kmesh_spand.core.tenants import Tenancy
 
@@ -196,7 +196,7 @@ def test_the_daemon_that_sealed_a_slab_has_it_back() -> None:
 
 def test_a_lease_in_one_slab_hides_no_other_victim(monkeypatch: pytest.MonkeyPatch) -> None:
     """However many spans lie beside what is leased: only so many victims are looked at."""
-    monkeypatch.setattr(eviction, "MAX_TRIES", 8)
+    monkeypatch.setattr(victims, "MAX_TRIES", 8)
     tiles = 8 + 4
     world = World({0: tiles, 1: 2, 2: 2}, hardened=True, patience_ms=1, max_spans=2 * tiles)
     world.store(world.connect(), [key(n) for n in range(tiles + 4)])
@@ -234,6 +234,51 @@ def test_slabs_are_not_given_up_one_after_another_while_no_memory_comes() -> Non
     assert len(places(world, 12)) == 8
     world.send(ev.Populated(heir_of(slab), TILES * TILE_BYTES))
     assert reserve(world) == Reason.OK
+
+
+def test_no_hot_slab_is_given_up_for_a_colder_one_while_memory_is_awaited(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(victims, "MAX_TRIES", 2)
+    world = world_of(12, slabs=3)
+    world.send(ev.GraceEnded())
+    assert reserve(world) == Reason.NOT_READY
+    (first,) = world.given_up
+    cold, warm = sorted({row.slab for row in world.core.spans(now_ms=world.now)})
+    hot = world.connect()
+    for row in world.core.spans(now_ms=world.now):
+        if row.slab == warm:
+            world.release(hot, [world.acquire(hot, [row.key]).lease])
+    world.replace(first, populated=False)
+    for _ in range(3):
+        world.now += 10
+        assert reserve(world) in (Reason.NOT_READY, Reason.POOL_FULL)
+    world.send(ev.Populated(heir_of(first), TILES * TILE_BYTES))
+    world.store(hot, [key(("new", n)) for n in range(TILES)])
+    assert reserve(world) == Reason.NOT_READY
+    assert set(world.given_up) == {cold}
+
+
+def test_a_slab_among_what_was_looked_at_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its spans lie between others beside which there is no room."""
+    monkeypatch.setattr(victims, "MAX_TRIES", 2)
+    world = World({0: 8, 1: 8}, hardened=True, patience_ms=1)
+    world.store(world.connect(), [key(n) for n in range(9)])
+    world.restart()
+    world.settle()
+    world.send(ev.GraceEnded())
+    rows = {row.key: row for row in world.core.spans(now_ms=world.now)}
+    alone = rows[key(8)].slab
+    world.send(ev.Evict([rows[key(n)].slot for n in range(8)]))
+    world.replace(1 - alone)
+    session = world.connect()
+    world.store(session, [key(n) for n in range(20, 28)])
+    for n in range(20, 28, 2):
+        world.acquire(session, [key(n)])
+    for n in (21, 8, 23, 25, 27):
+        world.release(session, [world.acquire(session, [key(n)]).lease])
+    assert reserve(world, length=2 * TILE_BYTES) == Reason.NOT_READY
+    assert set(world.given_up) == {alone}
 
 
 def test_a_spare_is_not_taken_for_the_memory_of_a_daemon_that_was_broken_off() -> None:

@@ -11,11 +11,12 @@ from world import NAMESPACE, SHARD, World, key
 from kmesh.layout import TILE_BYTES
 from kmesh_spand.core import effects as fx
 from kmesh_spand.core import events as ev
-from kmesh_spand.core import eviction
+from kmesh_spand.core import victims
 from kmesh_spand.core.codes import Code, Reason
 from kmesh_spand.core.policy import LRU, Policy
 from kmesh_spand.core.record import decode
 from kmesh_spand.core.s3fifo import S3FIFO
+from kmesh_spand.core.tenants import Tenancy
 
 # Reserve
 
@@ -202,7 +203,7 @@ def test_victims_without_room_beside_them_hide_no_others_for_long(
     monkeypatch: pytest.MonkeyPatch, policy: type[Policy]
 ) -> None:
     """However many there are: each request looks at some, and the next one at others."""
-    monkeypatch.setattr(eviction, "MAX_TRIES", 4)
+    monkeypatch.setattr(victims, "MAX_TRIES", 4)
     world = World({0: 16}, policy=policy(64), patience_ms=1)
     world.now += 10
     one, two = world.connect(), world.connect()
@@ -213,6 +214,44 @@ def test_victims_without_room_beside_them_hide_no_others_for_long(
     assert reasons(world.reserve(one, [key("wide")], **wide)) == [0]
     assert not any(reasons(world.acquire(one, [key(n) for n in range(0, 12, 2)])))
     world.release(two, held)
+    world.check()
+
+
+@pytest.mark.parametrize("policy", [LRU, S3FIFO])
+def test_a_look_that_finds_no_room_leaves_the_order_as_it_is(
+    monkeypatch: pytest.MonkeyPatch, policy: type[Policy]
+) -> None:
+    """What was only looked at was not used: it still goes first."""
+    monkeypatch.setattr(victims, "MAX_TRIES", 4)
+    world = World({0: 16}, policy=policy(64), patience_ms=1)
+    world.now += 10
+    one, two = world.connect(), world.connect()
+    world.store(one, [key(n) for n in range(16)])
+    held = [world.acquire(two, [key(n)]).lease for n in range(0, 16, 2)]
+    for _ in range(3):
+        refusal = world.reserve(one, [key("wide")], length=2 * TILE_BYTES)
+        assert reasons(refusal) == [Reason.POOL_FULL]
+    world.release(two, held)
+    world.store(one, [key(("new", n)) for n in range(4)])
+    gone = [n for n in range(16) if reasons(world.acquire(one, [key(n)])) != [0]]
+    assert gone == [1, 3, 5, 7]
+    world.check()
+
+
+def test_a_full_quota_changes_no_order_where_another_slab_is_taken(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(victims, "MAX_TRIES", 4)
+    tenancy = Tenancy(default_quota=16 * TILE_BYTES)
+    world = World({0: 16, 1: 16}, tenancy=tenancy, patience_ms=1)
+    world.now += 10
+    one, two = world.connect(), world.connect()
+    world.store(one, [key(n) for n in range(16)])
+    for n in range(0, 16, 2):
+        world.acquire(two, [key(n)])
+    assert reasons(world.reserve(one, [key("wide")], length=2 * TILE_BYTES)) == [0]
+    gone = [n for n in range(16) if reasons(world.acquire(one, [key(n)])) != [0]]
+    assert gone == [1, 3]
     world.check()
 
 
