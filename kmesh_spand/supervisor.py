@@ -226,8 +226,8 @@ class Supervisor:
 
     def _timeout_ms(self) -> int | None:
         ours = (
-            # The end of a worker is told by a signal.
-            None if self._worker.ending else self._control_at,
+            # The end of a process is told by a signal.
+            None if self._occupied else self._control_at,
             self._worker.late_at,
             self._worker.start_at,
             self._stop_by,
@@ -252,8 +252,7 @@ class Supervisor:
             return
         now = time.monotonic()
         self._worker.say_late(now)
-        # A worker of the control before must not write once the catalog is read again.
-        if self._control_at is not None and now >= self._control_at and not self._worker.ending:
+        if self._control_at is not None and now >= self._control_at and not self._occupied:
             self._control_at = None
             try:
                 self._start_control(now)
@@ -271,6 +270,7 @@ class Supervisor:
             self._gpus.start_due(now)
 
     def _start_control(self, now: float) -> None:
+        assert not self._occupied
         if self._control_restarts >= 0:
             self._holdings.new_epoch()
         self._control_restarts += 1
@@ -389,6 +389,11 @@ class Supervisor:
         """All processes that were started and not reaped, control first."""
         return [pid for pid in (self._control_pid, self._worker.pid, *self._gpus.pids) if pid]
 
+    @property
+    def _occupied(self) -> bool:
+        """Whether a control or its worker lives, which must not write once the next one reads."""
+        return bool(self._control_pid or self._worker.pid)
+
     def _reap(self) -> None:
         for pid in reversed(self._pids):
             if os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT):
@@ -446,6 +451,8 @@ class Supervisor:
         until = time.monotonic() + _HALT_SECONDS
         while pids := self._pids:
             if time.monotonic() >= until:
+                # One that the kernel holds may yet hand on what it was given to do.
+                self._worker.end()
                 self.resume()
                 return f"process {pids[0]} was killed, and has not ended"
             if self._control_pid:
@@ -458,7 +465,7 @@ class Supervisor:
         return ""
 
     def resume(self) -> None:
-        """Serves again: the other daemon does not."""
+        """Serves again, once what was ended is gone: the other daemon does not."""
         self._halting = False
         self._holdings.place.lent = False
         self._holdings.place.sign()

@@ -61,7 +61,7 @@ class WorkerKeeper:
             self.start_at = self._backoff.died(now)
 
     def start(self, now: float, storage: Storage, life: int, disk: Directory | None) -> None:
-        """Starts one.
+        """Starts one; there is none.
 
         Args:
             storage: what it works on.
@@ -71,6 +71,7 @@ class WorkerKeeper:
         Raises:
             OSError: there is no process or no file descriptor for it.
         """
+        assert not self.pid
         self._restarts += 1
         ours, theirs = ipc.pair()
         settings = self._settings

@@ -281,6 +281,59 @@ def test_descriptors_are_counted_for_slabs_that_are_exported_as_well(
     assert needed("spans") == needed("off")
 
 
+def test_what_is_left_of_a_handover_that_failed_has_no_other_beside_it(
+    socket_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A control that the kernel holds: neither a second one nor a second store worker."""
+    chosen = settings(socket_dir)
+    supervisor = Supervisor(chosen, "test", None)  # type: ignore[arg-type]
+    held = supervisor._holdings = Holdings(chosen, "test", FdStore({}))
+    started: list[float] = []
+    monkeypatch.setattr(supervisor, "_start_control", started.append)
+    monkeypatch.setattr("kmesh_spand.supervisor._HALT_SECONDS", 0.01)
+    kill = os.kill
+    try:
+        with (
+            subprocess.Popen(["sleep", "600"]) as control,
+            subprocess.Popen(["sleep", "600"]) as worker,
+        ):
+
+            def held_back(pid: int, number: int) -> None:
+                if pid != control.pid:
+                    kill(pid, number)
+
+            supervisor._control_pid, supervisor._control_worked = control.pid, True
+            supervisor._control_at = None
+            supervisor._worker.pid = worker.pid
+            try:
+                with monkeypatch.context() as stuck:
+                    stuck.setattr(os, "kill", held_back)
+                    assert "has not ended" in supervisor.halt()
+                    supervisor._start_due()
+                    assert not started
+                    # The worker must not write for a control that is gone.
+                    assert supervisor._worker.ending
+                    os.waitid(os.P_PID, worker.pid, os.WEXITED | os.WNOWAIT)
+                    supervisor._reap()
+                    supervisor._start_due()
+                    assert not started
+                    assert supervisor._worker.pid == 0
+                    # It sleeps until a process ends.
+                    assert supervisor._timeout_ms() is None
+                kill(control.pid, signal.SIGKILL)
+                os.waitid(os.P_PID, control.pid, os.WEXITED | os.WNOWAIT)
+                supervisor._reap()
+                supervisor._control_at = time.monotonic()
+                supervisor._start_due()
+                assert len(started) == 1
+            finally:
+                for one in (control, worker):
+                    # Those that were not reaped above.
+                    one.kill()
+    finally:
+        held.close()
+
+
 def test_a_worker_that_the_kernel_holds_keeps_nobody_waiting_but_control(
     socket_dir: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
