@@ -10,12 +10,15 @@ import subprocess
 import sys
 import tomllib
 from collections.abc import Callable
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
 from daemon_process import ROOT, Daemon, environment
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 
 from kmesh_spand.units import parse_size
 
@@ -66,6 +69,55 @@ def test_the_image_is_made_of_what_exists() -> None:
     assert {"pyproject.toml", "client", "kmesh_spand", "vllm_connector"} <= set(sources)
     for source in sources:
         assert (ROOT / source).exists(), source
+
+
+def needed(name: str, extras: set[str]) -> dict[str, str]:
+    """Versions of all that a distribution here needs, by canonical name."""
+    found: dict[str, str] = {}
+    seen: set[tuple[str, str]] = set()
+    due = [(name, extra) for extra in ("", *extras)]
+    while due:
+        one, extra = due.pop()
+        if (one, extra) in seen:
+            continue
+        seen.add((one, extra))
+        for text in metadata.requires(one) or ():
+            wanted = Requirement(text)
+            if wanted.marker is None or wanted.marker.evaluate({"extra": extra}):
+                there = canonicalize_name(wanted.name)
+                found[there] = metadata.version(there)
+                due += [(there, further) for further in ("", *wanted.extras)]
+    return found
+
+
+def test_the_image_has_the_versions_of_the_lock() -> None:
+    assert "COPY requirements/lock.txt /src/requirements/lock.txt\n" in IMAGE
+    installs = re.findall(r"pip install (.*?)(?=&&|\n\n|\Z)", IMAGE, re.DOTALL)
+    assert installs
+    for arguments in installs:
+        assert "-c /src/requirements/lock.txt" in arguments
+    lock = (ROOT / "requirements" / "lock.txt").read_text()
+    locked = {
+        canonicalize_name(name): version
+        for name, version in re.findall(r"^([\w.-]+)==(\S+)$", lock, re.MULTILINE)
+    }
+    (extra,) = re.findall(r"'/src\[(\w+)\]'", IMAGE)
+    here = needed("kmesh", {extra})
+    assert {"grpcio", "uvloop", "pydantic-core"} <= here.keys()
+    assert here.items() <= locked.items()
+    assert "setuptools" in locked
+
+
+def test_what_prepares_the_folder_has_no_more_rights_than_it_needs() -> None:
+    for container in (DAEMON, PREPARE):
+        context = container["securityContext"]
+        assert context["readOnlyRootFilesystem"] is True
+        assert context["allowPrivilegeEscalation"] is False
+        assert context["seccompProfile"] == {"type": "RuntimeDefault"}
+        assert context["capabilities"]["drop"] == ["ALL"]
+    assert POD["tolerations"] == [
+        {"key": "nvidia.com/gpu", "operator": "Exists", "effect": "NoSchedule"}
+    ]
 
 
 def test_the_probes_are_answered_with_these_settings(
