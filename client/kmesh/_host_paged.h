@@ -80,11 +80,12 @@ static uint64_t km_part_reads(const km_part *s, uint64_t row) {
     if (!km_source_ok(s, row)) return 0;
     uint64_t head = s->tokens * row, begin = s->token_begin * row, end = s->token_end * row;
     uint64_t planes = 2 * s->layers, runs = s->heads, step = head, pitch = s->src_heads * head;
-    if (begin == end) return 0;
+    // Else its planes, or heads, may be as many as it likes.
+    if (begin == end || !s->heads || !s->layers) return 0;
     // What lies back to back is one run.
-    if (end - begin == head && runs) {
+    if (end - begin == head) {
         end = runs * head, runs = 1;
-        if (s->heads == s->src_heads && planes) end *= planes, planes = 1;
+        if (s->heads == s->src_heads) end *= planes, planes = 1;
     }
     uint64_t at = 2 * s->src_layer_begin * pitch + s->src_head_begin * head, read = 0, next = 0;
     for (uint64_t plane = 0; plane < planes; plane++, at += pitch)

@@ -59,6 +59,20 @@ def test_nothing_is_read_of_what_contradicts_itself(wrong: dict[str, int]) -> No
     assert part_reads(part.pack(), ROW).tolist() == [0]
 
 
+@pytest.mark.parametrize(
+    "none",
+    [{"heads": 0, "src_heads": 0, "layers": 2**62, "src_layers": 2**62},
+     {"heads": 2**62, "src_heads": 2**62, "layers": 0, "src_layers": 0},
+     {"heads": 0, "layers": 0}],
+)  # fmt: skip
+def test_nothing_is_read_of_no_heads_or_no_layers(none: dict[str, int]) -> None:
+    """At once, however many of the others there are."""
+    part = Stored.make(1, LAYERS, 4, 64, ROW).part()
+    if "src_heads" in none:
+        none = {**none, "length": 0}
+    assert part_reads(replace(part, **none).pack(), ROW).tolist() == [0]
+
+
 def ranks(
     heads: int, stored: int, read: int, tokens: int
 ) -> Iterator[tuple[list[Stored], list[SpanPart]]]:
