@@ -236,8 +236,8 @@ def test_angles_of_long_distances_keep_their_precision() -> None:
 # Compilation.
 
 #: Registers of a thread with which as many blocks fit as the launch bounds say; of a kernel that
-#: moves units one, of 384 threads.
-REGISTERS, UNIT_REGISTERS = 80, 168
+#: moves units one, of 512 threads.
+REGISTERS, UNIT_REGISTERS = 80, 128
 
 
 @pytest.mark.parametrize("program", sources.PROGRAMS)
@@ -246,6 +246,20 @@ def test_the_text_for_the_runtime_compiler_is_complete(program: str) -> None:
     assert '#include "' not in text
     assert text.count("struct Job {") == 1
     assert re.search(rf"\bkmesh_{program}(_\w+)?_16\b", text)
+
+
+def test_a_crew_waits_for_each_other_wherever_its_warps_are() -> None:
+    """``bar.sync`` is for warps whose threads all run as one, which nothing assures there."""
+    for program in sources.PROGRAMS:
+        text = sources.text(program)
+        assert not re.search(r"\bbar\.sync\b", text)
+        assert not re.search(r"\bbarrier\.sync\.aligned\b", text)
+
+
+def test_registers_leave_room_for_a_block_that_moves_units() -> None:
+    """A multiprocessor has 65,536 of them."""
+    (threads,) = re.findall(r"KM_ENTRY\(\w*units\w*, .*, (\d+), 1\)", sources.text("restore"))
+    assert 65_536 // int(threads) == UNIT_REGISTERS
 
 
 def text_entries(program: str) -> int:

@@ -34,7 +34,8 @@ struct Crew {
     __device__ bool has() const { return thread() < count; }
     __device__ void barrier() const {
         if (count == blockDim.x) __syncthreads();
-        else asm volatile("bar.sync 1, %0;" ::"r"(count) : "memory");
+        // Not aligned: a warp's threads may come one by one.
+        else asm volatile("barrier.sync 1, %0;" ::"r"(count) : "memory");
     }
 };
 __device__ inline Crew nobody() { return Crew{0, 0}; }
