@@ -52,7 +52,7 @@ class Bringer:
         self._lock = threading.Lock()
         self._usual = _USUAL_BYTES
         #: What the GPU has not ended in time, where it may still write, and a load's number.
-        self._late: tuple[Callable[[], bool], object, int] | None = None
+        self._late: tuple[Callable[[], bool], PendingFetch | bytearray, int] | None = None
 
     @property
     def stuck(self) -> bool:
@@ -130,11 +130,16 @@ class Bringer:
         with self._lock:
             self._gpu.enter()
             if self._late is not None:
-                done, _, load = self._late
+                done, written, load = self._late
                 if not done():
                     raise DeadlineExceeded("the GPU still hangs")
                 self._late = None
-                self._end(load)
+                try:
+                    if not isinstance(written, bytearray):
+                        # Else what it was started with would stay in use.
+                        written.wait()
+                finally:
+                    self._end(load)
             load = self._begin()
             try:
                 yield load

@@ -51,6 +51,7 @@ class FakeGpu:
         launches: (program, memory, loads, requests) of each launch with something to do; of a
             round, its bases in the place of loads.
         fetched: pieces of each launch that brings some to the host.
+        unread: of these launches, those whose results nobody has taken; each keeps its memory.
         refuse: called with a call's name before it does anything; raises what it likes.
         dead: every wait for what was started fails.
         asked: how often each event was asked for.
@@ -65,6 +66,7 @@ class FakeGpu:
         self.asked: Counter[int] = Counter()
         self.launches: list[tuple[str, Memory, int, int]] = []
         self.fetched: list[int] = []
+        self.unread = 0
         self.refuse: Callable[[str], None] = lambda name: None
         self._lock = threading.RLock()
         self._streams: dict[int, deque[_Mark | Callable[[], None]]] = {COMPUTE: deque()}
@@ -254,10 +256,24 @@ class _Fetcher:
             places = zip(addresses.tolist(), sizes.tolist(), strict=True)
             return np.frombuffer(b"".join(ctypes.string_at(*one) for one in places), np.uint8)
 
-        return _Pending(self._gpu, stream, act, Route.KERNEL)
+        return _PendingFetch(self._gpu, stream, act, Route.KERNEL)
 
     def close(self) -> None:
         self._gpu.open -= 1
+
+
+class _PendingFetch(_Pending):
+    def __init__(self, gpu: FakeGpu, *what: Any) -> None:
+        super().__init__(gpu, *what)
+        gpu.unread += 1
+        self._unread = True
+
+    def wait(self) -> Any:
+        found = super().wait()
+        if self._unread:
+            self._unread = False
+            self._gpu.unread -= 1
+        return found
 
 
 class _Kernels:

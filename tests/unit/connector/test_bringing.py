@@ -128,6 +128,7 @@ def test_while_the_gpu_hangs_nobody_waits_again(monkeypatch: pytest.MonkeyPatch)
             assert not made.stuck
             same(recipes, made)
             assert not loads.open
+            assert not gpu.unread
         assert made.data(int(recipes.addresses[0]), 512) == recipes.files[0][:512]
 
 
