@@ -238,6 +238,41 @@ def test_a_look_that_finds_no_room_leaves_the_order_as_it_is(
     world.check()
 
 
+class Mute(LRU):
+    """Names nothing; what it is told is written down."""
+
+    def __init__(self, max_rows: int) -> None:
+        super().__init__(max_rows)
+        self.told: list[int] = []
+
+    def victims(self) -> Iterator[int]:
+        return iter(())
+
+    def discard(self, rows: Sequence[int]) -> None:
+        self.told += rows
+        super().discard(rows)
+
+
+def test_what_is_looked_at_without_the_policy_stays_where_it_is(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """However often one walk meets it: it may be in no order at all."""
+    monkeypatch.setattr(victims, "MAX_TRIES", 4)
+    policy = Mute(64)
+    world = World({0: 8}, policy=policy, patience_ms=1)
+    world.now += 10
+    one, two = world.connect(), world.connect()
+    world.store(one, [key(n) for n in range(8)])
+    for n in range(0, 8, 2):
+        world.acquire(two, [key(n)])
+    policy.told.clear()
+    for _ in range(3):
+        refusal = world.reserve(one, [key("wide")], length=2 * TILE_BYTES)
+        assert reasons(refusal) == [Reason.POOL_FULL]
+    assert not policy.told
+    world.check()
+
+
 def test_a_full_quota_changes_no_order_where_another_slab_is_taken(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
