@@ -382,6 +382,7 @@ def flights(seen: Seen) -> None:
             leader.attach_staging(MIB)
             found = claim(leader, 100)
             wait(other, claim(other, 100).flight)
+            leader.call(progress=flights_pb2.ProgressRequest(flight=found.flight))
             seen.look(daemon)
             assert leader.store(key(100), b"bytes") == 0
             assert other.receive()[0].await_flight.arrival == flights_pb2.ARRIVAL_LANDED

@@ -45,7 +45,7 @@ def load_plan(state: RequestState, restore: Restore, lease: Lease, blocks: list[
 def _packed(
     lease: Lease, skipped: int, keys: int, first: int, span: int
 ) -> tuple[bytes, bytes, bytes]:
-    """Spans, mirrors and bases of a plan for the first keys of a lease, of which some are skipped."""
+    """Spans, mirrors and bases of a plan for the first keys of a lease but ``skipped`` of them."""
     shards = len(lease.shards)
     begin, end = skipped * shards, keys * shards
     spans = _host.leased_spans(

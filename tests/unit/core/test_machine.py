@@ -1010,18 +1010,18 @@ def walks(machine: type[RuleBasedStateMachine], number: int, how: settings) -> N
 def test_core_walks(run_seed: int) -> None:
     """Nothing breaks on any walk, and together they went far enough to say so."""
     CoreMachine.reached, TierMachine.recoded = Counter(), Counter()
-    # Walks of one seed are like each other, so there are several.
-    for number in range(run_seed, run_seed + 18):
-        for machine, count in (
-            *((CoreMachine, 25), (FlightMachine, 10), (FamilyMachine, 10)),
-            (TierMachine, 25),
-        ):
+    machines = [(CoreMachine, 25), (FlightMachine, 10), (FamilyMachine, 10), (TierMachine, 25)]
+    # Walks of one seed are like each other, so there are several: three at least, and more of those
+    # that chance has kept from somewhere; `make model-check` goes on from here.
+    for number in range(run_seed, run_seed + 60):
+        for machine, count in machines:
             few = settings(max_examples=count, stateful_step_count=60, deadline=None)
             walks(machine, number, few)
         missed = {name for name in MUST_REACH if not CoreMachine.reached[name]}
         on_gpu = ("encodes", "densifies", "mirrors")
-        missed |= {f"{name} on a GPU" for name in on_gpu if not TierMachine.recoded[name]}
-        # So many at least, and more where chance wants it; `make model-check` goes on from here.
-        if number >= run_seed + 2 and not missed:
-            break
-    assert not missed, missed
+        missed_on_gpu = {f"{name} on a GPU" for name in on_gpu if not TierMachine.recoded[name]}
+        if number >= run_seed + 2:
+            machines = [one for one in machines if missed or one[0] is TierMachine]
+            if not missed | missed_on_gpu:
+                break
+    assert not missed | missed_on_gpu, missed | missed_on_gpu
