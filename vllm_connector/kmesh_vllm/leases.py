@@ -19,8 +19,8 @@ class Held:
         lease: the same, once somebody has seen it there.
         deadline: when nobody waits for it any more.
         told: that it did not come was counted.
-        packed: spans, mirrors and bases as load plans have them, by number of the first span, of those
-            skipped and of keys: siblings have the same. For the scheduler's thread.
+        packed: spans, mirrors and bases as load plans have them, by numbers of the first span, of
+            spans skipped and of keys: siblings have the same. For the scheduler's thread.
 
     Args:
         unused: told when nobody uses it any more, in whichever thread.
