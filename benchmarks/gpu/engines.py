@@ -212,7 +212,13 @@ def restored(engine: Engine, prompts: Prompts, taken: Taken, tier: str) -> None:
         for number in range(prompts.rounds + 1):
             engine.reset()
             prompt = prompts.one(length, number)
-            taken.add(tier, length, number, engine.run([prompt]), cached=True)
+            run = engine.run([prompt])
+            until = time.monotonic() + _STORE_SECONDS
+            # One that is just up may not be connected, or have no kernels yet.
+            while not (number or run.cached or time.monotonic() > until):
+                engine.reset()
+                run = engine.run([prompt])
+            taken.add(tier, length, number, run, cached=True)
             engine.reset()
             engine.run([prompts.storing(length)])
             taken.add(f"{tier}_prefix", length, number, engine.run([prompt]), cached=True)

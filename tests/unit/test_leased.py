@@ -89,8 +89,10 @@ def test_records_become_parts(
     for name in ("root", "length", "tokens"):
         wanted[name] = kept[name]
     start = kept["start"].astype(np.int64)
-    ends = np.minimum(end - start, kept["tokens"].astype(np.int64))
-    wanted["token_begin"], wanted["token_end"] = np.maximum(begin - start, 0), ends
+    # Of a span before or behind what is wanted nothing is.
+    ends = np.maximum(np.minimum(end - start, kept["tokens"].astype(np.int64)), 0)
+    wanted["token_begin"] = np.minimum(np.maximum(begin - start, 0), ends)
+    wanted["token_end"] = ends
     wanted["position"] = start - base
     wanted["src_head_begin"], wanted["dst_head_begin"], wanted["heads"] = HEADS[kept["part"]].T
     wanted["src_heads"], wanted["src_layers"], wanted["layers"] = 3, 28, 28
