@@ -43,10 +43,10 @@ def hashings(tokens: Sequence[int], asks: int) -> int:
         )
         inner, count = KeyChain.extend, 0
 
-        def extend(chain: KeyChain, ids: Sequence[int]) -> None:
+        def extend(chain: KeyChain, ids: Sequence[int], known: KeyChain | None = None) -> None:
             nonlocal count
             count += 1
-            inner(chain, ids)
+            inner(chain, ids, known)
 
         try:
             with mock.patch.object(KeyChain, "extend", extend):
