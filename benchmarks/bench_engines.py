@@ -95,7 +95,7 @@ class Bench:
             if number:
                 hooks.append(run.hooks)
                 steps.append(sum(took for took, _ in run.steps))
-        what = f"prompts of {STORED} tokens, each computed and stored in one step, behind a first one"
+        what = f"prompts of {STORED} tokens, each stored in the step that computes it, behind one"
         samples = {"hooks": hooks, "steps": steps}
         yield Row("store_hooks", "share", "sum a / sum b", samples, what)
 
