@@ -217,27 +217,27 @@ class Loader:
         self._threads.submit(self._run, jobs, waits=False)
 
     def _run(self, jobs: Sequence[LoadJob], *, waits: bool) -> None:
+        written: list[LoadJob] = []
         lacking: list[LoadJob] = []
+        for job in jobs:
+            try:
+                if self._prepare(job, waits):
+                    written.append(job)
+            except _Lacking:
+                lacking.append(job)
+            except Exception as wrong:
+                self._failed(job, wrong)
         try:
-            written = []
-            for job in jobs:
-                try:
-                    if self._prepare(job, waits):
-                        written.append(job)
-                except _Lacking:
-                    lacking.append(job)
             self._ready(written)
         except Exception as wrong:
-            for job in jobs:
-                if job not in lacking:
-                    self._failed(job, wrong)
-        finally:
-            for job in jobs:
-                if job not in lacking:
-                    self._leave(job)
+            for job in written:
+                self._failed(job, wrong)
+        for job in jobs:
             # Each by itself: what one lacks is not the others' to wait for.
-            for job in lacking:
+            if job in lacking:
                 self._wait(job)
+            else:
+                self._leave(job)
 
     def _wait(self, job: LoadJob) -> None:
         """Has a thread make a job ready that may wait for what is lacking."""
@@ -263,25 +263,20 @@ class Loader:
 
         Raises:
             _Lacking: something is, and it may not wait.
+            Exception: it can't be written.
         """
         if job.state is not State.WAITING:
             return False
-        try:
-            session = self._session_of(job.plan.epoch, waits)
-            if job.plan.mirrors and not job.decoded:
-                # Of a load that has waited for this thread, less is left: decoding takes time too.
-                left = job.deadline - self._timeout / 2 - self._clock() if waits else 0.0
-                taken = self._mover.takes_recipes(max(left, 0.0))
-                if job.state is not State.WAITING:
-                    return False
-                if self._mover.moves_recipes and not (taken or waits):
-                    raise _Lacking
-            self._clerk.write(job, lambda n: self._slab(session, n, waits), decodes=True)
-        except _Lacking:
-            raise
-        except Exception as wrong:
-            self._failed(job, wrong)
-            return False
+        session = self._session_of(job.plan.epoch, waits)
+        if job.plan.mirrors and not job.decoded:
+            # Of a load that has waited for this thread, less is left: decoding takes time too.
+            left = job.deadline - self._timeout / 2 - self._clock() if waits else 0.0
+            taken = self._mover.takes_recipes(max(left, 0.0))
+            if job.state is not State.WAITING:
+                return False
+            if self._mover.moves_recipes and not (taken or waits):
+                raise _Lacking
+        self._clerk.write(job, lambda n: self._slab(session, n, waits), decodes=True)
         return True
 
     def _ready(self, jobs: Sequence[LoadJob]) -> None:
