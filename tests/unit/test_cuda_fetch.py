@@ -2,24 +2,13 @@
 
 from __future__ import annotations
 
-import ctypes
-from collections.abc import Iterator
-
 import numpy as np
 import pytest
-from cpu_gpu import Gpu, instead_of_cupy
+from cpu_gpu import Gpu
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from kmesh.kernels.cuda_fetch import UNIT, Fetcher
-
-
-@pytest.fixture
-def gpu(kernels: ctypes.CDLL, monkeypatch: pytest.MonkeyPatch) -> Iterator[Gpu]:
-    found = Gpu(kernels)
-    with instead_of_cupy(found, monkeypatch):
-        yield found
-    assert not found.held
 
 
 @settings(

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import ctypes
-from collections.abc import Iterator
 from dataclasses import replace
 
 import numpy as np
 import pytest
-from cpu_gpu import NOT_READY, Gpu, instead_of_cupy
+from cpu_gpu import NOT_READY, Gpu
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from round_cases import (
@@ -31,14 +29,6 @@ from kmesh.kernels.host import Status
 from kmesh.kernels.plan import Memory
 from kmesh.kernels.rounds import HostBytes
 from kmesh.layout import TILE_BYTES
-
-
-@pytest.fixture
-def gpu(kernels: ctypes.CDLL, monkeypatch: pytest.MonkeyPatch) -> Iterator[Gpu]:
-    found = Gpu(kernels)
-    with instead_of_cupy(found, monkeypatch):
-        yield found
-    assert not found.held
 
 
 @settings(

@@ -198,16 +198,22 @@ def test_record_then_index_then_answer(world: World) -> None:
     assert (record.root, record.key, record.tokens) == (2**64 - 1, A, 32)
 
 
+def full(policy: type[Policy]) -> tuple[World, int, int]:
+    """A world of sixteen tiles, each a span's, and two sessions; the first has stored them."""
+    world = World({0: 16}, policy=policy(64), patience_ms=1)
+    world.now += 10
+    one, two = world.connect(), world.connect()
+    world.store(one, [key(n) for n in range(16)])
+    return world, one, two
+
+
 @pytest.mark.parametrize("policy", [LRU, S3FIFO])
 def test_victims_without_room_beside_them_hide_no_others_for_long(
     monkeypatch: pytest.MonkeyPatch, policy: type[Policy]
 ) -> None:
     """However many there are: each request looks at some, and the next one at others."""
     monkeypatch.setattr(victims, "MAX_TRIES", 4)
-    world = World({0: 16}, policy=policy(64), patience_ms=1)
-    world.now += 10
-    one, two = world.connect(), world.connect()
-    world.store(one, [key(n) for n in range(16)])
+    world, one, two = full(policy)
     held = [world.acquire(two, [key(n)]).lease for n in range(0, 12, 2)]
     wide = {"length": 2 * TILE_BYTES}
     assert reasons(world.reserve(one, [key("wide")], **wide)) == [Reason.POOL_FULL]
@@ -223,10 +229,7 @@ def test_a_look_that_finds_no_room_leaves_the_order_as_it_is(
 ) -> None:
     """What was only looked at was not used: it still goes first."""
     monkeypatch.setattr(victims, "MAX_TRIES", 4)
-    world = World({0: 16}, policy=policy(64), patience_ms=1)
-    world.now += 10
-    one, two = world.connect(), world.connect()
-    world.store(one, [key(n) for n in range(16)])
+    world, one, two = full(policy)
     held = [world.acquire(two, [key(n)]).lease for n in range(0, 16, 2)]
     for _ in range(3):
         refusal = world.reserve(one, [key("wide")], length=2 * TILE_BYTES)
