@@ -238,6 +238,15 @@ def rows(rounds: Sequence[Round], what: str, tokens: int = DOCUMENT) -> Iterator
         f"the same, against alone + crowd. crowd: {tails}, in each of the {ENGINES} engines at"
         " that moment, their own prefix caches have the document",
     )  # fmt: skip
+    for name, key, added in (
+        ("herd_worst_led", "tails", parts["tails"]),
+        ("herd_worst_led_crowd", "crowd", [one.crowd for one in rounds]),
+    ):
+        leads = [one.leader + one_added for one, one_added in zip(rounds, added, strict=True)]
+        yield Row(
+            name, "ratio", "median of a/b", {"worst": worst, f"leader + {key}": leads},
+            f"the same, against the leader's own first token in the same round + {key}",
+        )  # fmt: skip
     yield Row(
         "herd_leader", "ratio", "median of a/b",
         {

@@ -6,6 +6,11 @@ static u8 shared_memory[SHARED] __attribute__((aligned(1024)));
 #define RUN(call)                                                            \
     for (all_blocks = n, this_block = 0; this_block < n; this_block++) call;
 
+#define KM_UPLOAD_ENTRY(name)                                                          \
+    extern "C" void name(Vec16 *job, const Vec16 *written, u32 n, Range vectors) { \
+        RUN(upload(job, written, vectors))                                           \
+    }
+
 #define KM_ENTRY(name, vector, turn, units, threads, resident)              \
     extern "C" void name(const Job *job, u32 *results, u32 n, Range range) { \
         RUN((restore<vector, turn, units>(job, results, range, shared_memory))) \
@@ -16,10 +21,6 @@ static u8 shared_memory[SHARED] __attribute__((aligned(1024)));
 #define KM_ENTRY(name, vector, threads, resident)                           \
     extern "C" void name(const Job *job, u32 *results, u32 n, Range range) { \
         RUN((restore_round<vector>(job, results, range, shared_memory)))     \
-    }
-#define KM_UPLOAD_ENTRY(name)                                                          \
-    extern "C" void name(Vec16 *job, const Vec16 *written, u32 n, Range vectors) { \
-        RUN(upload(job, written, vectors))                                           \
     }
 #define KM_FETCH_ENTRY(name)                                                                \
     extern "C" void name(const Fetched *pieces, Vec16 *found, u32 n, Range range) { \

@@ -6,6 +6,7 @@
 #include <vector>
 
 #define __device__
+#define KM_APART
 #define __align__(n) __attribute__((aligned(n)))
 
 typedef unsigned char u8;

@@ -133,7 +133,7 @@ def test_every_row_of_a_herd_has_its_target(file: Path) -> None:
     found = [row.to_json() for row in herd.rows([one(), one(worst=1.6, waiting=None)], "made up")]
     targets = [target for target in read_targets(file) if target.row.startswith("herd")]
     lines = judge_all({"raw": {"rows": found}}, targets, ROOT)
-    assert len(lines) == len(found) == 10
+    assert len(lines) == len(found) == 12
     assert not [line for line in lines if line.verdict is Verdict.MISSING]
     short = [line.target.row for line in lines if line.verdict is Verdict.EXPLAINED]
     assert short == (["herd_worst"] if file == gpu_herd.TARGETS else [])
@@ -148,6 +148,8 @@ def test_figures_of_a_herd_follow_from_its_rounds() -> None:
     assert figures["herd_worst_max"] == pytest.approx(1.6)
     assert figures["herd_worst_restored"] == pytest.approx(1.6 / 1.5, rel=1e-4)
     assert figures["herd_worst_crowd"] == pytest.approx(0.8)
+    assert figures["herd_worst_led"] == pytest.approx(1.6 / 1.35, rel=1e-4)
+    assert figures["herd_worst_led_crowd"] == pytest.approx(1.6 / 2.1, rel=1e-4)
     assert figures["herd_leader"] == pytest.approx(1.1)
     assert figures["herd_worst_time"] == 1600
 

@@ -106,15 +106,10 @@ class Copier:
                     undo.callback(runtime.eventDestroy, events[-1])
             self._held = undo.pop_all()
 
-    def start(self, loads: Sequence[Load], *, free: int = 0) -> Trip:
-        """Starts to copy the payloads of loads, as far as there are buffers.
-
-        Args:
-            free: buffers that are left for later: what is copied by another stream comes behind
-                what the copy engine was asked for already.
-        """
+    def start(self, loads: Sequence[Load]) -> Trip:
+        """Starts to copy the payloads of loads, as far as there are buffers."""
         try:
-            return Trip(self, self._runtime, loads, len(self.buffers) - free)
+            return Trip(self, self._runtime, loads)
         except BaseException:
             self.wait()
             raise
@@ -170,7 +165,7 @@ class Trip:
         loads: the same loads, with the addresses that the payloads have in the buffers.
     """
 
-    def __init__(self, copier: Copier, runtime: Any, loads: Sequence[Load], ahead: int) -> None:
+    def __init__(self, copier: Copier, runtime: Any, loads: Sequence[Load]) -> None:
         self._copier = copier
         self._runtime = runtime
         self._first = copier.next
@@ -181,7 +176,7 @@ class Trip:
         for chunk in chunks_of(records, copier.room, _LAST_BYTES):
             self._chunks.append(chunk)
             # The bus is at work while the rest is thought about.
-            if len(self._chunks) <= ahead:
+            if len(self._chunks) <= len(copier.buffers):
                 self._copy()
         records = records.copy()
         moved = records["address"]

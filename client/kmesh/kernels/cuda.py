@@ -276,12 +276,12 @@ class Restorer:
         self, loads: Sequence[Load], requests: int, stream: int, copier: Copier
     ) -> Pending:
         grid = self._grid(Memory.GPU, requests)
-        # What is first on the bus is on its way before the job is written, which comes behind it.
-        trip = copier.start(loads, free=1)
+        # What is first on the bus is on its way before the job is written.
+        trip = copier.start(loads)
         try:
             with self._device.job(stream) as slot:
                 job = self._write(slot, trip.loads, grid)
-                slot.upload(job.upload_bytes, stream)
+                self._device.bring("restore", slot, job.upload_bytes, stream)
                 slot.expect(job.parts)
                 for parts in trip.chunks(stream):
                     self._launch(job, slot, grid, parts, stream)

@@ -23,7 +23,6 @@ from kmesh.kernels.started import Started
 
 __all__ = ["PendingRound", "RoundRestorer", "RoundSettings"]
 
-_UPLOAD_BLOCKS = 32
 #: Of a job of some hundred recipes, in a model of some dozen layers.
 _JOB_BYTES = 4 << 20
 #: Of what the bus brings, how much of it is there when all that was in the GPU's memory is moved.
@@ -197,11 +196,7 @@ class RoundRestorer:
                     slot.record(copier.stream)
                     return PendingRound(self._device, slot, wrong, Route.COPY)
             with self._device.job(stream, slot):
-                # The copy engine would bring the job behind all that it has been asked for.
-                self._device.launch(
-                    "round", "kmesh_round_upload", _UPLOAD_BLOCKS, 0, slot,
-                    (0, -(-job.upload_bytes // 16)), stream, told=slot.host,
-                )  # fmt: skip
+                self._device.bring("round", slot, job.upload_bytes, stream)
                 slot.expect(job.parts)
                 # What is there already is moved while the bus is at work, and done before it ends.
                 here = int(np.searchsorted(job.orders, 1))

@@ -7,6 +7,9 @@ typedef unsigned int u32;
 typedef unsigned long long u64;
 typedef long long i64;
 
+// Of what is rarely run: not between what always is.
+#define KM_APART __noinline__
+
 struct __align__(16) Vec16 { u32 word[4]; };
 struct Vec4 { u32 word[1]; };
 
@@ -20,7 +23,7 @@ __device__ inline void warp_barrier() { __syncwarp(); }
 // The first warps consume what the last ones produce. A unit has up to 2048 vectors; 256 threads
 // write it, and the next warps sum it meanwhile. What a unit's producer looks up takes longer than
 // moving a unit, so there are several.
-enum { ALONE = 0, PER_CONSUMER = 8, UNIT_SUMMERS = 4, UNIT_PRODUCERS = 4 };
+enum { ALONE = 0, PER_CONSUMER = 8, UNIT_SUMMERS = 8, UNIT_PRODUCERS = 4 };
 __device__ inline u32 consumers(u32 producers = 1) { return blockDim.x - 32 * producers; }
 __device__ inline u32 consumer() { return threadIdx.x; }
 __device__ inline bool produces(u32 producers = 1) { return threadIdx.x >= consumers(producers); }

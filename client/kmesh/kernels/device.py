@@ -18,13 +18,14 @@ from kmesh.kernels import sources
 #: Of a block, by program; the last warp of a restore brings what the others move.
 THREADS = {"restore": 288, "round": 288, "store": 256, "encode": 256}
 #: Of a block that restores in units: more warps bring them, and some only sum.
-UNIT_THREADS = 512
+UNIT_THREADS = 640
 
 _RESERVED = 1024  # of a multiprocessor's shared memory, for each block
 _TO_DEVICE = 1
 _NO_TIMING = 2
 _NOT_READY = 600
 _SMALLEST = 1 << 18
+_UPLOAD_BLOCKS = 32
 
 
 def cupy() -> Any:
@@ -226,6 +227,14 @@ class Launcher(ABC):
             threads: of a block; 0: as ``THREADS`` says.
             told: address for the kernel, of a kernel that takes parts; 0: of the slot's results.
         """
+
+    def bring(self, program: str, slot: Slot, size: int, stream: int) -> None:
+        """Starts to bring a job's first ``size`` bytes, by a kernel of the program that reads them
+        where they were written. The copy engine would bring them behind all that it has been asked
+        for, on whatever stream."""
+        vectors = (0, -(-size // 16))
+        name = f"kmesh_{program}_upload"
+        self.launch(program, name, _UPLOAD_BLOCKS, 0, slot, vectors, stream, told=slot.host)
 
     @contextmanager
     def slot(self) -> Iterator[Slot]:

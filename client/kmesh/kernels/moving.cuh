@@ -204,32 +204,53 @@ __device__ inline u32 tiles_before(const Job *job, u32 part) {
     return part < job->parts_count ? parts_of(job)[part].tile_begin : job->tiles_count;
 }
 
-// By the last block: compares what was moved with what should have been.
-template <typename Rows, u32 AT_ONCE>
-__device__ inline void judge(const Job *job, u32 *results, Range range, const Crew &crew) {
-    const Part *parts = parts_of(job);
+// Of a part whose sums do not fold to the root that it should have.
+__device__ inline bool root_differs(const Job *job, u32 part) {
+    const Part *one = parts_of(job) + part;
+    const u64 *folded = (const u64 *)((const u8 *)job + job->folded);
+    return one->requests && load_fresh(folded + part) != one->root;
+}
+
+__device__ inline u64 tile_differs(const Job *job, u32 tile) {
     const u64 *expected = (const u64 *)((const u8 *)job + job->expected);
     const u64 *sums = (const u64 *)((const u8 *)job + job->sums);
-    const u64 *folded = (const u64 *)((const u8 *)job + job->folded);
-    const u32 end = tiles_before(job, range.end), step = crew.threads();
-    for (u32 t = tiles_before(job, range.begin) + crew.thread(); t < end; t += AT_ONCE * step) {
-        u64 differ[AT_ONCE];
-#pragma unroll
-        for (u32 k = 0; k < AT_ONCE; k++) {
-            u32 at = t + k * step;
-            differ[k] = at < end ? load_fresh(expected + at) ^ load_fresh(sums + at) : 0;
-        }
-#pragma unroll
-        for (u32 k = 0; k < AT_ONCE; k++)
-            if (differ[k]) suspect<Rows>(job, t + k * step);
-    }
+    return load_fresh(expected + tile) ^ load_fresh(sums + tile);
+}
+
+// What is wrong is looked for once something is known to be: this is much code, and whoever ran
+// it each time would wait for it to come from memory.
+template <typename Rows>
+__device__ KM_APART void blame(const Job *job, u32 *results, Range range, const Crew crew) {
+    const u32 end = tiles_before(job, range.end);
+#pragma unroll 1
+    for (u32 t = tiles_before(job, range.begin) + crew.thread(); t < end; t += crew.threads())
+        if (tile_differs(job, t)) suspect<Rows>(job, t);
     crew.barrier();
-    for (u32 p = range.begin + crew.thread(); p < range.end; p += step) {
-        const Part *part = parts + p;
-        u32 result = *(const volatile u32 *)&part->bad ? BAD_TILE : DONE;
-        if (part->requests && load_fresh(folded + p) != part->root) result = BAD_ROOT;
+    for (u32 p = range.begin + crew.thread(); p < range.end; p += crew.threads()) {
+        u32 result = *(const volatile u32 *)&parts_of(job)[p].bad ? BAD_TILE : DONE;
+        if (root_differs(job, p)) result = BAD_ROOT;
         tell_host(results + p, result);
     }
+}
+
+// By the last block: compares what was moved with what should have been. `wrong` is the block's, 0.
+template <typename Rows, u32 AT_ONCE>
+__device__ inline void judge(const Job *job, u32 *results, Range range, const Crew &crew,
+                             volatile u32 *wrong) {
+    const u32 end = tiles_before(job, range.end), step = crew.threads();
+    u64 differ = 0;
+    for (u32 p = range.begin + crew.thread(); p < range.end; p += step)
+        differ |= root_differs(job, p);
+    for (u32 t = tiles_before(job, range.begin) + crew.thread(); t < end; t += AT_ONCE * step) {
+#pragma unroll
+        for (u32 k = 0; k < AT_ONCE; k++)
+            if (t + k * step < end) differ |= tile_differs(job, t + k * step);
+    }
+    if (differ) *wrong = 1;
+    crew.barrier();
+    if (*wrong) return blame<Rows>(job, results, range, crew);
+    for (u32 p = range.begin + crew.thread(); p < range.end; p += step)
+        tell_host(results + p, DONE);
 }
 
 __device__ inline u32 items_before(const Job *job, u32 part) {
@@ -257,7 +278,8 @@ __device__ inline void move(const Job *job, const R &ring, Range range, const Lo
 }
 
 // By a block's crew that has summed all of its lot: the block that ends last says how it went. What
-// others of the block still write has come by the end of the launch, before which nobody asks.
+// others of the block still write, and what is told here, has come by the end of the launch, before
+// which nobody asks.
 template <typename Rows, u32 AT_ONCE = 8>
 __device__ inline void finish(const Job *job, u32 *results, Range range, u8 *shared,
                               const Crew &crew) {
@@ -265,17 +287,31 @@ __device__ inline void finish(const Job *job, u32 *results, Range range, u8 *sha
     crew.barrier();
     // Behind a ring's barriers, at which others may still wait.
     u32 *last = (u32 *)(shared + AFTER_BARRIERS), *counter = (u32 *)((u8 *)job + job->counters);
-    if (crew.thread() == 0) *last = count(counter) + 1 == blocks();
+    if (crew.thread() == 0) *last = count(counter) + 1 == blocks(), last[1] = 0;
     crew.barrier();
     if (!*last) return;
     fence();
     // For the launch that moves the next parts of this job.
     if (crew.thread() == 0) *counter = 0;
 #ifndef KM_NO_SUMS
-    judge<Rows, AT_ONCE>(job, results, range, crew);
+    judge<Rows, AT_ONCE>(job, results, range, crew, last + 1);
 #else
     for (u32 p = range.begin + crew.thread(); p < range.end; p += crew.threads())
         tell_host(results + p, DONE);
 #endif
-    system_fence();
 }
+
+// A job, of so many vectors, from where the host wrote it. The copy engine would bring it behind all
+// that it has been asked for.
+__device__ inline void upload(Vec16 *job, const Vec16 *written, Range vectors) {
+    const u32 step = threads() * blocks();
+    for (u32 i = vectors.begin + block() * threads() + thread(); i < vectors.end; i += step)
+        job[i] = load_once(written + i);
+}
+
+#ifndef KM_UPLOAD_ENTRY
+#define KM_UPLOAD_ENTRY(name)                                                            \
+    extern "C" __global__ void name(Vec16 *job, const Vec16 *written, Range vectors) { \
+        upload(job, written, vectors);                                                   \
+    }
+#endif

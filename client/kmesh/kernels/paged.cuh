@@ -202,6 +202,27 @@ struct Sums {
         else sum[0] += (u64)taken;
     }
 
+    // A run of vectors, by a warp's lanes.
+    __device__ void take_run(const Vec16 *from, u32 count) {
+        if (straddles) {
+#pragma unroll 4
+            for (u32 i = lane(); i < count; i += lanes()) take(load(from + i), 4 * i);
+            return;
+        }
+        // In two chains: each product waits for the one before.
+        i64 even = 0, odd = 0;
+        int weight = 2 * (int)(first_word + 4 * lane()) + 1;
+#pragma unroll 8
+        for (u32 i = lane(); i < count; i += lanes(), weight += 8 * lanes()) {
+            const Vec16 v = load(from + i);
+            even += (i64)(int)v.word[0] * weight;
+            odd += (i64)(int)v.word[1] * (weight + 2);
+            even += (i64)(int)v.word[2] * (weight + 4);
+            odd += (i64)(int)v.word[3] * (weight + 6);
+        }
+        sum[0] += (u64)(even + odd);
+    }
+
     // By all threads: adds to the job's sums those of wanted tiles.
     __device__ void give(const Job *job, const Item &item) const {
         u64 *sums = (u64 *)((u8 *)job + job->sums) + item.part->tile_begin +

@@ -78,6 +78,8 @@ __device__ inline void restore(const Job *job, u32 *results, Range range, u8 *sh
     finish<Rows>(job, results, range, shared, everybody());
 }
 
+KM_UPLOAD_ENTRY(kmesh_restore_upload)
+
 #ifndef KM_ENTRY
 #define KM_ENTRY(name, vector, turn, units, threads, resident)             \
     extern "C" __global__ void __launch_bounds__(threads, resident)        \
@@ -91,4 +93,4 @@ KM_ENTRY(kmesh_restore_16, Vec16, false, false, 288, 4)
 KM_ENTRY(kmesh_restore_4, Vec4, false, false, 288, 4)
 KM_ENTRY(kmesh_restore_turn_16, Vec16, true, false, 288, 3)
 KM_ENTRY(kmesh_restore_turn_4, Vec4, true, false, 288, 3)
-KM_ENTRY(kmesh_restore_units_16, Vec16, false, true, 512, 1)
+KM_ENTRY(kmesh_restore_units_16, Vec16, false, true, 640, 1)

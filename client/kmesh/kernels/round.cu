@@ -139,21 +139,6 @@ __device__ inline void restore_round(const Job *job, u32 *results, Range range, 
     finish<RoundRows>(job, results, range, shared, everybody());
 }
 
-// A job, of so many vectors, from where the host wrote it. The copy engine would bring it behind all
-// that it has been asked for.
-__device__ inline void upload(Vec16 *job, const Vec16 *written, Range vectors) {
-    const u32 step = threads() * blocks();
-    for (u32 i = vectors.begin + block() * threads() + thread(); i < vectors.end; i += step)
-        job[i] = load_once(written + i);
-}
-
-#ifndef KM_UPLOAD_ENTRY
-#define KM_UPLOAD_ENTRY(name)                                                            \
-    extern "C" __global__ void name(Vec16 *job, const Vec16 *written, Range vectors) { \
-        upload(job, written, vectors);                                                   \
-    }
-#endif
-
 KM_UPLOAD_ENTRY(kmesh_round_upload)
 
 // Bytes that only the GPU reads, and where they go in what is found; counted in vectors.

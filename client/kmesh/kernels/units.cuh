@@ -210,9 +210,7 @@ struct UnitConsumer {
             item.wanted[0] = true;
             item.wanted[1] = item.begin % TILE + item.bytes > TILE;
             Sums sums(item);
-#pragma unroll 4
-            for (u32 at = first + lane(); at < end; at += lanes())
-                sums.take(load(stage + run * pitch + at), 4 * (at - first));
+            sums.take_run(stage + run * pitch + first, end - first);
             sums.give(job, item);
         }
     }
