@@ -16,7 +16,7 @@ from kmesh.layout import Shard
 from kmesh.v1 import common_pb2, families_pb2, flights_pb2, sessions_pb2, spans_pb2
 from kmesh_spand.control import families
 from kmesh_spand.control.limits import MAX_BATCH
-from kmesh_spand.core import effects, events
+from kmesh_spand.core import effects, events, requests
 
 #: Name in ``kmesh.v1.Request`` of each request but Hello.
 NAMES: dict[type[Message], str] = {
@@ -82,7 +82,7 @@ def to_event(
     match body:
         case spans_pb2.AcquireRequest():
             shards = _codes(body.shards, "acquire.shards")
-            return events.Acquire(
+            return requests.Acquire(
                 session,
                 request,
                 body.keys,
@@ -95,9 +95,9 @@ def to_event(
                 bool(body.wait_ms),
             )
         case spans_pb2.ReleaseRequest():
-            return events.Release(session, request, tuple(body.leases))
+            return requests.Release(session, request, tuple(body.leases))
         case spans_pb2.ReserveRequest():
-            return events.Reserve(
+            return requests.Reserve(
                 session,
                 request,
                 body.namespace,
@@ -111,7 +111,7 @@ def to_event(
                 tier,
             )
         case spans_pb2.CommitRequest():
-            return events.Commit(
+            return requests.Commit(
                 session,
                 request,
                 tuple(body.reservation),
@@ -119,15 +119,15 @@ def to_event(
                 staging_size,
             )
         case spans_pb2.AbortRequest():
-            return events.Abort(session, request, tuple(body.reservation))
+            return requests.Abort(session, request, tuple(body.reservation))
         case spans_pb2.ReportCorruptRequest():
-            return events.ReportCorrupt(session, request, body.lease, tuple(body.entry))
+            return requests.ReportCorrupt(session, request, body.lease, tuple(body.entry))
         case flights_pb2.ClaimRequest():
             shards = _codes(body.shards, "claim.shards")
-            return events.Claim(session, request, body.keys, shards, body.salt, tier, body.place)
+            return requests.Claim(session, request, body.keys, shards, body.salt, tier, body.place)
         case flights_pb2.AwaitRequest():
             shards = _codes(body.shards, "await_flight.shards")
-            return events.Await(
+            return requests.Await(
                 session,
                 request,
                 body.flight,
@@ -138,11 +138,11 @@ def to_event(
                 body.place,
             )
         case flights_pb2.LeaveRequest():
-            return events.Leave(session, request, body.flight, wait=body.wait)
+            return requests.Leave(session, request, body.flight, wait=body.wait)
         case flights_pb2.LandRequest():
-            return events.Land(session, request, body.flight, body.cause)
+            return requests.Land(session, request, body.flight, body.cause)
         case flights_pb2.ProgressRequest():
-            return events.AskProgress(session, request, body.flight, body.computed, body.place)
+            return requests.AskProgress(session, request, body.flight, body.computed, body.place)
     if isinstance(body, families_pb2.DeclareFamilyRequest | families_pb2.JoinFamilyRequest):
         given = tuple(_codes(body.shards, f"{NAMES[type(body)]}.shards"))
     else:

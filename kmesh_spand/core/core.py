@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from kmesh.handles import Location
 from kmesh.layout import TILE_BYTES
 from kmesh_spand.core import events as ev
+from kmesh_spand.core import requests as rq
 from kmesh_spand.core.batch import Batch
 from kmesh_spand.core.check import check, check_flights
 from kmesh_spand.core.check_disk import check_disk
@@ -105,21 +106,21 @@ class Core:
         self._writing = Writing(config, self._store, self._book, self._verifier, jobs, self.flights)
         self._recovery = Recovery(self._store, config, self._verifier)
         self._requests: dict[type, Callable[..., Result | None]] = {
-            ev.Acquire: self._reading.acquire,
-            ev.Release: self._reading.release,
-            ev.ReportCorrupt: self._reading.report,
-            ev.Reserve: self._writing.reserve,
-            ev.Commit: self._writing.commit,
-            ev.Abort: self._writing.abort,
-            ev.Claim: self.flights.claim,
-            ev.Await: self.flights.wait,
-            ev.Leave: self.flights.leave,
-            ev.Land: self.flights.land,
-            ev.AskProgress: self.flights.progress,
-            ev.Declare: self.families.declare,
-            ev.Join: self.families.join,
-            ev.Fork: self.families.fork,
-            ev.Dissolve: self.families.dissolve,
+            rq.Acquire: self._reading.acquire,
+            rq.Release: self._reading.release,
+            rq.ReportCorrupt: self._reading.report,
+            rq.Reserve: self._writing.reserve,
+            rq.Commit: self._writing.commit,
+            rq.Abort: self._writing.abort,
+            rq.Claim: self.flights.claim,
+            rq.Await: self.flights.wait,
+            rq.Leave: self.flights.leave,
+            rq.Land: self.flights.land,
+            rq.AskProgress: self.flights.progress,
+            rq.Declare: self.families.declare,
+            rq.Join: self.families.join,
+            rq.Fork: self.families.fork,
+            rq.Dissolve: self.families.dissolve,
         }
 
     def handle(self, event: ev.Event, now_ms: int) -> list[Effect]:
@@ -130,7 +131,7 @@ class Core:
         if request is None:
             self._note(event)
         else:
-            assert isinstance(event, ev.Request)
+            assert isinstance(event, rq.Request)
             session = self._book.sessions.get(event.session)
             result: Result | None
             if session is None:

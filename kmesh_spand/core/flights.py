@@ -21,9 +21,9 @@ from kmesh_spand.core.effects import (
     Reply,
     Result,
 )
-from kmesh_spand.core.events import AskProgress, Await, Claim, Land, Leave
 from kmesh_spand.core.flight import Flight, FlightState, Turn, Waiter, Who
 from kmesh_spand.core.progress import Pace
+from kmesh_spand.core.requests import AskProgress, Await, Claim, Land, Leave
 from kmesh_spand.core.sessions import Session
 from kmesh_spand.core.states import KEYED, State
 from kmesh_spand.core.store import SpanStore

@@ -21,8 +21,8 @@ from kmesh_spand.core.effects import (
     ReportCorruptResult,
     Result,
 )
-from kmesh_spand.core.events import Acquire, Release, ReportCorrupt
 from kmesh_spand.core.recoder import Recoder
+from kmesh_spand.core.requests import Acquire, Release, ReportCorrupt
 from kmesh_spand.core.sessions import Lease, Session, SessionBook
 from kmesh_spand.core.states import State
 from kmesh_spand.core.store import SpanStore

@@ -19,9 +19,9 @@ from kmesh_spand.core.effects import (
     ReserveResult,
     Result,
 )
-from kmesh_spand.core.events import Abort, Commit, Reserve
 from kmesh_spand.core.eviction import Evictor
 from kmesh_spand.core.flights import Flights
+from kmesh_spand.core.requests import Abort, Commit, Reserve
 from kmesh_spand.core.sessions import PendingCommit, Reservation, Session, SessionBook
 from kmesh_spand.core.states import State, Trigger
 from kmesh_spand.core.store import SpanStore

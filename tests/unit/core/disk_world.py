@@ -9,6 +9,7 @@ from world import FLIPPED, SHARD, Held, World
 from kmesh.layout import TILE_BYTES, tiles
 from kmesh_spand.core import effects as fx
 from kmesh_spand.core import events as ev
+from kmesh_spand.core import requests as rq
 from kmesh_spand.core.codes import Trouble
 from kmesh_spand.core.diskfile import SpanFile, file_bytes
 from kmesh_spand.core.tenants import tenant_name
@@ -106,7 +107,7 @@ class DiskWorld(World):
         """An Acquire that waits for the disk; None while it does."""
         self.arrivals[session, self.request + 1] = keys, [SHARD], salt
         answer = self.ask(
-            ev.Acquire, session, b"".join(keys), [SHARD], prefix, salt, 0, False, False, True
+            rq.Acquire, session, b"".join(keys), [SHARD], prefix, salt, 0, False, False, True
         )
         assert answer is None or isinstance(answer, fx.AcquireResult)
         return answer

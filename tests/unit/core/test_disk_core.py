@@ -14,6 +14,7 @@ from world import SHARD, key
 from kmesh.layout import TILE_BYTES
 from kmesh_spand.core import effects as fx
 from kmesh_spand.core import events as ev
+from kmesh_spand.core import requests as rq
 from kmesh_spand.core.codes import Reason, Trouble, Verdict
 from kmesh_spand.core.config import DiskConfig
 from kmesh_spand.core.diskfile import file_bytes
@@ -487,8 +488,8 @@ def test_waits_for_flights_and_for_the_disk_count_together() -> None:
     leader = world.connect()
     claim = world.claim(leader, names(20, 21))
     assert world.acquire_waiting(session, names(0)) is None
-    assert world.ask(ev.Await, session, claim.flight, 0, 2, [SHARD]) is None
-    refused = world.ask(ev.Await, session, claim.flight, 0, 2, [SHARD])
+    assert world.ask(rq.Await, session, claim.flight, 0, 2, [SHARD]) is None
+    refused = world.ask(rq.Await, session, claim.flight, 0, 2, [SHARD])
     assert isinstance(refused, fx.Refused)
     answer = world.acquire_waiting(session, names(1))
     assert answer is not None

@@ -12,6 +12,7 @@ from world import NAMESPACE, OTHER_SHARD, SHARD, World, key
 from kmesh.layout import TILE_BYTES
 from kmesh_spand.core import effects as fx
 from kmesh_spand.core import events as ev
+from kmesh_spand.core import requests as rq
 from kmesh_spand.core.codes import Code
 from kmesh_spand.core.effects import Piece
 from kmesh_spand.core.family import Family, Run
@@ -145,16 +146,16 @@ def test_members_that_make_no_sense(room: World) -> None:
     runs = [Run(2**32 - 1, 2**32 - 1, A, 0)]
     assert refused(join(room, one, [B], runs=runs))[1] == "provenance[0].tokens"
     ask = room.ask
-    wrong = ask(ev.Join, one, "round", "m", b"x" * 32, B)
+    wrong = ask(rq.Join, one, "round", "m", b"x" * 32, B)
     assert refused(wrong) == (Code.INVALID_ARGUMENT, "namespace")
-    assert refused(ask(ev.Join, one, "round", "m", NAMESPACE, B, [OTHER_SHARD]))[1] == "shards"
-    assert refused(ask(ev.Join, one, "round", "m", NAMESPACE, B[:31]))[1] == "keys"
+    assert refused(ask(rq.Join, one, "round", "m", NAMESPACE, B, [OTHER_SHARD]))[1] == "shards"
+    assert refused(ask(rq.Join, one, "round", "m", NAMESPACE, B[:31]))[1] == "keys"
     join(room, one, [B])
     assert refused(join(room, one, [C, B]))[1] == "member"
-    assert refused(ask(ev.Fork, one, "round", "nobody", "m")) == (Code.NOT_FOUND, "parent")
-    assert refused(ask(ev.Fork, one, "round", "a", "a"))[1] == "member"
-    assert refused(ask(ev.Dissolve, one, "round", 9))[1] == "mirrors"
-    assert refused(ask(ev.Dissolve, one, "other", 0)) == (Code.NOT_FOUND, "family")
+    assert refused(ask(rq.Fork, one, "round", "nobody", "m")) == (Code.NOT_FOUND, "parent")
+    assert refused(ask(rq.Fork, one, "round", "a", "a"))[1] == "member"
+    assert refused(ask(rq.Dissolve, one, "round", 9))[1] == "mirrors"
+    assert refused(ask(rq.Dissolve, one, "other", 0)) == (Code.NOT_FOUND, "family")
     room.check()
 
 
@@ -230,14 +231,14 @@ def test_two_families_share_a_master(room: World) -> None:
     one = mirrored(room, [A], [B])
     room.store(one, [C], length=DENSE)
     declare(room, one, [A], family="two")
-    room.ask(ev.Join, one, "two", "x", NAMESPACE, B + C)
+    room.ask(rq.Join, one, "two", "x", NAMESPACE, B + C)
     settle(room)
     assert len(room.mirrors) == 2
     assert room.core.status().base_spans == 1
     views = room.core.family_views
     assert [row.mirrors for row in views.rows(0, 9, now_ms=0)] == [1, 2]
     # The other still has that member: it stays.
-    room.ask(ev.Dissolve, one, "two", 0)
+    room.ask(rq.Dissolve, one, "two", 0)
     assert len(room.densifies) == 1
     room.settle()
     assert [record.key for record in room.mirrors] == [B]
@@ -317,7 +318,7 @@ def test_what_several_members_name_counts_for_each() -> None:
     assert join(world, one, [B, C, D], "b", [Run(0, 4, A, 0)]) == fx.JoinResult(3, 0)
     assert refused(join(world, one, [B, C, D, A], "c")) == (Code.EXHAUSTED, "keys")
     assert refused(join(world, one, [B, C], "c", [Run(0, 4, A, 0), Run(4, 4, A, 4)]))[1] == "keys"
-    fork = world.ask(ev.Fork, one, "round", "b", "d", b"", [])
+    fork = world.ask(rq.Fork, one, "round", "b", "d", b"", [])
     assert refused(fork) == (Code.EXHAUSTED, "keys")
     assert join(world, one, [B, C, D, A], "b", [Run(0, 4, A, 0)]) == fx.JoinResult(4, 0)
     world.check()
@@ -329,10 +330,10 @@ def test_families_that_name_too_much_together_are_forgotten() -> None:
     declare(world, one, [A])
     join(world, one, [B, C, D])
     declare(world, one, [A], family="two")
-    world.ask(ev.Join, one, "two", "a", NAMESPACE, B + C + D, [SHARD], [])
+    world.ask(rq.Join, one, "two", "a", NAMESPACE, B + C + D, [SHARD], [])
     names = [row.name for row in world.core.family_views.rows(0, 10, now_ms=0)]
     assert names == ["two"]
-    world.ask(ev.Dissolve, one, "two", 0, b"")
+    world.ask(rq.Dissolve, one, "two", 0, b"")
     assert not world.core.families.group_names
     world.check()
 
@@ -354,7 +355,7 @@ def test_a_span_that_was_refused_is_tried_with_another_base(room: World) -> None
     assert not room.encodes, "the same base"
     declare(room, one, [C])
     not_worth(room)
-    room.ask(ev.Dissolve, one, "round", 0, b"")
+    room.ask(rq.Dissolve, one, "round", 0, b"")
     declare(room, one, [D])
     join(room, one, [B])
     settle(room)
@@ -380,7 +381,7 @@ def test_a_refusal_ends_with_its_span(room: World) -> None:
     declare(room, one, [A])
     join(room, one, [B])
     not_worth(room)
-    room.ask(ev.Dissolve, one, "round", 0, b"")
+    room.ask(rq.Dissolve, one, "round", 0, b"")
     slots = {row.key: row.slot for row in room.core.spans(now_ms=0)}
     room.send(ev.Evict([slots[B]]))
     room.store(one, [C], length=DENSE)

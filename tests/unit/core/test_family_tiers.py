@@ -9,6 +9,7 @@ from world import World, key
 
 from kmesh_spand.core import effects as fx
 from kmesh_spand.core import events as ev
+from kmesh_spand.core import requests as rq
 from kmesh_spand.core.codes import MirrorFate, Reason
 
 HOST, ONE, TWO = 0, 1, 2
@@ -153,7 +154,7 @@ def test_nothing_is_looked_for_where_there_is_enough_to_do(room: World, decoding
     join(room, session, [E, B], "e")
     join(room, session, [C, D], "f")
     assert room.core.families.waiting == [HOST]
-    room.ask(ev.Dissolve, session, "round", 0, b"")
+    room.ask(rq.Dissolve, session, "round", 0, b"")
     assert not room.core.families.waiting
     room.check()
 
@@ -215,7 +216,7 @@ def test_dissolve_makes_all_of_them_dense(room: World) -> None:
     session = named(room, [A], [B])
     stored(room, session, [A, B], HOST, ONE, TWO)
     settle(room)
-    answer = room.ask(ev.Dissolve, session, "round", MirrorFate.DENSE, b"")
+    answer = room.ask(rq.Dissolve, session, "round", MirrorFate.DENSE, b"")
     assert answer == fx.DissolveResult(1, 3)
     room.settle()
     assert not room.mirrors

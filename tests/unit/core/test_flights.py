@@ -9,6 +9,7 @@ from world import OTHER_SHARD, SHARD, World, key
 from kmesh.layout import Shard
 from kmesh_spand.core import effects as fx
 from kmesh_spand.core import events as ev
+from kmesh_spand.core import requests as rq
 from kmesh_spand.core.codes import Arrival, Code, FlightCause, Standing
 from kmesh_spand.core.config import CoreConfig
 from kmesh_spand.core.core import Core
@@ -335,14 +336,14 @@ def test_a_wait_is_left_by_its_own_number(world: World) -> None:
         found = world.claim(other, [A])
         world.waits[other, world.request + 1] = found.flight
         event = found.flight, found.first, found.covered, [SHARD], number
-        assert world.ask(ev.Await, other, *event) is None
+        assert world.ask(rq.Await, other, *event) is None
         waits.append(world.request)
-    left = world.ask(ev.Leave, other, claim.flight, 0, 8)
+    left = world.ask(rq.Leave, other, claim.flight, 0, 8)
     assert left == fx.LeaveResult(1)
     assert answer(world, other, waits[0]) is None
     assert answer(world, other, waits[1]) == ended(FlightCause.LEFT)
     # Two numbers that name different waits name none.
-    assert world.ask(ev.Leave, other, claim.flight, waits[0], 8) == fx.LeaveResult(0)
+    assert world.ask(rq.Leave, other, claim.flight, waits[0], 8) == fx.LeaveResult(0)
     assert world.leave(other, claim.flight) == 1
 
 
@@ -351,7 +352,7 @@ def test_a_leader_never_waits_for_itself(world: World) -> None:
     flight = world.claim(leader, [A]).flight
     assert world.claim(leader, [A, B]).standing == Standing.NONE
     # As one that was promoted since its claim was answered: it looks again.
-    assert world.ask(ev.Await, leader, flight, 0, 1, [SHARD]) == LANDED
+    assert world.ask(rq.Await, leader, flight, 0, 1, [SHARD]) == LANDED
     one, two = join(world, other, [A]), join(world, other, [A])
     world.close(leader)
     assert (answer(world, other, one), answer(world, other, two)) == (LEAD, LANDED)
@@ -432,7 +433,7 @@ def test_tenants_do_not_see_each_others_flights() -> None:
     flight = world.claim(mine, [A]).flight
     assert world.claim(theirs, [A]).standing == Standing.LEAD
     assert world.claim(mine, [A], salt=key("salt")).standing == Standing.LEAD
-    assert world.ask(ev.Await, theirs, flight, 0, 1, [SHARD]) == LANDED
+    assert world.ask(rq.Await, theirs, flight, 0, 1, [SHARD]) == LANDED
     assert not world.land(theirs, flight)
     world.store(theirs, [A])
     assert [row.flight for row in world.core.flight_rows(0, 9, now_ms=0, group=1000)] == [1, 3]
@@ -444,7 +445,7 @@ def test_limits_of_a_session() -> None:
     leader, other = world.connect(), world.connect()
     flight = world.claim(leader, [A]).flight
     world.claim(leader, [B])
-    assert refused(world.ask(ev.Claim, leader, C, [SHARD])) == (Code.EXHAUSTED, "keys")
+    assert refused(world.ask(rq.Claim, leader, C, [SHARD])) == (Code.EXHAUSTED, "keys")
     found = world.claim(other, [A])
     for _ in range(2):
         assert world.wait(other, found) is None
@@ -458,18 +459,18 @@ def test_limits_of_a_session() -> None:
         (A, [0], b"", "shards"),
         (A, [SHARD], b"x", "salt"),
     ):
-        assert refused(world.ask(ev.Claim, leader, keys, shards, salt)) == (
+        assert refused(world.ask(rq.Claim, leader, keys, shards, salt)) == (
             Code.INVALID_ARGUMENT,
             at,
         )
     many = b"".join(key(n) for n in range(5))
-    assert refused(world.ask(ev.Claim, leader, many, [SHARD])) == (Code.TOO_LARGE, "keys")
+    assert refused(world.ask(rq.Claim, leader, many, [SHARD])) == (Code.TOO_LARGE, "keys")
     two = [SHARD, OTHER_SHARD]
-    assert refused(world.ask(ev.Claim, leader, A, two)) == (Code.TOO_LARGE, "shards")
+    assert refused(world.ask(rq.Claim, leader, A, two)) == (Code.TOO_LARGE, "shards")
     for first, covered in ((0, 0), (0, 2), (1, 1)):
-        asked = world.ask(ev.Await, other, flight, first, covered, [SHARD])
+        asked = world.ask(rq.Await, other, flight, first, covered, [SHARD])
         assert refused(asked) == (Code.INVALID_ARGUMENT, "covered")
-    assert refused(world.ask(ev.Land, leader, flight, FlightCause.CLOSED)) == (
+    assert refused(world.ask(rq.Land, leader, flight, FlightCause.CLOSED)) == (
         Code.INVALID_ARGUMENT,
         "cause",
     )
@@ -479,7 +480,7 @@ def test_keys_of_a_sessions_flights_are_limited() -> None:
     world = World({0: 8}, max_flight_keys=3)
     leader, other = world.connect(), world.connect()
     assert world.claim(leader, [A, B]).covered == 2
-    assert refused(world.ask(ev.Claim, leader, C + D, [SHARD])) == (Code.EXHAUSTED, "keys")
+    assert refused(world.ask(rq.Claim, leader, C + D, [SHARD])) == (Code.EXHAUSTED, "keys")
     assert world.claim(leader, [C]).standing == Standing.LEAD
     world.claim(other, [E, F])
     waiting = join(world, other, [A, B])
@@ -488,7 +489,7 @@ def test_keys_of_a_sessions_flights_are_limited() -> None:
 
 
 def test_a_shard_that_occurs_twice_is_refused(world: World) -> None:
-    asked = world.ask(ev.Claim, world.connect(), A, [SHARD, SHARD])
+    asked = world.ask(rq.Claim, world.connect(), A, [SHARD, SHARD])
     assert refused(asked) == (Code.INVALID_ARGUMENT, "shards")
 
 
@@ -523,8 +524,8 @@ def test_a_million_joins_leave_nothing() -> None:
     for session in (1, 2):
         core.handle(ev.SessionOpened(session, 0, f"{session}", 1), 0)
     keys = A + B
-    core.handle(ev.Claim(1, 1, keys, [SHARD]), 0)
-    (claimed,) = core.handle(ev.Claim(2, 2, keys, [SHARD]), 0)
+    core.handle(rq.Claim(1, 1, keys, [SHARD]), 0)
+    (claimed,) = core.handle(rq.Claim(2, 2, keys, [SHARD]), 0)
     assert isinstance(claimed, fx.Reply)
     found = claimed.result
     assert isinstance(found, fx.ClaimResult)
@@ -532,10 +533,10 @@ def test_a_million_joins_leave_nothing() -> None:
     for _ in range(1000):
         for _ in range(1000):
             request += 1
-            wait = ev.Await(2, request, found.flight, found.first, found.covered, [SHARD])
+            wait = rq.Await(2, request, found.flight, found.first, found.covered, [SHARD])
             assert core.handle(wait, 0) == []
         request += 1
-        answers = core.handle(ev.Leave(2, request, found.flight), 0)
+        answers = core.handle(rq.Leave(2, request, found.flight), 0)
         assert len(answers) == 1001
     core.check()
     assert core.counters["flight_joins"] == core.counters["flight_leaves"] == 1_000_000
@@ -626,9 +627,9 @@ def test_progress_of_what_is_gone_or_another_groups_is_none() -> None:
 def test_a_place_has_a_longest(world: World, asked: str) -> None:
     leader, place = world.connect(), "x" * 65
     if asked == "claim":
-        found = world.ask(ev.Claim, leader, A, [SHARD], b"", 0, place)
+        found = world.ask(rq.Claim, leader, A, [SHARD], b"", 0, place)
     elif asked == "wait":
-        found = world.ask(ev.Await, leader, 1, 0, 1, [SHARD], 0, place)
+        found = world.ask(rq.Await, leader, 1, 0, 1, [SHARD], 0, place)
     else:
-        found = world.ask(ev.AskProgress, leader, 1, 0, place)
+        found = world.ask(rq.AskProgress, leader, 1, 0, place)
     assert refused(found) == (Code.INVALID_ARGUMENT, "place")

@@ -28,6 +28,7 @@ from kmesh.layout import TILE_BYTES, tiles
 from kmesh_spand.control.native import NativeBatch
 from kmesh_spand.core import effects as fx
 from kmesh_spand.core import events as ev
+from kmesh_spand.core import requests as rq
 from kmesh_spand.core.codes import (
     Arrival,
     Cause,
@@ -321,7 +322,7 @@ class CoreMachine(RuleBasedStateMachine):
         if mine + len(keys) > world.config.max_reservations:
             keys_bytes, count = b"".join(keys), len(keys)
             refused = world.ask(
-                ev.Reserve,
+                rq.Reserve,
                 session,
                 NAMESPACE,
                 shard,
@@ -599,7 +600,7 @@ class CoreMachine(RuleBasedStateMachine):
 
     def _declare(self, session: int, family: str, base: list[bytes], salt: bytes) -> fx.Result:
         answer = self.world.ask(
-            ev.Declare,
+            rq.Declare,
             session,
             family,
             NAMESPACE,
@@ -650,10 +651,10 @@ class CoreMachine(RuleBasedStateMachine):
         session = self.pick(data, world.open)
         packed = b"".join(self.salted(keys, salt))
         if fork:
-            answer = world.ask(ev.Fork, session, family, member, member + "'", packed, (), salt)
+            answer = world.ask(rq.Fork, session, family, member, member + "'", packed, (), salt)
         else:
             answer = world.ask(
-                ev.Join, session, family, member, NAMESPACE, packed, [SHARD], (), salt
+                rq.Join, session, family, member, NAMESPACE, packed, [SHARD], (), salt
             )
         assert isinstance(answer, fx.JoinResult | fx.Refused)
 
@@ -667,7 +668,7 @@ class CoreMachine(RuleBasedStateMachine):
             self._store(data, session, name, SHARD, DENSE, False, salt, tier)
         base, member = self.salted(names[:2], salt)
         self._declare(session, "one", [base], salt)
-        world.ask(ev.Join, session, "one", member.hex(), NAMESPACE, member, (), (), salt)
+        world.ask(rq.Join, session, "one", member.hex(), NAMESPACE, member, (), (), salt)
         for job in list(world.encodes):
             world.encode_ends(job)
         for job in list(world.keeps) if keep else ():
@@ -678,7 +679,7 @@ class CoreMachine(RuleBasedStateMachine):
     def dissolve(self, data: st.DataObject, family: str, fate: MirrorFate, salt: bytes) -> None:
         self.causes |= {Cause.PRESSURE, Cause.OPERATOR}
         session = self.pick(data, self.world.open)
-        answer = self.world.ask(ev.Dissolve, session, family, fate, salt)
+        answer = self.world.ask(rq.Dissolve, session, family, fate, salt)
         assert isinstance(answer, fx.DissolveResult | fx.Refused)
 
     @precondition(having("encodes"))
@@ -758,7 +759,7 @@ class CoreMachine(RuleBasedStateMachine):
         world = self.world
         lease = self.pick(data, world.leases)
         owner, held = world.leases[lease]
-        answer = world.ask(ev.ReportCorrupt, owner, lease, entries)
+        answer = world.ask(rq.ReportCorrupt, owner, lease, entries)
         real = [entry for entry in entries if entry < len(held) and held[entry]]
         assert answer == fx.ReportCorruptResult(len(real))
 

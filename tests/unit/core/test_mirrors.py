@@ -12,6 +12,7 @@ from world import NAMESPACE, SHARD, World, key
 from kmesh.layout import TILE_BYTES
 from kmesh_spand.core import effects as fx
 from kmesh_spand.core import events as ev
+from kmesh_spand.core import requests as rq
 from kmesh_spand.core.codes import Cause, MirrorFate, Reason
 from kmesh_spand.core.family import Run
 
@@ -33,13 +34,13 @@ def declare(world: World, session: int, keys: list[bytes], **how: object) -> fx.
         "salt": b"",
         **how,
     }
-    return world.ask(ev.Declare, session, *fields.values())
+    return world.ask(rq.Declare, session, *fields.values())
 
 
 def join(
     world: World, session: int, keys: list[bytes], name: str = "a", runs: Sequence[Run] = ()
 ) -> fx.Result | None:
-    return world.ask(ev.Join, session, "round", name, NAMESPACE, b"".join(keys), [SHARD], runs)
+    return world.ask(rq.Join, session, "round", name, NAMESPACE, b"".join(keys), [SHARD], runs)
 
 
 def mirrored(world: World, base: list[bytes], member: list[bytes]) -> int:
@@ -239,7 +240,7 @@ def test_an_encoding_over_a_base_in_doubt_is_done_again(room: World, written: bo
     lease = room.acquire(one, [A]).lease
     if written:
         room.encode_ends(job)
-    room.ask(ev.ReportCorrupt, one, lease, [0])
+    room.ask(rq.ReportCorrupt, one, lease, [0])
     if written:
         room.keep_ends(job)
     else:
@@ -296,7 +297,7 @@ def test_dense_for_a_while(room: World) -> None:
     # Without its family nobody makes it one.
     room.acquire(one, [B])
     room.settle()
-    room.ask(ev.Dissolve, one, "round", MirrorFate.KEEP)
+    room.ask(rq.Dissolve, one, "round", MirrorFate.KEEP)
     room.now += rest
     room.send(ev.Tick())
     assert not room.encodes
@@ -344,7 +345,7 @@ def test_what_changes_under_a_job_is_left_alone(room: World) -> None:
     join(room, one, [B])
     (job,) = room.encodes
     lease = room.acquire(one, [B]).lease
-    room.ask(ev.ReportCorrupt, one, lease, [0])
+    room.ask(rq.ReportCorrupt, one, lease, [0])
     room.encode_ends(job)
     assert not room.keeps
     assert not room.made
@@ -361,7 +362,7 @@ def test_a_bad_base_takes_its_mirrors_along(room: World) -> None:
     lease = room.acquire(one, [B], recipes=True).lease
     base = next(row for row in room.core.spans(now_ms=0) if row.mirrors)
     room.flip(base.slab, base.offset // TILE_BYTES)
-    room.ask(ev.ReportCorrupt, one, lease, [0])
+    room.ask(rq.ReportCorrupt, one, lease, [0])
     # Until it is read again nothing of the family is served.
     assert reasons(room.acquire(one, [A, B, C], recipes=True)) == [Reason.PENDING] * 3
     for job in list(room.verifies):
@@ -378,7 +379,7 @@ def test_a_bad_base_takes_its_mirrors_along(room: World) -> None:
 def test_a_false_report_of_a_mirror(room: World) -> None:
     one = mirrored(room, [A], [B])
     lease = room.acquire(one, [B], recipes=True).lease
-    room.ask(ev.ReportCorrupt, one, lease, [0])
+    room.ask(rq.ReportCorrupt, one, lease, [0])
     room.settle()
     assert reasons(room.acquire(one, [A, B], recipes=True)) == [Reason.OK] * 2
     assert room.core.counters["corrupt_false"] == 2
@@ -484,7 +485,7 @@ def test_an_evicted_base_goes_when_its_mirrors_are_dense(room: World) -> None:
 def test_no_chains_through_forgotten_families(room: World) -> None:
     """What mirrors refer to is never made a recipe, whoever joins it where."""
     one = mirrored(room, [A], [B])
-    room.ask(ev.Dissolve, one, "round", MirrorFate.KEEP)
+    room.ask(rq.Dissolve, one, "round", MirrorFate.KEEP)
     room.store(one, [C], length=DENSE)
     declare(room, one, [C])
     join(room, one, [A])
@@ -527,7 +528,7 @@ def test_answers_name_a_bounded_number_of_bases() -> None:
     one = mirrored(world, [A], [B])
     world.store(one, [C, D], length=DENSE)
     declare(world, one, [C], family="other")
-    world.ask(ev.Join, one, "other", "a", NAMESPACE, D, [SHARD])
+    world.ask(rq.Join, one, "other", "a", NAMESPACE, D, [SHARD])
     settle(world)
     answer = world.acquire(one, [B, D], recipes=True)
     assert reasons(answer) == [Reason.OK, Reason.MISS]

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from kmesh.layout import TILE_BYTES, Shard, tiles
 from kmesh_spand.core import effects as fx
 from kmesh_spand.core import events as ev
+from kmesh_spand.core import requests as rq
 from kmesh_spand.core.batch import Batch
 from kmesh_spand.core.codes import Arrival, FlightCause, Standing
 from kmesh_spand.core.config import CoreConfig, DiskConfig
@@ -208,7 +209,7 @@ class World:
     ) -> fx.AcquireResult:
         """Acquire, and check that what was leased are the bytes stored under those keys."""
         shards = shards or [SHARD]
-        answer = self.ask(ev.Acquire, session, b"".join(keys), shards, prefix, salt, tier, recipes)
+        answer = self.ask(rq.Acquire, session, b"".join(keys), shards, prefix, salt, tier, recipes)
         assert isinstance(answer, fx.AcquireResult), answer
         held: list[Held | None] = []
         based: dict[tuple[int, bytes], Held] = {}
@@ -265,7 +266,7 @@ class World:
 
     def release(self, session: int, leases: list[int]) -> fx.ReleaseResult:
         """Release."""
-        answer = self.ask(ev.Release, session, leases)
+        answer = self.ask(rq.Release, session, leases)
         assert isinstance(answer, fx.ReleaseResult), answer
         for lease in leases:
             if lease in self.leases and self.leases[lease][0] == session:
@@ -287,7 +288,7 @@ class World:
         """Reserve spans of one size; ``sub_keys`` of each."""
         count = len(keys)
         answer = self.ask(
-            ev.Reserve,
+            rq.Reserve,
             session,
             NAMESPACE,
             shard,
@@ -312,11 +313,11 @@ class World:
     def commit(self, session: int, numbers: list[int]) -> fx.Result | None:
         """Commit from offset 0, 64, …"""
         offsets = [64 * entry for entry in range(len(numbers))]
-        return self.ask(ev.Commit, session, numbers, offsets, STAGING)
+        return self.ask(rq.Commit, session, numbers, offsets, STAGING)
 
     def abort(self, session: int, numbers: list[int]) -> fx.AbortResult:
         """Abort."""
-        answer = self.ask(ev.Abort, session, numbers)
+        answer = self.ask(rq.Abort, session, numbers)
         assert isinstance(answer, fx.AbortResult)
         for number in numbers:
             if number in self.wanted and self.wanted[number].session == session:
@@ -333,7 +334,7 @@ class World:
     ) -> fx.ClaimResult:
         """Claim; two sessions never lead one key."""
         shards = shards or [SHARD]
-        answer = self.ask(ev.Claim, session, b"".join(keys), shards, salt, 0, place)
+        answer = self.ask(rq.Claim, session, b"".join(keys), shards, salt, 0, place)
         assert isinstance(answer, fx.ClaimResult), answer
         if answer.standing == Standing.LEAD:
             assert answer.flight not in self.led
@@ -356,7 +357,7 @@ class World:
         self.waits[session, self.request + 1] = claim.flight
         shards = shards or [SHARD]
         return self.ask(
-            ev.Await, session, claim.flight, claim.first, claim.covered, shards, 0, place
+            rq.Await, session, claim.flight, claim.first, claim.covered, shards, 0, place
         )
 
     def progress(
@@ -365,7 +366,7 @@ class World:
         """Progress, asked or told; it never takes anything back while one session leads."""
         before = self.core.flights.by_id.get(flight)
         told = before.pace.computed if before is not None else 0
-        answer = self.ask(ev.AskProgress, session, flight, computed, place)
+        answer = self.ask(rq.AskProgress, session, flight, computed, place)
         assert isinstance(answer, fx.ProgressResult), answer
         far = answer.progress
         if far is None:
@@ -381,7 +382,7 @@ class World:
 
     def leave(self, session: int, flight: int, only: int = 0) -> int:
         """Leave; all of the session's waits for that flight are answered."""
-        answer = self.ask(ev.Leave, session, flight, only)
+        answer = self.ask(rq.Leave, session, flight, only)
         assert isinstance(answer, fx.LeaveResult), answer
         mine = [at for at, n in self.waits.items() if (at[0], n) == (session, flight)]
         assert only or not mine
@@ -392,7 +393,7 @@ class World:
         mine = self.led.get(flight) == session
         if mine:
             del self.led[flight]
-        answer = self.ask(ev.Land, session, flight, cause)
+        answer = self.ask(rq.Land, session, flight, cause)
         assert isinstance(answer, fx.LandResult), answer
         assert answer.ended <= mine
         return answer.ended
