@@ -14,7 +14,8 @@ from kmesh_spand.core import events as ev
 from kmesh_spand.core import requests as rq
 from kmesh_spand.core.config import CoreConfig
 from kmesh_spand.core.core import Core
-from kmesh_spand.core.effects import AcquireResult, Copy, Effect, Reply, ReserveResult
+from kmesh_spand.core.effects import Copy, Effect, Reply
+from kmesh_spand.core.results import AcquireResult, ReserveResult
 
 SHARD = Shard(0, 32, 0, 8).code()
 BATCH = 256

@@ -24,7 +24,8 @@ from kmesh_spand.core import events as ev
 from kmesh_spand.core import requests as rq
 from kmesh_spand.core.config import CoreConfig
 from kmesh_spand.core.core import Core
-from kmesh_spand.core.effects import AcquireResult, Copy, Reply, ReserveResult, Result
+from kmesh_spand.core.effects import Copy, Reply
+from kmesh_spand.core.results import AcquireResult, ReserveResult, Result
 
 PERCENT = (5, 10, 20)
 SHARD = Shard(0, 32, 0, 8).code()

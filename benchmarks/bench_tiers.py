@@ -25,18 +25,9 @@ from kmesh_spand.core import requests as rq
 from kmesh_spand.core.config import CoreConfig, DiskConfig
 from kmesh_spand.core.core import Core
 from kmesh_spand.core.diskfile import file_bytes
-from kmesh_spand.core.effects import (
-    AcquireResult,
-    Copy,
-    Effect,
-    Fetch,
-    Reply,
-    ReserveResult,
-    Result,
-    Spill,
-    Unlink,
-)
+from kmesh_spand.core.effects import Copy, Effect, Fetch, Reply, Spill, Unlink
 from kmesh_spand.core.policies import POLICIES, make_policy
+from kmesh_spand.core.results import AcquireResult, ReserveResult, Result
 
 #: Host memory and disk, in per cent of the trace's different blocks.
 SIZES = ((5, 10), (5, 20), (10, 40))

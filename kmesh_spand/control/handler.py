@@ -23,7 +23,7 @@ from kmesh_spand.control.journal import Journal
 from kmesh_spand.control.observer import Call, Observer
 from kmesh_spand.control.registry import Member, Peer, Registry
 from kmesh_spand.control.staging import StagingPool
-from kmesh_spand.core import effects, events, requests
+from kmesh_spand.core import effects, events, requests, results
 from kmesh_spand.core.core import Core
 from kmesh_spand.settings import Settings
 
@@ -313,7 +313,7 @@ class Handler:
         pending = self._pending.get(reply.request)
         if pending is None:
             return
-        if pending.late and isinstance(reply.result, effects.AcquireResult) and reply.result.lease:
+        if pending.late and isinstance(reply.result, results.AcquireResult) and reply.result.lease:
             # Nobody learns of it.
             unheard = requests.Release(reply.session, 0, [reply.result.lease])
             self._loop.call_soon(self.event, unheard)

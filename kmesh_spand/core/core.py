@@ -17,7 +17,7 @@ from kmesh_spand.core.codes import Code
 from kmesh_spand.core.config import CoreConfig, DiskConfig
 from kmesh_spand.core.counters import COUNTERS
 from kmesh_spand.core.disk import Disk
-from kmesh_spand.core.effects import Effect, Refused, Reply, Result
+from kmesh_spand.core.effects import Effect, Reply
 from kmesh_spand.core.endings import Endings
 from kmesh_spand.core.families import FamilyBook
 from kmesh_spand.core.familyviews import FamilyViews
@@ -27,6 +27,7 @@ from kmesh_spand.core.policy import LRU, Policy
 from kmesh_spand.core.reading import Reading
 from kmesh_spand.core.recoder import Recoder
 from kmesh_spand.core.recovery import Recovery
+from kmesh_spand.core.results import Refused, Result
 from kmesh_spand.core.sessions import Session, SessionBook
 from kmesh_spand.core.states import STORED, State
 from kmesh_spand.core.store import TICK_SHIFT, SpanStore

@@ -11,13 +11,13 @@ from kmesh_spand.core.batch import KEY_BYTES, Rows
 from kmesh_spand.core.checks import invalid, too_many
 from kmesh_spand.core.codes import Cause, Code, MirrorFate
 from kmesh_spand.core.config import CoreConfig
-from kmesh_spand.core.effects import DeclareResult, DissolveResult, JoinResult, Refused, Result
 from kmesh_spand.core.family import Family, Member, Owner, Run, payload_bytes
 from kmesh_spand.core.familychecks import check_declare, check_member
 from kmesh_spand.core.familyspans import FamilySpans
 from kmesh_spand.core.lanes import Candidate
 from kmesh_spand.core.recoder import Recoder
 from kmesh_spand.core.requests import Declare, Dissolve, Fork, Join
+from kmesh_spand.core.results import DeclareResult, DissolveResult, JoinResult, Refused, Result
 from kmesh_spand.core.sessions import Session
 from kmesh_spand.core.states import STORED, State
 from kmesh_spand.core.store import SpanStore

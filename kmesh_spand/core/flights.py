@@ -10,7 +10,11 @@ from kmesh_spand.core.checks import check_claim, check_flight_shards, check_plac
 from kmesh_spand.core.codes import Arrival, Cause, Code, FlightCause, Standing
 from kmesh_spand.core.config import CoreConfig
 from kmesh_spand.core.deaths import Deaths
-from kmesh_spand.core.effects import (
+from kmesh_spand.core.effects import Reply
+from kmesh_spand.core.flight import Flight, FlightState, Turn, Waiter, Who
+from kmesh_spand.core.progress import Pace
+from kmesh_spand.core.requests import AskProgress, Await, Claim, Land, Leave
+from kmesh_spand.core.results import (
     AwaitResult,
     ClaimResult,
     LandResult,
@@ -18,12 +22,8 @@ from kmesh_spand.core.effects import (
     Progress,
     ProgressResult,
     Refused,
-    Reply,
     Result,
 )
-from kmesh_spand.core.flight import Flight, FlightState, Turn, Waiter, Who
-from kmesh_spand.core.progress import Pace
-from kmesh_spand.core.requests import AskProgress, Await, Claim, Land, Leave
 from kmesh_spand.core.sessions import Session
 from kmesh_spand.core.states import KEYED, State
 from kmesh_spand.core.store import SpanStore

@@ -13,7 +13,9 @@ from kmesh_spand.core.checks import check_acquire, too_many
 from kmesh_spand.core.codes import Code, Reason
 from kmesh_spand.core.config import CoreConfig
 from kmesh_spand.core.disk import Disk
-from kmesh_spand.core.effects import (
+from kmesh_spand.core.recoder import Recoder
+from kmesh_spand.core.requests import Acquire, Release, ReportCorrupt
+from kmesh_spand.core.results import (
     AcquireResult,
     BasePlace,
     Refused,
@@ -21,8 +23,6 @@ from kmesh_spand.core.effects import (
     ReportCorruptResult,
     Result,
 )
-from kmesh_spand.core.recoder import Recoder
-from kmesh_spand.core.requests import Acquire, Release, ReportCorrupt
 from kmesh_spand.core.sessions import Lease, Session, SessionBook
 from kmesh_spand.core.states import State
 from kmesh_spand.core.store import SpanStore

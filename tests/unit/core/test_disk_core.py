@@ -12,9 +12,9 @@ from test_mirrors import DENSE, declare, join, settle
 from world import SHARD, key
 
 from kmesh.layout import TILE_BYTES
-from kmesh_spand.core import effects as fx
 from kmesh_spand.core import events as ev
 from kmesh_spand.core import requests as rq
+from kmesh_spand.core import results as rs
 from kmesh_spand.core.codes import Reason, Trouble, Verdict
 from kmesh_spand.core.config import DiskConfig
 from kmesh_spand.core.diskfile import file_bytes
@@ -172,7 +172,7 @@ def test_a_file_that_is_not_what_it_was_is_a_miss_and_removed(how: str) -> None:
     assert world.acquire_waiting(session, names(0)) is None
     world.settle()
     answer = world.answered[session, world.request]
-    assert isinstance(answer, fx.AcquireResult)
+    assert isinstance(answer, rs.AcquireResult)
     assert list(answer.reason) == [Reason.MISS]
     assert world.core.counters["disk_corrupt"] == 1
     assert not world.files
@@ -490,7 +490,7 @@ def test_waits_for_flights_and_for_the_disk_count_together() -> None:
     assert world.acquire_waiting(session, names(0)) is None
     assert world.ask(rq.Await, session, claim.flight, 0, 2, [SHARD]) is None
     refused = world.ask(rq.Await, session, claim.flight, 0, 2, [SHARD])
-    assert isinstance(refused, fx.Refused)
+    assert isinstance(refused, rs.Refused)
     answer = world.acquire_waiting(session, names(1))
     assert answer is not None
 
@@ -502,7 +502,7 @@ def test_a_worker_that_dies_takes_nothing_along() -> None:
     assert world.acquire_waiting(session, names(0)) is None
     world.worker_dies()
     answer = world.answered[session, world.request]
-    assert isinstance(answer, fx.AcquireResult)
+    assert isinstance(answer, rs.AcquireResult)
     assert list(answer.reason) == [Reason.MISS]
     world.check()
     world.scan()
@@ -548,8 +548,8 @@ def test_a_recipe_is_not_written_and_its_payload_stays_in_the_file() -> None:
     for name in (A, B):
         world.store(session, [name], length=DENSE)
         world.settle()
-    assert isinstance(declare(world, session, [A]), fx.DeclareResult)
-    assert join(world, session, [B]) == fx.JoinResult(1, 1)
+    assert isinstance(declare(world, session, [A]), rs.DeclareResult)
+    assert join(world, session, [B]) == rs.JoinResult(1, 1)
     settle(world)
     assert world.core.status().mirrors == 1
     before = dict(world.files)
@@ -758,7 +758,7 @@ def test_who_took_all_its_leases_while_it_waited_is_refused() -> None:
     refused = world.core.counters["refused"]
     world.settle()
     answer = world.answered[session, waits]
-    assert isinstance(answer, fx.Refused)
+    assert isinstance(answer, rs.Refused)
     assert (answer.field, world.core.counters["refused"]) == ("keys", refused + 1)
     assert len(world.leases) == 1
     world.check()

@@ -10,9 +10,9 @@ from test_mirrors import DENSE, declare, join, mirrored, settle
 from world import NAMESPACE, OTHER_SHARD, SHARD, World, key
 
 from kmesh.layout import TILE_BYTES
-from kmesh_spand.core import effects as fx
 from kmesh_spand.core import events as ev
 from kmesh_spand.core import requests as rq
+from kmesh_spand.core import results as rs
 from kmesh_spand.core.codes import Code
 from kmesh_spand.core.effects import Piece
 from kmesh_spand.core.family import Family, Run
@@ -25,8 +25,8 @@ def room() -> World:
     return World({0: 40})
 
 
-def refused(answer: fx.Result | None) -> tuple[int, str]:
-    assert isinstance(answer, fx.Refused), answer
+def refused(answer: rs.Result | None) -> tuple[int, str]:
+    assert isinstance(answer, rs.Refused), answer
     return answer.code, answer.field
 
 
@@ -62,7 +62,7 @@ def test_too_large_a_base(room: World) -> None:
     assert refused(declare(room, one, keys)) == (Code.TOO_LARGE, "base")
     declare(room, one, keys[:400])
     assert refused(declare(room, one, keys[300:])) == (Code.TOO_LARGE, "base")
-    assert declare(room, one, keys[350:450]) == fx.DeclareResult(1, False, 50)
+    assert declare(room, one, keys[350:450]) == rs.DeclareResult(1, False, 50)
 
 
 @pytest.mark.parametrize(
@@ -78,9 +78,9 @@ def test_too_large_a_base(room: World) -> None:
 )
 def test_declared_again_otherwise(room: World, how: dict[str, object], field: str) -> None:
     one = room.connect()
-    assert declare(room, one, [A], frequencies=(1.0,)) == fx.DeclareResult(1, True, 1)
+    assert declare(room, one, [A], frequencies=(1.0,)) == rs.DeclareResult(1, True, 1)
     assert refused(declare(room, one, [A], **how)) == (Code.INVALID_ARGUMENT, field)
-    assert declare(room, one, [A]) == fx.DeclareResult(1, False, 0)
+    assert declare(room, one, [A]) == rs.DeclareResult(1, False, 0)
     # What one declaration left open, as that just now, it has not taken back.
     assert refused(declare(room, one, [A], frequencies=(2.0,))) == (
         Code.INVALID_ARGUMENT,
@@ -98,7 +98,7 @@ def test_how_keys_are_turned_may_be_said_later(room: World) -> None:
     room.encode_ends(job, 2 * DENSE)
     join(room, one, [B], "b")
     assert not room.encodes
-    assert declare(room, one, [A], frequencies=(1.0, 0.5)) == fx.DeclareResult(1, False, 0)
+    assert declare(room, one, [A], frequencies=(1.0, 0.5)) == rs.DeclareResult(1, False, 0)
     ((job, encode),) = room.encodes.items()
     assert encode.frequencies == (1.0, 0.5)
     room.settle()
@@ -112,7 +112,7 @@ def test_a_stored_base_of_another_layout(room: World) -> None:
     assert refused(declare(room, one, [A], head_dim=32))[1] == "base[0]"
     assert refused(declare(room, one, [C, A], namespace=b"x" * 32))[1] == "base[1]"
     room.store(one, [D], length=DENSE // 4, tokens=16)
-    assert isinstance(declare(room, one, [D]), fx.DeclareResult)
+    assert isinstance(declare(room, one, [D]), rs.DeclareResult)
 
 
 def test_a_stored_member_of_another_layout(room: World) -> None:
@@ -163,8 +163,8 @@ def test_names_are_a_tenants_own(room: World) -> None:
     one, two = room.connect(uid=1000), room.connect(uid=1001)
     declare(room, one, [A])
     assert refused(join(room, two, [B])) == (Code.NOT_FOUND, "family")
-    assert declare(room, two, [A]) == fx.DeclareResult(2, True, 1)
-    assert declare(room, one, [A], salt=b"s" * 32) == fx.DeclareResult(3, True, 1)
+    assert declare(room, two, [A]) == rs.DeclareResult(2, True, 1)
+    assert declare(room, one, [A], salt=b"s" * 32) == rs.DeclareResult(3, True, 1)
     assert len(room.core.family_views.rows(0, 10, now_ms=0, group=1000)) == 2
 
 
@@ -172,11 +172,11 @@ def test_a_family_of_one_and_one_of_a_thousand(room: World) -> None:
     one = room.connect()
     room.store(one, [A], length=DENSE)
     declare(room, one, [A])
-    assert join(room, one, [A], "only") == fx.JoinResult(1, 1)
+    assert join(room, one, [A], "only") == rs.JoinResult(1, 1)
     (only,) = room.core.family_views.members(room.core.families.by_id[1], 0, 10)
     assert (only.master, only.base, only.mirrors) == (True, 1, 0)
     for number in range(999):
-        assert join(room, one, [A, key(number)], f"m{number}") == fx.JoinResult(2, 1)
+        assert join(room, one, [A, key(number)], f"m{number}") == rs.JoinResult(2, 1)
     family = room.core.families.by_id[1]
     assert len(room.core.family_views.members(family, 0, 2000)) == 1000
     assert room.core.family_views.row(family, room.now).spans == 999
@@ -192,8 +192,8 @@ def test_a_family_has_limits() -> None:
     assert refused(join(world, one, [D], "c")) == (Code.EXHAUSTED, "member")
     assert refused(join(world, one, [B, C, D, E], "a")) == (Code.EXHAUSTED, "keys")
     # What the family names already takes no more room.
-    assert join(world, one, [B, C, D], "a") == fx.JoinResult(3, 0)
-    assert join(world, one, [B, C, D, A], "a") == fx.JoinResult(4, 0)
+    assert join(world, one, [B, C, D], "a") == rs.JoinResult(3, 0)
+    assert join(world, one, [B, C, D, A], "a") == rs.JoinResult(4, 0)
     assert refused(join(world, one, [C, E], "b")) == (Code.EXHAUSTED, "keys")
     world.check()
 
@@ -314,13 +314,13 @@ def test_what_several_members_name_counts_for_each() -> None:
     world = World({0: 4}, max_family_names=10)
     one = world.connect()
     declare(world, one, [A])
-    assert join(world, one, [B, C, D], "a") == fx.JoinResult(3, 0)
-    assert join(world, one, [B, C, D], "b", [Run(0, 4, A, 0)]) == fx.JoinResult(3, 0)
+    assert join(world, one, [B, C, D], "a") == rs.JoinResult(3, 0)
+    assert join(world, one, [B, C, D], "b", [Run(0, 4, A, 0)]) == rs.JoinResult(3, 0)
     assert refused(join(world, one, [B, C, D, A], "c")) == (Code.EXHAUSTED, "keys")
     assert refused(join(world, one, [B, C], "c", [Run(0, 4, A, 0), Run(4, 4, A, 4)]))[1] == "keys"
     fork = world.ask(rq.Fork, one, "round", "b", "d", b"", [])
     assert refused(fork) == (Code.EXHAUSTED, "keys")
-    assert join(world, one, [B, C, D, A], "b", [Run(0, 4, A, 0)]) == fx.JoinResult(4, 0)
+    assert join(world, one, [B, C, D, A], "b", [Run(0, 4, A, 0)]) == rs.JoinResult(4, 0)
     world.check()
 
 

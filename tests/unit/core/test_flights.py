@@ -10,17 +10,18 @@ from kmesh.layout import Shard
 from kmesh_spand.core import effects as fx
 from kmesh_spand.core import events as ev
 from kmesh_spand.core import requests as rq
+from kmesh_spand.core import results as rs
 from kmesh_spand.core.codes import Arrival, Code, FlightCause, Standing
 from kmesh_spand.core.config import CoreConfig
 from kmesh_spand.core.core import Core
 from kmesh_spand.core.tenants import Tenancy
 
-LANDED = fx.AwaitResult(Arrival.LANDED)
-LEAD = fx.AwaitResult(Arrival.LEAD)
+LANDED = rs.AwaitResult(Arrival.LANDED)
+LEAD = rs.AwaitResult(Arrival.LEAD)
 
 
-def ended(cause: FlightCause) -> fx.AwaitResult:
-    return fx.AwaitResult(Arrival.ENDED, cause)
+def ended(cause: FlightCause) -> rs.AwaitResult:
+    return rs.AwaitResult(Arrival.ENDED, cause)
 
 
 def join(world: World, session: int, keys: list[bytes], salt: bytes = b"") -> int:
@@ -31,15 +32,15 @@ def join(world: World, session: int, keys: list[bytes], salt: bytes = b"") -> in
     return world.request
 
 
-def answer(world: World, session: int, request: int) -> fx.Result | None:
+def answer(world: World, session: int, request: int) -> rs.Result | None:
     return world.answered.get((session, request))
 
 
 def test_the_first_leads_and_the_others_wait_until_it_has_landed(world: World) -> None:
     leader, other = world.connect(), world.connect()
-    assert world.claim(leader, [A, B, C]) == fx.ClaimResult(Standing.LEAD, 1, covered=3)
+    assert world.claim(leader, [A, B, C]) == rs.ClaimResult(Standing.LEAD, 1, covered=3)
     world.now += 70
-    assert world.claim(other, [A, B, D]) == fx.ClaimResult(
+    assert world.claim(other, [A, B, D]) == rs.ClaimResult(
         Standing.COMPUTING,
         1,
         0,
@@ -47,7 +48,7 @@ def test_the_first_leads_and_the_others_wait_until_it_has_landed(world: World) -
         ahead=2,
         landed=0,
         age_ms=70,
-        progress=fx.Progress(age_ms=70, quiet_ms=70),
+        progress=rs.Progress(age_ms=70, quiet_ms=70),
     )
     waiting = join(world, other, [A, B, D])
     world.store(leader, [A])
@@ -339,11 +340,11 @@ def test_a_wait_is_left_by_its_own_number(world: World) -> None:
         assert world.ask(rq.Await, other, *event) is None
         waits.append(world.request)
     left = world.ask(rq.Leave, other, claim.flight, 0, 8)
-    assert left == fx.LeaveResult(1)
+    assert left == rs.LeaveResult(1)
     assert answer(world, other, waits[0]) is None
     assert answer(world, other, waits[1]) == ended(FlightCause.LEFT)
     # Two numbers that name different waits name none.
-    assert world.ask(rq.Leave, other, claim.flight, waits[0], 8) == fx.LeaveResult(0)
+    assert world.ask(rq.Leave, other, claim.flight, waits[0], 8) == rs.LeaveResult(0)
     assert world.leave(other, claim.flight) == 1
 
 
@@ -528,7 +529,7 @@ def test_a_million_joins_leave_nothing() -> None:
     (claimed,) = core.handle(rq.Claim(2, 2, keys, [SHARD]), 0)
     assert isinstance(claimed, fx.Reply)
     found = claimed.result
-    assert isinstance(found, fx.ClaimResult)
+    assert isinstance(found, rs.ClaimResult)
     request = 2
     for _ in range(1000):
         for _ in range(1000):
@@ -579,19 +580,19 @@ def test_progress_is_what_the_leader_says_and_what_lands(world: World) -> None:
     leader, other = world.connect(), world.connect()
     world.claim(leader, [A, B, C], place="gpu 0")
     world.now += 40
-    assert world.progress(leader, 1, computed=2) == fx.Progress(0, 0, 2, 40, 0, 40)
+    assert world.progress(leader, 1, computed=2) == rs.Progress(0, 0, 2, 40, 0, 40)
     world.now += 10
-    assert world.progress(other, 1) == fx.Progress(0, 0, 2, 50, 10, 40)
+    assert world.progress(other, 1) == rs.Progress(0, 0, 2, 50, 10, 40)
     # Nobody else's word counts, and none that takes something back.
-    assert world.progress(other, 1, computed=3) == fx.Progress(0, 0, 2, 50, 10, 40)
-    assert world.progress(leader, 1, computed=1) == fx.Progress(0, 0, 2, 50, 10, 40)
+    assert world.progress(other, 1, computed=3) == rs.Progress(0, 0, 2, 50, 10, 40)
+    assert world.progress(leader, 1, computed=1) == rs.Progress(0, 0, 2, 50, 10, 40)
     world.store(leader, [A])
-    assert world.progress(other, 1) == fx.Progress(0, 1, 2, 50, 0, 40)
+    assert world.progress(other, 1) == rs.Progress(0, 1, 2, 50, 0, 40)
     world.now += 60
     # More than it promised is all of it.
-    assert world.progress(leader, 1, computed=2**32 - 1) == fx.Progress(0, 1, 3, 110, 0, 60)
+    assert world.progress(leader, 1, computed=2**32 - 1) == rs.Progress(0, 1, 3, 110, 0, 60)
     found = world.claim(other, [B, C], place="gpu 0")
-    assert found.progress == fx.Progress(0, 1, 3, 110, 0, 60, beside=True)
+    assert found.progress == rs.Progress(0, 1, 3, 110, 0, 60, beside=True)
     world.core.check()
 
 
@@ -606,8 +607,8 @@ def test_progress_begins_anew_with_another_leader(world: World) -> None:
     world.land(leader, 1, FlightCause.PREEMPTED)
     world.core.check()
     world.now += 5
-    assert world.progress(leader, 1, computed=3) == fx.Progress(1, 0, 0, 5, 5, 0)
-    assert world.progress(other, 1, computed=1) == fx.Progress(1, 0, 1, 5, 0, 5)
+    assert world.progress(leader, 1, computed=3) == rs.Progress(1, 0, 0, 5, 5, 0)
+    assert world.progress(other, 1, computed=1) == rs.Progress(1, 0, 1, 5, 0, 5)
     for place, beside in (("gpu 0", False), ("gpu 1", True), ("", False)):
         far = world.progress(third, 1, place=place)
         assert far is not None

@@ -29,6 +29,7 @@ from kmesh_spand.control.native import NativeBatch
 from kmesh_spand.core import effects as fx
 from kmesh_spand.core import events as ev
 from kmesh_spand.core import requests as rq
+from kmesh_spand.core import results as rs
 from kmesh_spand.core.codes import (
     Arrival,
     Cause,
@@ -334,7 +335,7 @@ class CoreMachine(RuleBasedStateMachine):
                 salt,
                 tier,
             )
-            assert isinstance(refused, fx.Refused)
+            assert isinstance(refused, rs.Refused)
             assert refused.code == Code.EXHAUSTED
             return
         expected = [self.expect(name, shard, who, tier=tier) for name in keys]
@@ -472,11 +473,11 @@ class CoreMachine(RuleBasedStateMachine):
         waits = sum(at[0] == session for at in world.waits)
         answer = world.wait(session, found, [shard])
         if number not in flights:
-            assert answer == fx.AwaitResult(Arrival.LANDED)
+            assert answer == rs.AwaitResult(Arrival.LANDED)
         elif waits >= world.config.max_waits:
-            assert isinstance(answer, fx.Refused | fx.AwaitResult)
+            assert isinstance(answer, rs.Refused | rs.AwaitResult)
         else:
-            assert answer in (None, fx.AwaitResult(Arrival.LANDED))
+            assert answer in (None, rs.AwaitResult(Arrival.LANDED))
         at = session, world.request
         if at not in world.waits or number not in world.led:
             return
@@ -565,7 +566,7 @@ class CoreMachine(RuleBasedStateMachine):
         flying = len(world.copies)
         answer = world.commit(session, [number, 10**9] + [number] * twice)
         if not mine:
-            assert answer == fx.CommitResult([Reason.STALE] * (2 + twice))
+            assert answer == rs.CommitResult([Reason.STALE] * (2 + twice))
         assert len(world.copies) - flying <= mine
 
     @precondition(having("wanted"))
@@ -598,7 +599,7 @@ class CoreMachine(RuleBasedStateMachine):
 
     # Families
 
-    def _declare(self, session: int, family: str, base: list[bytes], salt: bytes) -> fx.Result:
+    def _declare(self, session: int, family: str, base: list[bytes], salt: bytes) -> rs.Result:
         answer = self.world.ask(
             rq.Declare,
             session,
@@ -625,8 +626,8 @@ class CoreMachine(RuleBasedStateMachine):
     def declare(self, data: st.DataObject, family: str, base: list[bytes], salt: bytes) -> None:
         session = self.pick(data, self.world.open)
         answer = self._declare(session, family, self.salted(base, salt), salt)
-        assert isinstance(answer, fx.DeclareResult | fx.Refused)
-        if isinstance(answer, fx.Refused):
+        assert isinstance(answer, rs.DeclareResult | rs.Refused)
+        if isinstance(answer, rs.Refused):
             assert answer.field.startswith("base")
 
     @precondition(having("open"))
@@ -656,7 +657,7 @@ class CoreMachine(RuleBasedStateMachine):
             answer = world.ask(
                 rq.Join, session, family, member, NAMESPACE, packed, [SHARD], (), salt
             )
-        assert isinstance(answer, fx.JoinResult | fx.Refused)
+        assert isinstance(answer, rs.JoinResult | rs.Refused)
 
     @precondition(having("open"))
     @rule(data=st.data(), names=st.permutations(FULL), keep=st.booleans(), salt=salts)
@@ -680,7 +681,7 @@ class CoreMachine(RuleBasedStateMachine):
         self.causes |= {Cause.PRESSURE, Cause.OPERATOR}
         session = self.pick(data, self.world.open)
         answer = self.world.ask(rq.Dissolve, session, family, fate, salt)
-        assert isinstance(answer, fx.DissolveResult | fx.Refused)
+        assert isinstance(answer, rs.DissolveResult | rs.Refused)
 
     @precondition(having("encodes"))
     @rule(
@@ -761,7 +762,7 @@ class CoreMachine(RuleBasedStateMachine):
         owner, held = world.leases[lease]
         answer = world.ask(rq.ReportCorrupt, owner, lease, entries)
         real = [entry for entry in entries if entry < len(held) and held[entry]]
-        assert answer == fx.ReportCorruptResult(len(real))
+        assert answer == rs.ReportCorruptResult(len(real))
 
     @rule(data=st.data(), aged=st.booleans(), many=seldom)
     def evict(self, data: st.DataObject, aged: bool, many: bool) -> None:

@@ -13,6 +13,7 @@ from kmesh.layout import TILE_BYTES
 from kmesh_spand.core import effects as fx
 from kmesh_spand.core import events as ev
 from kmesh_spand.core import requests as rq
+from kmesh_spand.core import results as rs
 from kmesh_spand.core.codes import Cause, MirrorFate, Reason
 from kmesh_spand.core.family import Run
 
@@ -21,7 +22,7 @@ DENSE = 2 * TILE_BYTES
 TAIL = DENSE * 48 // 64
 
 
-def declare(world: World, session: int, keys: list[bytes], **how: object) -> fx.Result | None:
+def declare(world: World, session: int, keys: list[bytes], **how: object) -> rs.Result | None:
     fields = {
         "family": "round",
         "namespace": NAMESPACE,
@@ -39,7 +40,7 @@ def declare(world: World, session: int, keys: list[bytes], **how: object) -> fx.
 
 def join(
     world: World, session: int, keys: list[bytes], name: str = "a", runs: Sequence[Run] = ()
-) -> fx.Result | None:
+) -> rs.Result | None:
     return world.ask(rq.Join, session, "round", name, NAMESPACE, b"".join(keys), [SHARD], runs)
 
 
@@ -48,8 +49,8 @@ def mirrored(world: World, base: list[bytes], member: list[bytes]) -> int:
     one = world.connect()
     world.store(one, base, length=DENSE)
     world.store(one, member, length=DENSE)
-    assert isinstance(declare(world, one, base), fx.DeclareResult)
-    assert join(world, one, member) == fx.JoinResult(len(member), len(member))
+    assert isinstance(declare(world, one, base), rs.DeclareResult)
+    assert join(world, one, member) == rs.JoinResult(len(member), len(member))
     settle(world)
     assert len(world.mirrors) == len(member)
     world.check()
@@ -498,7 +499,7 @@ def test_a_member_that_becomes_base_while_it_is_encoded(room: World) -> None:
     room.store(one, [A, B], length=DENSE)
     declare(room, one, [A])
     join(room, one, [B])
-    assert isinstance(declare(room, one, [B], family="other"), fx.DeclareResult)
+    assert isinstance(declare(room, one, [B], family="other"), rs.DeclareResult)
     settle(room)
     assert not room.mirrors
     room.check()
@@ -507,7 +508,7 @@ def test_a_member_that_becomes_base_while_it_is_encoded(room: World) -> None:
 def test_a_mirror_is_refused_as_base(room: World) -> None:
     one = mirrored(room, [A], [B])
     answer = declare(room, one, [C, B], family="other")
-    assert isinstance(answer, fx.Refused)
+    assert isinstance(answer, rs.Refused)
     assert (answer.field, answer.message) == ("base[1]", "is a recipe itself")
 
 

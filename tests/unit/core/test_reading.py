@@ -10,9 +10,9 @@ from world import NAMESPACE, OTHER_SHARD, SHARD, TOOL, World, key
 
 from kmesh.handles import Location
 from kmesh.layout import TILE_BYTES
-from kmesh_spand.core import effects as fx
 from kmesh_spand.core import events as ev
 from kmesh_spand.core import requests as rq
+from kmesh_spand.core import results as rs
 from kmesh_spand.core.codes import Code, Reason
 
 # Leases
@@ -165,7 +165,7 @@ def test_a_reported_span_is_read_again_before_it_is_served(world: World) -> None
     )
     # A worker of the engine may report what its scheduler leased.
     assert world.ask(rq.ReportCorrupt, two, answer.lease, [0, 1, 1, 9, -1]) == (
-        fx.ReportCorruptResult(2)
+        rs.ReportCorruptResult(2)
     )
     assert reasons(world.acquire(one, [A])) == [Reason.PENDING]
     assert reasons(world.reserve(one, [A])) == [Reason.PENDING]
@@ -273,7 +273,7 @@ def test_views(world: World) -> None:
     assert (status.spans, status.slots, status.reservations) == (3, 4, 1)
     assert (status.leased_bytes, status.index_entries) == (TILE_BYTES, 3)
     assert status.slabs[0].used == 4 * TILE_BYTES
-    assert world.ask(rq.Abort, one, [number, number, 99]) == fx.AbortResult(1)
+    assert world.ask(rq.Abort, one, [number, number, 99]) == rs.AbortResult(1)
     world.wanted.clear()
     world.release(one, [lease])
     info = world.core.session_info(one)

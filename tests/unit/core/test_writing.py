@@ -12,6 +12,7 @@ from kmesh.layout import TILE_BYTES
 from kmesh_spand.core import effects as fx
 from kmesh_spand.core import events as ev
 from kmesh_spand.core import requests as rq
+from kmesh_spand.core import results as rs
 from kmesh_spand.core import victims
 from kmesh_spand.core.codes import Code, Reason
 from kmesh_spand.core.policy import LRU, Policy
@@ -144,7 +145,7 @@ def test_staging_offsets_are_checked_before_anything_is_copied(world: World, off
     answer = world.ask(rq.Commit, one, numbers, [0, 64 * 3], 64 * 3 + 100)
     assert answer is None
     world.settle()
-    assert world.answer == fx.CommitResult([0, 0])
+    assert world.answer == rs.CommitResult([0, 0])
     world.check()
 
 
@@ -155,7 +156,7 @@ def test_commit_is_answered_once_after_its_last_copy(world: World) -> None:
     assert world.commit(one, [a, foreign, b, b, c]) is None
     jobs = sorted(world.copies)
     assert len(jobs) == 3
-    assert world.commit(one, [a]) == fx.CommitResult([Reason.STALE])
+    assert world.commit(one, [a]) == rs.CommitResult([Reason.STALE])
     world.copy_ends(jobs[2])
     world.abort(one, [a])
     world.wanted.pop(b)
@@ -167,14 +168,14 @@ def test_commit_is_answered_once_after_its_last_copy(world: World) -> None:
         fx.Reply(
             one,
             effects[0].request,
-            fx.CommitResult(  # type: ignore[union-attr]
+            rs.CommitResult(  # type: ignore[union-attr]
                 [Reason.ABORTED, Reason.STALE, Reason.COPY_FAILED, Reason.STALE, Reason.OK]
             ),
         )
     ]
     world.waiting.clear()
     assert reasons(world.acquire(one, [A, B, C])) == [Reason.MISS, Reason.MISS, 0]
-    assert world.commit(one, []) == fx.CommitResult([])
+    assert world.commit(one, []) == rs.CommitResult([])
     assert world.core.handle(ev.CopyDone(jobs[0], 5), 0) == []
     world.check()
 
