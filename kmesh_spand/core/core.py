@@ -179,7 +179,7 @@ class Core:
             case ev.RecipeKept(job, root):
                 self._recoder.kept(job, root)
             case ev.Densified(job, ok):
-                self._doubt(self._recoder.densified(job, ok))
+                self._doubt(self._recoder.densifier.done(job, ok))
             case ev.RecodeFailed(job):
                 self._recoder.failed(job)
             case ev.SessionOpened(session, uid, engine, role):
@@ -209,16 +209,16 @@ class Core:
                     if store.may_evict(slot + 1):
                         store.discard(slot + 1)
             case ev.EvictBases(spans, drop):
-                self._recoder.evict_bases(spans, drop=drop)
+                self._recoder.densifier.evict_bases(spans, drop=drop)
             case ev.Drain():
-                self._writing.draining = self._recoder.draining = True
+                self._writing.draining = self._recoder.lanes.draining = True
                 self.flights.drain()
             case ev.GoOn():
                 pass
             case ev.Tick() if self.disk is None:
                 pass
             case ev.Resume():
-                self._writing.draining = self._recoder.draining = False
+                self._writing.draining = self._recoder.lanes.draining = False
                 self.flights.draining = False
             case _ if self.disk is not None:
                 self._note_disk(self.disk, event)

@@ -183,7 +183,7 @@ class FamilyBook:
             table, places = self._store.table, self._places.get(family.owner, {})
             for row in mirrors:
                 if table.key_of(row) not in places:
-                    self._recoder.want(row, drop=event.fate == MirrorFate.DENSE_OR_DROP)
+                    self._recoder.densifier.want(row, drop=event.fate == MirrorFate.DENSE_OR_DROP)
         return DissolveResult(members, len(mirrors))
 
     def _unfit(self, owner: Owner, event: Declare, key: bytes) -> str:

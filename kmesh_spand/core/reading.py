@@ -287,7 +287,7 @@ class Reading:
         for entry, row in wanted:
             # Room for one may have cost another.
             there = row in mirrors.by_row and self._store.table.state[row] == State.COMMITTED
-            if there and mirrors.usable(row) and self._recoder.ask(row):
+            if there and mirrors.usable(row) and self._recoder.densifier.ask(row):
                 continue
             if not there or mirrors.usable(row):
                 reasons[entry] = Reason.MISS
