@@ -573,7 +573,7 @@ def test_who_waits_for_less_than_a_new_leader_brings_looks_again(world: World) -
     assert (answer(world, second, one), answer(world, third, two)) == (LEAD, LANDED)
     assert world.claim(third, [A]).standing == Standing.LEAD
     world.core.check()
-    assert F not in world.core.flights.by_key[next(iter(world.core.flights.by_key))]
+    assert F not in next(iter(world.core.flights.promises.by_key.values()))
 
 
 def test_progress_is_what_the_leader_says_and_what_lands(world: World) -> None:
