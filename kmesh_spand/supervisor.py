@@ -14,7 +14,7 @@ import socket
 import time
 
 from kmesh.errors import ConfigError
-from kmesh_spand import child, ipc, logs
+from kmesh_spand import child, ipc, logs, messages
 from kmesh_spand.backoff import Backoff
 from kmesh_spand.diskdir import Custody, open_directory
 from kmesh_spand.fdstore import FdStore
@@ -222,7 +222,7 @@ class Supervisor:
         notify("STOPPING=1")
         logger.info("stopping", extra={"signal": signal.Signals(self._stop_signal).name})
         self._stop_by = time.monotonic() + self._settings.shutdown_timeout_ms / 1000
-        self._tell_control(ipc.Drain())
+        self._tell_control(messages.Drain())
 
     def _timeout_ms(self) -> int | None:
         ours = (
@@ -334,23 +334,23 @@ class Supervisor:
             self._forget_control()
             return
         match message:
-            case ipc.Ready():
+            case messages.Ready():
                 self._control_ready = self._control_worked = True
                 self._announce()
-            case ipc.Health():
+            case messages.Health():
                 notify("STATUS=" + (f"not ready: {message.text}" if message.text else "ready"))
-            case ipc.RestartWorker():
+            case messages.RestartWorker():
                 what = "the store worker" if message.gpu < 0 else f"device worker {message.gpu}"
                 logger.error("restarting %s: %s", what, message.reason)
                 if message.gpu >= 0:
                     self._gpus.restart(message.gpu)
                 else:
                     self._worker.kill()
-            case ipc.SlabWanted():
+            case messages.SlabWanted():
                 self._gpus.tell(message.slab)
-            case ipc.GivenUp():
+            case messages.GivenUp():
                 self._replace(message.slab)
-            case ipc.Stop():
+            case messages.Stop():
                 self._stop_signal = self._stop_signal or signal.SIGTERM
             case _:
                 logger.error("unexpected message %s", type(message).__name__)
@@ -363,7 +363,7 @@ class Supervisor:
         # The memory that was offered is not all of it any more.
         self._handover.break_off()
         heir = self._holdings.replace(slab)
-        self._tell_control(ipc.Replaced(slab, heir))
+        self._tell_control(messages.Replaced(slab, heir))
 
     def _announce(self) -> None:
         """Says once for each control process that all is there."""

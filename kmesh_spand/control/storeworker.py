@@ -10,7 +10,7 @@ import socket
 from collections.abc import Callable
 
 from kmesh import errors
-from kmesh_spand import ipc, logs
+from kmesh_spand import ipc, jobmessages, logs, messages
 from kmesh_spand.control.diskjobs import DiskJobs
 from kmesh_spand.control.exports import Exports, Made
 from kmesh_spand.control.growth import Growth
@@ -62,7 +62,7 @@ class StoreWorker:
         restart: Callable[[str], None],
         observer: Observer,
         disk: DiskJobs | None = None,
-        fell_back: Callable[[ipc.Fallback], None] | None = None,
+        fell_back: Callable[[messages.Fallback], None] | None = None,
     ) -> None:
         self.restarts = 0
         self.pid = 0
@@ -83,11 +83,11 @@ class StoreWorker:
         self._copies: dict[int, CopyMark] = {}
         self._checks: dict[int, effects.Verify] = {}
         self._read_last: int | None = None
-        self._replaced: list[ipc.Replaced] = []
+        self._replaced: list[messages.Replaced] = []
         self._wipes: dict[int, effects.Wipe] = {}
         self._recodes = Recodes(event)
         self._exports = Exports(name)
-        self._held: list[tuple[float, ipc.Copy | ipc.Export]] = []
+        self._held: list[tuple[float, jobmessages.Copy | jobmessages.Export]] = []
         self._attached_at = self._heard_at = loop.time()
         self._given_up = False
         self._unloadable = 0
@@ -163,7 +163,7 @@ class StoreWorker:
             OSError: no file descriptor is left; ``fd`` stays the caller's.
         """
         if self._link is not None and self._started:
-            self._link.send(ipc.Staging(session, size), fd)
+            self._link.send(jobmessages.Staging(session, size), fd)
         self._staging[session] = (fd, size)
         if not self._started:
             # It fills its memory from the first word on.
@@ -175,7 +175,7 @@ class StoreWorker:
         if size:
             os.close(fd)
             if self._link is not None and self._started:
-                self._link.send(ipc.DropStaging(session))
+                self._link.send(jobmessages.DropStaging(session))
         return size
 
     def staging_size(self, session: int) -> int:
@@ -194,7 +194,7 @@ class StoreWorker:
         self._wakes()
         mark = self._copies[job.job] = self._observer.copy_begins(job.job, job.length)
         self._send(
-            ipc.Copy(
+            jobmessages.Copy(
                 job.job,
                 job.session,
                 job.staging_offset,
@@ -222,11 +222,11 @@ class StoreWorker:
         self._wakes()
         self._wipes[job.job] = job
         if self._started:
-            self._send(ipc.Wipe(job.job, job.slab))
+            self._send(jobmessages.Wipe(job.job, job.slab))
         else:
             self._beat()
 
-    def replaced(self, message: ipc.Replaced) -> None:
+    def replaced(self, message: messages.Replaced) -> None:
         """One slab is there instead of another: each worker is told that."""
         self._replaced.append(message)
         if self._link is not None and self._started:
@@ -252,12 +252,14 @@ class StoreWorker:
         self._wakes()
         self._send(self._exports.begin(slab, offset, length, made))
 
-    def _send(self, message: ipc.Copy | ipc.Export | ipc.Verify | ipc.Wipe) -> None:
+    def _send(
+        self, message: jobmessages.Copy | jobmessages.Export | jobmessages.Verify | jobmessages.Wipe
+    ) -> None:
         assert self._link is not None
         if self._started:
             self._link.send(message)
             return
-        assert isinstance(message, ipc.Copy | ipc.Export)
+        assert isinstance(message, jobmessages.Copy | jobmessages.Export)
         self._held.append((self._loop.time(), message))
         self._beat()
 
@@ -290,9 +292,9 @@ class StoreWorker:
         self._given_up = True
         self._restart(reason)
 
-    def _refuse(self, message: ipc.Copy | ipc.Export) -> None:
+    def _refuse(self, message: jobmessages.Copy | jobmessages.Export) -> None:
         """Of what the worker was not told yet."""
-        if isinstance(message, ipc.Copy):
+        if isinstance(message, jobmessages.Copy):
             self._copy_failed(message.job, self._copies.pop(message.job))
         else:
             self._exports.not_started(message.job)
@@ -303,7 +305,7 @@ class StoreWorker:
             self._beats += 1
             self._beat_at = now
             self._next_beat = now + _BEAT_SECONDS
-            self._link.send(ipc.Beat(self._beats))
+            self._link.send(messages.Beat(self._beats))
 
     @property
     def _owes(self) -> bool:
@@ -322,14 +324,14 @@ class StoreWorker:
             self._link.send(replaced)
         for session, (staging, size) in self._staging.items():
             try:
-                self._link.send(ipc.Staging(session, size), staging)
+                self._link.send(jobmessages.Staging(session, size), staging)
             except OSError as failed:
                 # Its copies will say that there is no staging.
                 logger.error("staging: %s", failed.strerror, extra={"session": session})
         for job in self._checks.values():
             self._link.send(_verify(job))
         for wipe in self._wipes.values():
-            self._link.send(ipc.Wipe(wipe.job, wipe.slab))
+            self._link.send(jobmessages.Wipe(wipe.job, wipe.slab))
         self._recodes.started(self._link.send)
         held, self._held = self._held, []
         for _, message in held:
@@ -364,7 +366,7 @@ class StoreWorker:
         self._recodes.gone()
 
     def _heard(self, message: ipc.AnyMessage, fd: int | None) -> None:
-        if isinstance(message, ipc.Beat):
+        if isinstance(message, messages.Beat):
             if message.number == self._beats:
                 self._beat_at = None
             if not self._started:
@@ -381,24 +383,24 @@ class StoreWorker:
         if self._exports.hear(message, fd):
             return
         match message:
-            case ipc.CopyDone():
+            case jobmessages.CopyDone():
                 mark = self._copies.pop(message.job, None)
                 if mark is None:
                     return
                 self._observer.copy_ends(mark, message.seconds)
                 with logs.about(mark.session, mark.request):
                     self._event(events.CopyDone(message.job, message.root))
-            case ipc.Verified():
+            case jobmessages.Verified():
                 if message.bases:
                     self._unloadable = 0
                 if self._checks.pop(message.job, None) is not None:
                     self._event(events.VerifyDone(message.job, message.good, facts(message)))
-            case ipc.Wiped():
+            case jobmessages.Wiped():
                 if self._wipes.pop(message.job, None) is not None:
                     self._event(events.WipeDone(message.job, True))
-            case ipc.Failed():
+            case jobmessages.Failed():
                 self._fail(message)
-            case ipc.Fallback() if self._fell_back is not None:
+            case messages.Fallback() if self._fell_back is not None:
                 self._fell_back(message)
             case _:
                 logger.error("unexpected message %s", type(message).__name__)
@@ -412,7 +414,7 @@ class StoreWorker:
         del self._checks[job]
         self._event(events.VerifyDone(job, None))
 
-    def _fail(self, message: ipc.Failed) -> None:
+    def _fail(self, message: jobmessages.Failed) -> None:
         mark = self._copies.pop(message.job, None)
         extra = {"job": message.job}
         if mark is not None:
@@ -432,5 +434,5 @@ class StoreWorker:
             self._unreadable(message.job)
 
 
-def _verify(job: effects.Verify) -> ipc.Verify:
-    return ipc.Verify(job.job, job.slab, job.offset, job.length, job.root, job.recipe)
+def _verify(job: effects.Verify) -> jobmessages.Verify:
+    return jobmessages.Verify(job.job, job.slab, job.offset, job.length, job.root, job.recipe)
