@@ -190,11 +190,11 @@ def test_starting_the_other_processes(
             # The last thing that is asked for is the process.
             assert (refused[-2], refused[-1]) == ("socketpair", "fork")
         # And the loop tries again later instead of ending.
-        supervisor._control_at = 0.0
+        supervisor._control.start_at = 0.0
         with scarce(1, code):
             supervisor._start_due()
-        assert supervisor._control_at is not None
-        assert supervisor._control_at > 0
+        assert supervisor._control.start_at is not None
+        assert supervisor._control.start_at > 0
         assert f"control could not be started: [Errno {code}]" in caplog.text
     finally:
         held.close()

@@ -164,13 +164,13 @@ def test_the_supervisor_tries_again_later_too(
     now = 1000.0
     monkeypatch.setattr(time, "monotonic", lambda: now)
     supervisor = Supervisor(settings(socket_dir), "test", None)  # type: ignore[arg-type]
-    supervisor._to_control, supervisor._for_control = ours, Outbox(ours)
-    supervisor._control_at = None
+    supervisor._control.take(ours)
+    supervisor._control.start_at = None
     wake, waker = socket.socketpair()
     with wake, waker:
         assert supervisor._timeout_ms() is None
         ours.code = code
-        supervisor._tell_control(messages.Beat(1))
+        supervisor._control.tell(messages.Beat(1))
         allowed = supervisor._timeout_ms()
         assert allowed is not None
         assert 0 < allowed <= 51
@@ -302,8 +302,8 @@ def test_what_is_left_of_a_handover_that_failed_has_no_other_beside_it(
                 if pid != control.pid:
                     kill(pid, number)
 
-            supervisor._control_pid, supervisor._control_worked = control.pid, True
-            supervisor._control_at = None
+            supervisor._control.pid, supervisor._control.worked = control.pid, True
+            supervisor._control.start_at = None
             supervisor._worker.pid = worker.pid
             try:
                 with monkeypatch.context() as stuck:
@@ -323,7 +323,7 @@ def test_what_is_left_of_a_handover_that_failed_has_no_other_beside_it(
                 kill(control.pid, signal.SIGKILL)
                 os.waitid(os.P_PID, control.pid, os.WEXITED | os.WNOWAIT)
                 supervisor._reap()
-                supervisor._control_at = time.monotonic()
+                supervisor._control.start_at = time.monotonic()
                 supervisor._start_due()
                 assert len(started) == 1
             finally:
@@ -347,16 +347,16 @@ def test_a_worker_that_the_kernel_holds_keeps_nobody_waiting_but_control(
     kill = os.kill
     try:
         with subprocess.Popen(["true"]) as control, subprocess.Popen(["sleep", "600"]) as worker:
-            supervisor._control_pid, supervisor._control_worked = control.pid, True
-            supervisor._control_at = None
+            supervisor._control.pid, supervisor._control.worked = control.pid, True
+            supervisor._control.start_at = None
             supervisor._worker.pid = worker.pid
             os.waitid(os.P_PID, control.pid, os.WEXITED | os.WNOWAIT)
             with monkeypatch.context() as stuck:
                 stuck.setattr(os, "kill", lambda *_: None)
                 supervisor._reap()
-                assert supervisor._control_pid == 0
-                assert supervisor._control_at is not None
-                supervisor._control_at = now
+                assert supervisor._control.pid == 0
+                assert supervisor._control.start_at is not None
+                supervisor._control.start_at = now
                 supervisor._start_due()
                 supervisor._reap()
                 assert not started
