@@ -1,4 +1,4 @@
-"""Entry of the control process: puts its parts together and runs them."""
+"""The control process: its parts, put together, and what it hears from the supervisor."""
 
 from __future__ import annotations
 
@@ -11,8 +11,6 @@ import os
 import socket
 from functools import partial
 from typing import TYPE_CHECKING
-
-import uvloop
 
 from kmesh.errors import ConfigError
 from kmesh.index import IndexWriter
@@ -393,35 +391,3 @@ def _export(storage: Shared, gpus: Gpus) -> Exported:
     for fd in set(storage.fds) - set(storage.dma_bufs.fds):
         os.close(fd)
     return Exported(indexes, slabs, gpus, storage.dma_bufs)
-
-
-def run(
-    settings: Settings,
-    version: str,
-    storage: Shared,
-    listener: socket.socket,
-    supervisor: socket.socket,
-    restarts: int,
-) -> int:
-    """Runs the process; returns its exit status."""
-    # It would write into our log what peers send, as it comes, lines of their own included.
-    os.environ.setdefault("GRPC_VERBOSITY", "NONE")
-
-    async def main() -> int:
-        loop = asyncio.get_running_loop()
-        try:
-            control = Control(loop, settings, version, storage, listener, supervisor, restarts)
-        except OSError as failed:
-            logger.error("control can't have what it needs: %s", failed)
-            listener.close()
-            supervisor.close()
-            return 1
-        await control.run()
-        return 0
-
-    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        try:
-            return runner.run(main())
-        except ConfigError as wrong:
-            logger.error("%s", wrong)
-            return 1
