@@ -17,7 +17,7 @@ from concurrent.futures import Future
 from kmesh import calls, memory, packets
 from kmesh.calls import Procedure, Reservations, ReserveBatch, Welcome
 from kmesh.connected import Connected
-from kmesh.families import Families
+from kmesh.familycalls import Families
 from kmesh.flight import Arrived, Claim, FlightCause, Progress
 from kmesh.handles import COMMON, Handle, HandleKind, Preferences, SpanHandle
 from kmesh.hello import Role, hello

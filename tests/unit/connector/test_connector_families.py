@@ -20,7 +20,8 @@ from test_connector_segments import (
 )
 
 from kmesh import errors
-from kmesh.families import MAX_BASE, NAME_BYTES, Description, Families
+from kmesh.families import MAX_BASE, NAME_BYTES, Description
+from kmesh.familycalls import Families
 from kmesh.keys import KeyChain
 from kmesh.segments import MAX_NAME_BYTES, SegmentedPrompt
 from kmesh.session import Role
