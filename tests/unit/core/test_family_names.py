@@ -6,7 +6,7 @@ import hypothesis.strategies as st
 import pytest
 from asking import A, B, C, D, E
 from hypothesis import given, settings
-from test_mirrors import DENSE, declare, join, mirrored, settle
+from mirror_cases import DENSE, declare, join, mirrored, settle
 from world import NAMESPACE, OTHER_SHARD, SHARD, World, key
 
 from kmesh.layout import TILE_BYTES

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 from asking import A, B, C, D, E, reasons
-from test_mirrors import DENSE, declare, join, settle
+from mirror_cases import DENSE, declare, join, settle
 from world import World, key
 
 from kmesh_spand.core import effects as fx
