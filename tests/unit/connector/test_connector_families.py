@@ -7,17 +7,8 @@ from typing import Any, TypeVar
 
 import pytest
 from mini_engine import NAMESPACE, MiniEngine
+from segment_cases import DIGEST, MINUTES, OWN, SAID, computes, keyed, keys_of, until
 from test_connector_halves import prompt
-from test_connector_segments import (
-    DIGEST,
-    MINUTES,
-    OWN,
-    SAID,
-    computes,
-    keyed,
-    keys_of,
-    until,
-)
 
 from kmesh import errors
 from kmesh.families import MAX_BASE, NAME_BYTES, Description
