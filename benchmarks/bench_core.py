@@ -11,9 +11,11 @@ from benchmarks.results import Row
 from kmesh.layout import TILE_BYTES, Shard
 from kmesh_spand.control.native import NativeBatch
 from kmesh_spand.core import events as ev
+from kmesh_spand.core import requests as rq
 from kmesh_spand.core.config import CoreConfig
 from kmesh_spand.core.core import Core
-from kmesh_spand.core.effects import AcquireResult, Copy, Effect, Reply, ReserveResult
+from kmesh_spand.core.effects import Copy, Effect, Reply
+from kmesh_spand.core.results import AcquireResult, ReserveResult
 
 SHARD = Shard(0, 32, 0, 8).code()
 BATCH = 256
@@ -45,7 +47,7 @@ def filled(spans: int, apply: Callable[[Sequence[Effect]], None] = lambda batch:
         count = min(_FILL, spans - first)
         keys = b"".join(key(number) for number in range(first, first + count))
         starts = [64 * (number % 512) for number in range(first, first + count)]
-        reserve = ev.Reserve(
+        reserve = rq.Reserve(
             1, 1, namespace, SHARD, keys, [64] * count, starts, [TILE_BYTES] * count
         )
         reserved = core.handle(reserve, first)
@@ -54,7 +56,7 @@ def filled(spans: int, apply: Callable[[Sequence[Effect]], None] = lambda batch:
         assert isinstance(answer, ReserveResult)
         assert not any(answer.reason)
         offsets = [i * TILE_BYTES for i in range(count)]
-        commit = ev.Commit(1, 2, answer.reservation, offsets, count * TILE_BYTES)
+        commit = rq.Commit(1, 2, answer.reservation, offsets, count * TILE_BYTES)
         copies = core.handle(commit, first)
         apply(copies)
         for effect in copies:
@@ -74,18 +76,18 @@ def time_acquire(core: Core, spans: int, batch: int, seconds: float) -> dict[str
     while time.monotonic() < end:
         first = rng.randrange(spans - batch)
         keys = b"".join(key(number) for number in range(first, first + batch))
-        acquire = ev.Acquire(2, 3, keys, [SHARD], True)
+        acquire = rq.Acquire(2, 3, keys, [SHARD], True)
         begin = time.thread_time()
         effects = core.handle(acquire, 0)
         times["acquire"].append((time.thread_time() - begin) * 1e3)
         answer = result_of(effects)
         assert isinstance(answer, AcquireResult)
         assert not any(answer.reason)
-        release = ev.Release(2, 4, [answer.lease])
+        release = rq.Release(2, 4, [answer.lease])
         begin = time.thread_time()
         core.handle(release, 0)
         times["release"].append((time.thread_time() - begin) * 1e3)
-        miss = ev.Acquire(2, 5, misses, [SHARD], False)
+        miss = rq.Acquire(2, 5, misses, [SHARD], False)
         begin = time.thread_time()
         core.handle(miss, 0)
         times["miss"].append((time.thread_time() - begin) * 1e3)

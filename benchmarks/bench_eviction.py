@@ -21,9 +21,11 @@ from benchmarks.traces import NAME, Trace, read_trace, trace_path
 from kmesh.layout import TILE_BYTES, Shard
 from kmesh_spand.control.native import NativeBatch
 from kmesh_spand.core import events as ev
+from kmesh_spand.core import requests as rq
 from kmesh_spand.core.config import CoreConfig
 from kmesh_spand.core.core import Core
-from kmesh_spand.core.effects import AcquireResult, Copy, Reply, ReserveResult, Result
+from kmesh_spand.core.effects import Copy, Reply
+from kmesh_spand.core.results import AcquireResult, ReserveResult, Result
 
 PERCENT = (5, 10, 20)
 SHARD = Shard(0, 32, 0, 8).code()
@@ -50,23 +52,23 @@ class Replay:
         """Blocks hit by one request; what it missed is stored then, and its lease given back."""
         core, now = self._core, now_ms + self._after
         keys = b"".join(map(key, ids))
-        leased = _result(core.handle(ev.Acquire(1, 1, keys, [SHARD], True), now))
+        leased = _result(core.handle(rq.Acquire(1, 1, keys, [SHARD], True), now))
         assert isinstance(leased, AcquireResult)
         hits = next((i for i, reason in enumerate(leased.reason) if reason), len(ids))
         if hits < len(ids):
             count = len(ids) - hits
             start = [512 * i for i in range(hits, len(ids))]
             batch = (keys[hits * 32 :], [64] * count, start, [TILE_BYTES] * count)
-            reserved = _result(core.handle(ev.Reserve(1, 1, bytes(32), SHARD, *batch), now))
+            reserved = _result(core.handle(rq.Reserve(1, 1, bytes(32), SHARD, *batch), now))
             assert isinstance(reserved, ReserveResult)
             taken = [number for number in reserved.reservation if number]
             if taken:
-                commit = ev.Commit(1, 1, taken, [0] * len(taken), TILE_BYTES)
+                commit = rq.Commit(1, 1, taken, [0] * len(taken), TILE_BYTES)
                 for effect in core.handle(commit, now):
                     if isinstance(effect, Copy):
                         core.handle(ev.CopyDone(effect.job, effect.job), now)
         if leased.lease:
-            core.handle(ev.Release(1, 1, [leased.lease]), now)
+            core.handle(rq.Release(1, 1, [leased.lease]), now)
         return hits
 
 

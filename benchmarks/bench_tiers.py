@@ -21,21 +21,13 @@ from benchmarks.traces import Weighted
 from kmesh.layout import TILE_BYTES
 from kmesh_spand.control.native import NativeBatch
 from kmesh_spand.core import events as ev
+from kmesh_spand.core import requests as rq
 from kmesh_spand.core.config import CoreConfig, DiskConfig
 from kmesh_spand.core.core import Core
 from kmesh_spand.core.diskfile import file_bytes
-from kmesh_spand.core.effects import (
-    AcquireResult,
-    Copy,
-    Effect,
-    Fetch,
-    Reply,
-    ReserveResult,
-    Result,
-    Spill,
-    Unlink,
-)
+from kmesh_spand.core.effects import Copy, Effect, Fetch, Reply, Spill, Unlink
 from kmesh_spand.core.policies import POLICIES, make_policy
+from kmesh_spand.core.results import AcquireResult, ReserveResult, Result
 
 #: Host memory and disk, in per cent of the trace's different blocks.
 SIZES = ((5, 10), (5, 20), (10, 40))
@@ -87,20 +79,20 @@ class Replay:
         self._now += 1000
         self._do(ev.Tick())
         keys = b"".join(map(key, ids))
-        wait = ev.Acquire(1, 1, keys, [SHARD], True, b"", 0, False, False, True)
+        wait = rq.Acquire(1, 1, keys, [SHARD], True, b"", 0, False, False, True)
         leased = self._do(wait)
         assert isinstance(leased, AcquireResult)
         hits = next((i for i, reason in enumerate(leased.reason) if reason), len(ids))
         if hits < len(ids):
             count = len(ids) - hits
             batch = (keys[hits * 32 :], [64] * count, [0] * count, [TILE_BYTES] * count)
-            reserved = self._do(ev.Reserve(1, 1, bytes(32), SHARD, *batch))
+            reserved = self._do(rq.Reserve(1, 1, bytes(32), SHARD, *batch))
             assert isinstance(reserved, ReserveResult)
             taken = [number for number in reserved.reservation if number]
             if taken:
-                self._do(ev.Commit(1, 1, taken, [0] * len(taken), TILE_BYTES))
+                self._do(rq.Commit(1, 1, taken, [0] * len(taken), TILE_BYTES))
         if leased.lease:
-            self._do(ev.Release(1, 1, [leased.lease]))
+            self._do(rq.Release(1, 1, [leased.lease]))
         return hits
 
     @property

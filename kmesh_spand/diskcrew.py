@@ -6,7 +6,7 @@ import logging
 import time
 from collections.abc import Callable
 
-from kmesh_spand import ipc
+from kmesh_spand import diskmessages, ipc
 from kmesh_spand.core.codes import Trouble
 from kmesh_spand.diskstore import DiskStore, DiskTrouble, Found
 from kmesh_spand.jobs import pool
@@ -31,12 +31,12 @@ class NoDisk:
     def take(self, message: ipc.AnyMessage) -> bool:
         """As of ``DiskCrew``; all that is asked for is refused."""
         match message:
-            case ipc.DiskScan():
-                self._send(ipc.DiskScanned(0, False, _AWAY))
-            case ipc.DiskWrite() | ipc.DiskRead():
-                self._send(ipc.DiskFailed(message.job, Trouble.LOST, _AWAY))
-            case ipc.DiskRemove():
-                self._send(ipc.DiskRemoved(message.job, False))
+            case diskmessages.DiskScan():
+                self._send(diskmessages.DiskScanned(0, False, _AWAY))
+            case diskmessages.DiskWrite() | diskmessages.DiskRead():
+                self._send(diskmessages.DiskFailed(message.job, Trouble.LOST, _AWAY))
+            case diskmessages.DiskRemove():
+                self._send(diskmessages.DiskRemoved(message.job, False))
             case _:
                 return False
         return True
@@ -64,13 +64,13 @@ class DiskCrew:
     def take(self, message: ipc.AnyMessage) -> bool:
         """Does what a message says, soon; False if it is about something else."""
         match message:
-            case ipc.DiskScan():
+            case diskmessages.DiskScan():
                 self._scans.submit(self._scan)
-            case ipc.DiskWrite():
+            case diskmessages.DiskWrite():
                 self._writes.submit(self._do, self._write, message)
-            case ipc.DiskRead():
+            case diskmessages.DiskRead():
                 self._reads.submit(self._do, self._read, message)
-            case ipc.DiskRemove():
+            case diskmessages.DiskRemove():
                 self._writes.submit(self._remove, message)
             case _:
                 return False
@@ -99,44 +99,46 @@ class DiskCrew:
             logger.exception("the scan of the disk tier failed")
             error = f"{type(failed).__name__}: {failed}"
         self._tell(batch)
-        self._send(ipc.DiskScanned(removed, self._store.direct, error))
+        self._send(diskmessages.DiskScanned(removed, self._store.direct, error))
 
     def _tell(self, batch: list[Found]) -> None:
         if batch:
-            self._send(ipc.DiskFound(tuple((found.name, found.span) for found in batch)))
+            self._send(diskmessages.DiskFound(tuple((found.name, found.span) for found in batch)))
             batch.clear()
 
     def _do(
         self,
-        how: Callable[[ipc.DiskWrite | ipc.DiskRead], ipc.AnyMessage],
-        job: ipc.DiskWrite | ipc.DiskRead,
+        how: Callable[[diskmessages.DiskWrite | diskmessages.DiskRead], ipc.AnyMessage],
+        job: diskmessages.DiskWrite | diskmessages.DiskRead,
     ) -> None:
         answer: ipc.AnyMessage
         try:
             answer = how(job)
         except DiskTrouble as trouble:
-            answer = ipc.DiskFailed(job.job, trouble.kind, str(trouble))
+            answer = diskmessages.DiskFailed(job.job, trouble.kind, str(trouble))
         except Exception as failed:
             logger.exception("a job of the disk failed", extra={"job": job.job})
-            answer = ipc.DiskFailed(job.job, Trouble.IO, f"{type(failed).__name__}: {failed}")
+            answer = diskmessages.DiskFailed(
+                job.job, Trouble.IO, f"{type(failed).__name__}: {failed}"
+            )
         self._send(answer)
 
-    def _write(self, job: ipc.DiskWrite | ipc.DiskRead) -> ipc.AnyMessage:
+    def _write(self, job: diskmessages.DiskWrite | diskmessages.DiskRead) -> ipc.AnyMessage:
         began = time.perf_counter()
         name = self._store.write(job.slab, job.offset, job.span)
-        return ipc.DiskWritten(job.job, name, time.perf_counter() - began)
+        return diskmessages.DiskWritten(job.job, name, time.perf_counter() - began)
 
-    def _read(self, job: ipc.DiskWrite | ipc.DiskRead) -> ipc.AnyMessage:
-        assert isinstance(job, ipc.DiskRead)
+    def _read(self, job: diskmessages.DiskWrite | diskmessages.DiskRead) -> ipc.AnyMessage:
+        assert isinstance(job, diskmessages.DiskRead)
         began = time.perf_counter()
         self._store.read(job.name, job.slab, job.offset, job.span)
-        return ipc.DiskTaken(job.job, time.perf_counter() - began)
+        return diskmessages.DiskTaken(job.job, time.perf_counter() - began)
 
-    def _remove(self, job: ipc.DiskRemove) -> None:
+    def _remove(self, job: diskmessages.DiskRemove) -> None:
         ok = True
         try:
             self._store.remove(job.name)
         except DiskTrouble as trouble:
             logger.error("the disk tier: %s", trouble)
             ok = False
-        self._send(ipc.DiskRemoved(job.job, ok))
+        self._send(diskmessages.DiskRemoved(job.job, ok))

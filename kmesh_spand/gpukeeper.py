@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator
 
 import msgspec
 
-from kmesh_spand import child, ipc, logs
+from kmesh_spand import child, ipc, logs, messages
 from kmesh_spand.backoff import Backoff
 from kmesh_spand.fdstore import FdStore
 from kmesh_spand.inherit import Named, gpu_name
@@ -53,8 +53,8 @@ class _Worker:
         self.late_at: float | None = None
         self.ending = False
         self.at_once = False
-        self.state: ipc.GpuState | None = None
-        self.failed: ipc.GpuFailed | None = None
+        self.state: messages.GpuState | None = None
+        self.failed: messages.GpuFailed | None = None
         self.was_ready = False
 
 
@@ -84,7 +84,7 @@ class GpuKeeper:
         self._life: tuple[int, ...] = ()
         self._unproved: dict[int, str] = {}
         self.slabs: dict[int, Memory] = {}
-        self.failure: ipc.GpuFailed | None = None
+        self.failure: messages.GpuFailed | None = None
 
     def begin(self, life: int, inherited: dict[int, tuple[Memory, str]]) -> None:
         """Once, before anything is started.
@@ -146,9 +146,9 @@ class GpuKeeper:
         """What a new control must be told."""
         for number, memory in self.slabs.items():
             if number not in self._unproved:
-                yield ipc.GpuSlab(number, memory.size), memory.fd
+                yield messages.GpuSlab(number, memory.size), memory.fd
         for worker in self._workers:
-            yield ipc.GpuWorker(worker.gpu, max(worker.lives - 1, 0), 0), None
+            yield messages.GpuWorker(worker.gpu, max(worker.lives - 1, 0), 0), None
             if worker.state is not None:
                 yield worker.state, None
             if worker.failed is not None:
@@ -174,7 +174,7 @@ class GpuKeeper:
                     f"has not ended: the driver holds it (process {worker.pid})"
                 )
                 logger.error("%s", text, extra={"gpu": worker.gpu})
-                self._tell(ipc.GpuFailed(worker.gpu, text, False), None)
+                self._tell(messages.GpuFailed(worker.gpu, text, False), None)
 
     def _start(self, worker: _Worker, now: float) -> None:
         ours, theirs = ipc.pair()
@@ -191,7 +191,7 @@ class GpuKeeper:
                 worker.lives += 1
                 worker.backoff.started(now)
                 worker.kill_at = now + _START_SECONDS
-                news = ipc.GpuWorker(worker.gpu, worker.lives - 1, worker.pid)
+                news = messages.GpuWorker(worker.gpu, worker.lives - 1, worker.pid)
                 self._tell(news, to_control.fileno())
 
     def _fork(
@@ -250,7 +250,7 @@ class GpuKeeper:
         """Control asks for a slab that it has no file descriptor of."""
         memory = self.slabs.get(slab)
         if memory is not None and slab not in self._unproved:
-            self._tell(ipc.GpuSlab(slab, memory.size), memory.fd)
+            self._tell(messages.GpuSlab(slab, memory.size), memory.fd)
 
     def hear(self, fd: int) -> bool:
         """Takes a message from the socket with that descriptor, if it is one of ours."""
@@ -272,19 +272,19 @@ class GpuKeeper:
             worker.channel = None
             return False
         match message:
-            case ipc.GpuSlab():
+            case messages.GpuSlab():
                 self._slab(worker, message, fd)
-            case ipc.GpuState():
+            case messages.GpuState():
                 if not worker.ending:
                     self._state(worker, message)
-            case ipc.GpuFailed():
+            case messages.GpuFailed():
                 worker.failed = message
                 self._tell(message, None)
             case _:
                 logger.error("unexpected message %s", type(message).__name__)
         return True
 
-    def _slab(self, worker: _Worker, message: ipc.GpuSlab, fd: int | None) -> None:
+    def _slab(self, worker: _Worker, message: messages.GpuSlab, fd: int | None) -> None:
         if fd is None:
             # It is freed with its maker; the next one makes it anew.
             logger.error("no file descriptor is left for a slab", extra={"slab": message.slab})
@@ -296,7 +296,7 @@ class GpuKeeper:
         if worker.kill_at is not None:
             worker.kill_at = time.monotonic() + _START_SECONDS
 
-    def _state(self, worker: _Worker, state: ipc.GpuState) -> None:
+    def _state(self, worker: _Worker, state: messages.GpuState) -> None:
         mine = [number for number in self._numbers(worker) if number in self._unproved]
         if any(self._unproved[number] != state.device for number in mine):
             self._refuse(worker, f"it is on another GPU than {state.device}")
@@ -306,11 +306,11 @@ class GpuKeeper:
         if state.ready:
             for number in mine:
                 del self._unproved[number]
-                self._tell(ipc.GpuSlab(number, self.slabs[number].size), self.slabs[number].fd)
+                self._tell(messages.GpuSlab(number, self.slabs[number].size), self.slabs[number].fd)
         others = [w.state.device for w in self._workers if w.state and w is not worker]
         if state.device in others:
             text = f"gpu: {state.device} is named twice"
-            self.failure = ipc.GpuFailed(worker.gpu, text, True)
+            self.failure = messages.GpuFailed(worker.gpu, text, True)
         worker.was_ready |= state.ready
         worker.kill_at = time.monotonic() + (_SILENT_SECONDS if state.ready else _START_SECONDS)
         if state != worker.state:
@@ -336,7 +336,7 @@ class GpuKeeper:
         worker.pid = 0
         self._ended(worker)
         worker.start_at = now if at_once else worker.backoff.died(now)
-        self._tell(ipc.GpuWorker(worker.gpu, worker.lives - 1, 0), None)
+        self._tell(messages.GpuWorker(worker.gpu, worker.lives - 1, 0), None)
         if worker.failed is not None:
             logger.error("%s", worker.failed.error, extra={"gpu": worker.gpu})
         if not worker.was_ready:
@@ -348,7 +348,7 @@ class GpuKeeper:
                 self.failure = worker.failed
             elif worker.lives >= _TRIES and not at_once:
                 text = f"gpu: the device worker of {self._settings.gpu[worker.gpu]} died: {how}"
-                self.failure = ipc.GpuFailed(worker.gpu, text, False)
+                self.failure = messages.GpuFailed(worker.gpu, text, False)
 
     def _ended(self, worker: _Worker) -> None:
         # What it sent before its end is still to be read: memory must not be lost.

@@ -12,7 +12,7 @@ from kmesh import _host
 from kmesh.cuda.device import Device
 from kmesh.cuda.memory import Registration
 from kmesh.errors import CudaError, RecipeError, UnsupportedError
-from kmesh_spand import ipc
+from kmesh_spand import jobmessages, messages
 from kmesh_spand.gpustore import GpuStore
 from kmesh_spand.recipes import Made, Recipes, describe, family_of, load_codec, rotary_of
 from kmesh_spand.units import format_size
@@ -41,7 +41,7 @@ class GpuRecipes(Recipes):
     """
 
     def __init__(
-        self, device: Device, store: GpuStore, fell_back: Callable[[ipc.Fallback], None]
+        self, device: Device, store: GpuStore, fell_back: Callable[[messages.Fallback], None]
     ) -> None:
         super().__init__(store)
         self._device = device
@@ -56,7 +56,7 @@ class GpuRecipes(Recipes):
         self._registered: Registration | None = None
 
     def _make(
-        self, job: ipc.Encode, span: SpanDescription, provenance: Sequence[Provenance]
+        self, job: jobmessages.Encode, span: SpanDescription, provenance: Sequence[Provenance]
     ) -> Made:
         size = job.span.length + sum(base.length for base in job.bases)
         try:
@@ -76,14 +76,14 @@ class GpuRecipes(Recipes):
                 " no recipe is made without the GPU",
                 field="payload",
             )
-        self._fell_back(ipc.Fallback("encode", job.span.slab))
+        self._fell_back(messages.Fallback("encode", job.span.slab))
         made = super()._make(job, span, provenance)
         # It has a copy of the base.
         self._encoder = None
         return made
 
     def _made_by_gpu(
-        self, job: ipc.Encode, span: SpanDescription, provenance: Sequence[Provenance]
+        self, job: jobmessages.Encode, span: SpanDescription, provenance: Sequence[Provenance]
     ) -> Made:
         load_codec("kmesh.codec.gpu", "kmesh.kernels.bare")
         from kmesh.codec.gpu import GpuBytes
@@ -114,7 +114,7 @@ class GpuRecipes(Recipes):
             raise
         return self._launcher
 
-    def _gpu_encoder_of(self, job: ipc.Encode, launcher: BareDevice) -> GpuEncoder:
+    def _gpu_encoder_of(self, job: jobmessages.Encode, launcher: BareDevice) -> GpuEncoder:
         from kmesh.codec import Base
         from kmesh.codec.description import beside
         from kmesh.codec.gpu import GpuBytes, GpuEncoder, GpuSegment

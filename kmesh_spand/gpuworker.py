@@ -20,7 +20,7 @@ from kmesh.cuda.device import Device, see_all
 from kmesh.cuda.driver import Attribute
 from kmesh.cuda.memory import DeviceMemory
 from kmesh.errors import ConfigError, CudaError, KMeshError
-from kmesh_spand import ipc
+from kmesh_spand import ipc, jobmessages, messages
 from kmesh_spand.budget import shortage
 from kmesh_spand.gpurecipes import GpuRecipes
 from kmesh_spand.gpustore import GpuStore
@@ -101,7 +101,7 @@ class GpuWorker(JobWorker):
             self.serve(crews, self._supervisor, self._turn)
         except KMeshError as failed:
             setting = isinstance(failed, ConfigError)
-            self._say(ipc.GpuFailed(self._gpu, str(failed), setting))
+            self._say(messages.GpuFailed(self._gpu, str(failed), setting))
             return 1
 
     def _check_room(self, device: Device) -> None:
@@ -129,7 +129,7 @@ class GpuWorker(JobWorker):
         fd = memory.export()
         try:
             with self._telling:
-                ipc.send(self._supervisor, ipc.GpuSlab(piece.slab, piece.size), fd)
+                ipc.send(self._supervisor, messages.GpuSlab(piece.slab, piece.size), fd)
         finally:
             os.close(fd)
         return memory
@@ -138,7 +138,7 @@ class GpuWorker(JobWorker):
         device = self._device
         free, total = device.memory_info()
         dma_buf = device.can(Attribute.DMA_BUF) and not self._in_host
-        state = ipc.GpuState(self._gpu, device.uuid, device.name, ready, free, total, dma_buf)
+        state = messages.GpuState(self._gpu, device.uuid, device.name, ready, free, total, dma_buf)
         self._say(state)
 
     def _say(self, message: ipc.AnyMessage) -> None:
@@ -169,11 +169,11 @@ class GpuWorker(JobWorker):
         """
         if not isinstance(failed, CudaError):
             return
-        if isinstance(job, ipc.Verify):
+        if isinstance(job, jobmessages.Verify):
             if failed.code == _MEMORY_IS_BROKEN:
-                self._send(ipc.Failed(job.job, str(failed)))
+                self._send(jobmessages.Failed(job.job, str(failed)))
             self._end(failed)
-        if isinstance(job, ipc.Wipe):
+        if isinstance(job, jobmessages.Wipe):
             self._end(failed)
         try:
             self._device.memory_info()
@@ -183,7 +183,7 @@ class GpuWorker(JobWorker):
 
     def _end(self, failed: CudaError) -> NoReturn:
         try:
-            self._say(ipc.GpuFailed(self._gpu, str(failed), setting=False))
+            self._say(messages.GpuFailed(self._gpu, str(failed), setting=False))
         finally:
             os._exit(1)
 

@@ -14,7 +14,7 @@ from typing import NamedTuple, NoReturn, Protocol, TypeAlias
 
 from kmesh.dmabuf import NotExported
 from kmesh.mapping import Mapping
-from kmesh_spand import ipc, logs
+from kmesh_spand import ipc, jobmessages, logs, messages
 from kmesh_spand.recipes import Recipes, Unloadable
 from kmesh_spand.throttle import Throttle
 
@@ -25,8 +25,8 @@ _NICE = 10
 #: Runs a job with its message.
 Submit: TypeAlias = Callable[..., object]
 
-Recode: TypeAlias = ipc.Encode | ipc.KeepRecipe | ipc.Densify
-Job: TypeAlias = ipc.Copy | ipc.Verify | ipc.Wipe | Recode
+Recode: TypeAlias = jobmessages.Encode | jobmessages.KeepRecipe | jobmessages.Densify
+Job: TypeAlias = jobmessages.Copy | jobmessages.Verify | jobmessages.Wipe | Recode
 
 
 class Store(Protocol):
@@ -146,35 +146,35 @@ class JobWorker:
         """What encodes and decodes."""
         raise NotImplementedError
 
-    def ends_by(self, job: Job | ipc.Export, failed: Exception) -> None:
+    def ends_by(self, job: Job | jobmessages.Export, failed: Exception) -> None:
         """What a job met may end the process; otherwise control is told of it."""
 
     def take(self, message: ipc.AnyMessage, fd: int | None, crews: Crews) -> None:
         """Does what a message says, and owns its fd."""
         match message:
-            case ipc.Copy():
+            case jobmessages.Copy():
                 crews.copy(self._job, message)
-            case ipc.Verify() | ipc.Wipe():
+            case jobmessages.Verify() | jobmessages.Wipe():
                 crews.check(self._job, message)
-            case ipc.Encode() | ipc.KeepRecipe() | ipc.Densify():
+            case jobmessages.Encode() | jobmessages.KeepRecipe() | jobmessages.Densify():
                 crews.recode(self._job, message)
-            case ipc.ForgetRecipe():
+            case jobmessages.ForgetRecipe():
                 # Behind what made it.
                 crews.recode(self.recipes().forget, message.job)
-            case ipc.Export():
+            case jobmessages.Export():
                 crews.export(self._export, message)
-            case ipc.Beat():
+            case messages.Beat():
                 self._send(message)
-            case ipc.Staging():
+            case jobmessages.Staging():
                 self._map_staging(message, fd)
-            case ipc.DropStaging():
+            case jobmessages.DropStaging():
                 dropped = self._staging.pop(message.session, None)
                 if dropped is not None:
                     dropped.close()
             case _:
                 logger.error("unexpected message %s", type(message).__name__)
 
-    def _map_staging(self, message: ipc.Staging, fd: int | None) -> None:
+    def _map_staging(self, message: jobmessages.Staging, fd: int | None) -> None:
         about = {"session": message.session}
         # Its copies will say that there is no staging.
         if fd is None:
@@ -189,61 +189,61 @@ class JobWorker:
 
     def _job(self, job: Job) -> None:
         answer: ipc.AnyMessage
-        about = (job.session, job.request) if isinstance(job, ipc.Copy) else (0, 0)
+        about = (job.session, job.request) if isinstance(job, jobmessages.Copy) else (0, 0)
         with logs.about(*about):
             try:
                 answer = self.done(job)
             except NoStaging as lacking:
-                answer = ipc.Failed(job.job, str(lacking))
+                answer = jobmessages.Failed(job.job, str(lacking))
             except Unloadable as lacking:
-                answer = ipc.Failed(job.job, str(lacking), unloadable=True)
+                answer = jobmessages.Failed(job.job, str(lacking), unloadable=True)
             except Exception as failed:
                 self.ends_by(job, failed)
                 logger.exception("a job failed", extra={"job": job.job})
-                answer = ipc.Failed(job.job, f"{type(failed).__name__}: {failed}")
+                answer = jobmessages.Failed(job.job, f"{type(failed).__name__}: {failed}")
         self._send(answer)
 
     def done(self, job: Job) -> ipc.AnyMessage:
         """Does a job; its answer."""
         copies, checks = self.stores()
         match job:
-            case ipc.Copy():
+            case jobmessages.Copy():
                 staging = self._staging.get(job.session)
                 if staging is None:
                     raise NoStaging("the session has no staging")
                 began = time.perf_counter()
                 root = copies.copy(job.slab, job.offset, staging, job.staging_offset, job.length)
-                return ipc.CopyDone(job.job, root, time.perf_counter() - began)
-            case ipc.Verify():
+                return jobmessages.CopyDone(job.job, root, time.perf_counter() - began)
+            case jobmessages.Verify():
                 self._throttle.wait(job.length)
                 good = checks.verify(job.slab, job.offset, job.length, job.root)
                 return (
                     self.recipes().facts(job)
                     if good and job.recipe
-                    else ipc.Verified(job.job, good)
+                    else jobmessages.Verified(job.job, good)
                 )
-            case ipc.Wipe():
+            case jobmessages.Wipe():
                 checks.wipe(job.slab)
-                return ipc.Wiped(job.job)
-            case ipc.Encode():
+                return jobmessages.Wiped(job.job)
+            case jobmessages.Encode():
                 _be_nice()
                 return self.recipes().encode(job)
-            case ipc.KeepRecipe():
+            case jobmessages.KeepRecipe():
                 return self.recipes().keep(job)
-            case ipc.Densify():
+            case jobmessages.Densify():
                 return self.recipes().densify(job)
 
-    def _export(self, job: ipc.Export) -> None:
+    def _export(self, job: jobmessages.Export) -> None:
         fd = -1
-        answer: ipc.AnyMessage = ipc.Exported(job.job)
+        answer: ipc.AnyMessage = jobmessages.Exported(job.job)
         try:
             fd = self.stores()[1].export(job.slab, job.offset, job.length)
         except NotExported as failed:
-            answer = ipc.NotExported(job.job, failed.refusal, str(failed))
+            answer = jobmessages.NotExported(job.job, failed.refusal, str(failed))
         except Exception as failed:
             self.ends_by(job, failed)
             logger.exception("an export failed", extra={"job": job.job})
-            answer = ipc.NotExported(job.job, 0, f"{type(failed).__name__}: {failed}")
+            answer = jobmessages.NotExported(job.job, 0, f"{type(failed).__name__}: {failed}")
         try:
             self._send(answer, fd if fd >= 0 else None)
         finally:

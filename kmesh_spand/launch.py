@@ -124,7 +124,7 @@ def _wait(sock: socket.socket, forget: Callable[[], None] | None) -> int:
     child.raise_file_limit()
     # Code is never garbage: looking through it delays the start, and later some calls.
     gc.disable()
-    from kmesh_spand.control import process
+    from kmesh_spand.control import entry
 
     gc.freeze()
     gc.enable()
@@ -146,7 +146,7 @@ def _wait(sock: socket.socket, forget: Callable[[], None] | None) -> int:
         launch = msgspec.msgpack.decode(file.read(), type=Launch)
     settings = launch.settings
     logs.configure("control", level=settings.log_level, form=settings.log_format)
-    return process.run(
+    return entry.run(
         settings,
         launch.version,
         _shared(launch, iter(rest)),

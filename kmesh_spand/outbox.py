@@ -8,7 +8,7 @@ import socket
 import time
 from collections import deque
 
-from kmesh_spand import ipc
+from kmesh_spand import ipc, messages
 
 #: The kernel has no memory for a message, or too many file descriptors are on their way. A socket
 #: counts as writable meanwhile, so that it is tried again after a while instead.
@@ -55,10 +55,10 @@ class Outbox:
             self._queue.append((message, None if fd is None else os.dup(fd)))
 
     def _replaces(self, message: ipc.AnyMessage) -> bool:
-        if isinstance(message, ipc.GpuState):
+        if isinstance(message, messages.GpuState):
             for number in range(len(self._queue) - 1, -1, -1):
                 kept, _ = self._queue[number]
-                if not isinstance(kept, ipc.GpuState):
+                if not isinstance(kept, messages.GpuState):
                     break
                 if kept.gpu == message.gpu:
                     self._queue[number] = message, None

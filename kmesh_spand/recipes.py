@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Protocol
 from kmesh import _host
 from kmesh.errors import RecipeError
 from kmesh.layout import Shard
-from kmesh_spand import ipc
+from kmesh_spand import ipc, jobmessages
 
 if TYPE_CHECKING:
     from kmesh.codec import Base, Encoder, Provenance, Recipe, SpanDescription
@@ -82,7 +82,7 @@ class Recipes:
         # Of the family that was encoded last: its base is searched once.
         self._encoder: tuple[object, Encoder] | None = None
 
-    def encode(self, job: ipc.Encode) -> ipc.AnyMessage:
+    def encode(self, job: jobmessages.Encode) -> ipc.AnyMessage:
         """A recipe that gave its payload back, or why there is none."""
         load_codec()
         from kmesh.codec import Provenance
@@ -101,9 +101,9 @@ class Recipes:
                 ]
                 made = self._make(job, describe(job.span, job), provenance)
         except RecipeError as wrong:
-            return ipc.NotEncoded(job.job, str(wrong))
+            return jobmessages.NotEncoded(job.job, str(wrong))
         if not made.depends:
-            return ipc.NotEncoded(job.job, _ALONE)
+            return jobmessages.NotEncoded(job.job, _ALONE)
         numbers = {place.key: number for number, place in enumerate(job.bases)}
         used = [numbers[segment.tobytes()] for segment in made.recipe.segments["key"]]
         roots = made.recipe.segments["root"].tolist()
@@ -111,16 +111,18 @@ class Recipes:
         each = zip(used, roots, strict=True)
         changed = [number for number, root in each if job.bases[number].root != root]
         if other or changed:
-            return ipc.EncodeSpoiled(job.job, other, changed)
+            return jobmessages.EncodeSpoiled(job.job, other, changed)
         self._made[job.job] = made.data
-        return ipc.Encoded(job.job, len(made.data), used)
+        return jobmessages.Encoded(job.job, len(made.data), used)
 
-    def keep(self, job: ipc.KeepRecipe) -> ipc.RecipeKept:
+    def keep(self, job: jobmessages.KeepRecipe) -> jobmessages.RecipeKept:
         """A recipe into its range, with its sums."""
         data = self._made.pop(job.job)
         if len(data) != job.length:
             raise ValueError(f"the recipe has {len(data)} bytes, not {job.length}")
-        return ipc.RecipeKept(job.job, self._store.put(job.slab, job.offset, memoryview(data)))
+        return jobmessages.RecipeKept(
+            job.job, self._store.put(job.slab, job.offset, memoryview(data))
+        )
 
     def forget(self, job: int) -> None:
         """A recipe is not wanted."""
@@ -131,7 +133,7 @@ class Recipes:
         with self._encoding:
             self._encoder = None
 
-    def densify(self, job: ipc.Densify) -> ipc.Densified:
+    def densify(self, job: jobmessages.Densify) -> jobmessages.Densified:
         """A payload into its range, if its recipe gives it."""
         load_codec()
         from kmesh.codec import decode
@@ -139,14 +141,14 @@ class Recipes:
         try:
             recipe = self._read(job.mirror)
             if recipe is None or recipe.description.payload_bytes != job.length:
-                return ipc.Densified(job.job, False)
+                return jobmessages.Densified(job.job, False)
             found = decode(recipe, self._base(job.bases, recipe.description), max_bytes=job.length)
         except RecipeError:
-            return ipc.Densified(job.job, False)
+            return jobmessages.Densified(job.job, False)
         root = self._store.put(job.slab, job.offset, found.data)
-        return ipc.Densified(job.job, root == job.root)
+        return jobmessages.Densified(job.job, root == job.root)
 
-    def facts(self, job: ipc.Verify) -> ipc.Verified:
+    def facts(self, job: jobmessages.Verify) -> jobmessages.Verified:
         """What a recipe says whose bytes match their sums."""
         load_codec()
         from kmesh.codec import Recipe
@@ -154,22 +156,22 @@ class Recipes:
         try:
             recipe = Recipe(bytes(self._store.view(job.slab, job.offset, job.length)))
         except RecipeError:
-            return ipc.Verified(job.job, False)
+            return jobmessages.Verified(job.job, False)
         if not 0 < len(recipe.segments) <= MAX_BASES:
-            return ipc.Verified(job.job, False)
+            return jobmessages.Verified(job.job, False)
         names = ("key", "generation", "root", "tokens", "position")
         rows = zip(*(recipe.segments[name].tolist() for name in names), strict=True)
-        bases = [ipc.Fact(*row) for row in rows]
+        bases = [jobmessages.Fact(*row) for row in rows]
         length = recipe.description.payload_bytes
-        return ipc.Verified(job.job, True, length, recipe.head["payload_root"], bases)
+        return jobmessages.Verified(job.job, True, length, recipe.head["payload_root"], bases)
 
     def _make(
-        self, job: ipc.Encode, span: SpanDescription, provenance: Sequence[Provenance]
+        self, job: jobmessages.Encode, span: SpanDescription, provenance: Sequence[Provenance]
     ) -> Made:
         """A recipe, or what is as well kept dense; RecipeError if there can be none."""
         return self._encoder_of(job).encode(span, self._view(job.span), provenance)
 
-    def _encoder_of(self, job: ipc.Encode) -> Encoder:
+    def _encoder_of(self, job: jobmessages.Encode) -> Encoder:
         from kmesh.codec import Encoder
 
         same = family_of(job)
@@ -178,7 +180,7 @@ class Recipes:
             self._encoder = same, Encoder(base, rotary_of(job))
         return self._encoder[1]
 
-    def _base(self, places: Sequence[ipc.Payload], like: SpanDescription) -> Base:
+    def _base(self, places: Sequence[jobmessages.Payload], like: SpanDescription) -> Base:
         from kmesh.codec import Base, Segment
         from kmesh.codec.description import beside
 
@@ -190,7 +192,7 @@ class Recipes:
             for place in places
         )
 
-    def _read(self, place: ipc.Payload) -> Recipe | None:
+    def _read(self, place: jobmessages.Payload) -> Recipe | None:
         """A recipe, unless its bytes do not match their sums. RecipeError if it is none."""
         from kmesh.codec import Recipe
 
@@ -200,17 +202,17 @@ class Recipes:
             return None
         return Recipe(data)
 
-    def _view(self, place: ipc.Payload) -> memoryview:
+    def _view(self, place: jobmessages.Payload) -> memoryview:
         return self._store.view(place.slab, place.offset, place.length)
 
 
-def family_of(job: ipc.Encode) -> tuple[object, ...]:
+def family_of(job: jobmessages.Encode) -> tuple[object, ...]:
     """What jobs have in common that one encoder can do."""
     shape = job.namespace, job.dtype, job.head_dim, job.shard
     return *shape, job.bases, job.frequencies, job.interleaved
 
 
-def rotary_of(job: ipc.Encode) -> Rotary | None:
+def rotary_of(job: jobmessages.Encode) -> Rotary | None:
     """How keys are turned, if that is known."""
     from kmesh.kernels.rotary import Rotary
 
@@ -219,7 +221,7 @@ def rotary_of(job: ipc.Encode) -> Rotary | None:
     return Rotary(tuple(job.frequencies), job.interleaved, job.dtype)
 
 
-def describe(place: ipc.Payload, job: ipc.Encode) -> SpanDescription:
+def describe(place: jobmessages.Payload, job: jobmessages.Encode) -> SpanDescription:
     """A span of a job, in the codec's words."""
     from kmesh.codec import SpanDescription
 

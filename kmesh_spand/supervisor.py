@@ -14,8 +14,8 @@ import socket
 import time
 
 from kmesh.errors import ConfigError
-from kmesh_spand import child, ipc, logs
-from kmesh_spand.backoff import Backoff
+from kmesh_spand import child, logs, messages
+from kmesh_spand.controlkeeper import ControlKeeper
 from kmesh_spand.diskdir import Custody, open_directory
 from kmesh_spand.fdstore import FdStore
 from kmesh_spand.gpukeeper import GpuKeeper
@@ -24,7 +24,6 @@ from kmesh_spand.holdings import Holdings
 from kmesh_spand.inherit import SEALED, Named
 from kmesh_spand.launch import Prepared
 from kmesh_spand.notify import notify
-from kmesh_spand.outbox import Outbox
 from kmesh_spand.settings import Settings
 from kmesh_spand.workerkeeper import WorkerKeeper
 
@@ -49,25 +48,17 @@ class Supervisor:
         self, settings: Settings, version: str, prepared: Prepared, *, upgrade: bool = False
     ) -> None:
         self._settings = settings
-        self._prepared: Prepared | None = prepared
         self._version = version
-        self._control_pid = 0
-        self._control_restarts = -1
-        self._control_backoff = Backoff()
-        self._control_at: float | None = 0.0
         self._ready = False
-        self._control_ready = False
-        self._control_worked = False
         self._failed = 0
         self._stop_signal = 0
         self._stop_by: float | None = None
-        self._to_control: socket.socket | None = None
-        self._for_control: Outbox | None = None
         self._halting = False
         self._upgrade = upgrade
         self._store = FdStore(os.environ)
-        self._worker = WorkerKeeper(settings, self._tell_control)
-        self._gpus = GpuKeeper(settings, self._tell_control, self._store)
+        self._control = ControlKeeper(settings, version, prepared)
+        self._worker = WorkerKeeper(settings, self._control.tell)
+        self._gpus = GpuKeeper(settings, self._control.tell, self._store)
         self._holdings: Holdings
         self._handover = Handover(self)
         self._disk = Custody()
@@ -79,14 +70,14 @@ class Supervisor:
             self._open()
         except ConfigError as failed:
             logger.error("%s", failed)
-            self._end_prepared()
+            self._control.end_prepared()
             return 2
         except OSError as failed:
             logger.error("could not start: %s", failed)
-            self._end_prepared()
+            self._control.end_prepared()
             return 1
         except KeyboardInterrupt:
-            self._end_prepared()
+            self._control.end_prepared()
             _interrupt()
         try:
             self._loop()
@@ -123,19 +114,11 @@ class Supervisor:
         self._gpus.begin(held.life.held, held.gpu)
         self._handover.begin(held.place, held.manifest, held.life)
 
-    def _end_prepared(self) -> None:
-        if self._prepared is not None:
-            self._prepared.end()
-            self._prepared = None
-
     def _close(self) -> None:
-        self._end_prepared()
-        if self._control_pid:
-            os.kill(self._control_pid, signal.SIGKILL)
-            os.waitpid(self._control_pid, 0)
+        self._control.close()
         self._worker.close()
         self._gpus.close()
-        self._forget_control()
+        self._control.forget()
         self._handover.close()
         self._holdings.close()
         self._disk.close()
@@ -162,9 +145,10 @@ class Supervisor:
         """Until a signal, a message from control, or the next moment at which something is due."""
         poll = select.poll()
         poll.register(wake, select.POLLIN)
-        if self._to_control is not None and self._for_control is not None:
-            wanted = select.POLLOUT if self._for_control.blocked else 0
-            poll.register(self._to_control, select.POLLIN | wanted)
+        control = self._control
+        if control.sock is not None:
+            wanted = select.POLLOUT if control.blocked else 0
+            poll.register(control.sock, select.POLLIN | wanted)
         for channel in (*self._gpus.sockets, *self._handover.sockets):
             poll.register(channel, select.POLLIN)
         for fd, what in poll.poll(self._timeout_ms()):
@@ -175,25 +159,15 @@ class Supervisor:
                 self._announce()
             elif self._handover.hear(fd):
                 continue
-            elif self._to_control is not None and fd == self._to_control.fileno():
+            elif control.sock is not None and fd == control.sock.fileno():
                 if what & select.POLLOUT:
-                    self._flush()
+                    control.flush()
                 if what & ~select.POLLOUT:
                     self._hear_control()
         self._handover.turn()
         self._store.retry()
-        retry_at = self._retry_at
-        if retry_at is not None and time.monotonic() >= retry_at:
-            self._flush()
-
-    @property
-    def _retry_at(self) -> float | None:
-        return None if self._for_control is None else self._for_control.retry_at
-
-    def _flush(self) -> None:
-        if self._for_control is not None:
-            with contextlib.suppress(ConnectionError):
-                self._for_control.flush()
+        if control.retry_at is not None and time.monotonic() >= control.retry_at:
+            control.flush()
 
     def _done(self) -> bool:
         failure = self._gpus.failure
@@ -207,10 +181,10 @@ class Supervisor:
         if self._stop_by is None:
             self._begin_stop()
         assert self._stop_by is not None
-        if self._control_pid and time.monotonic() >= self._stop_by:
+        if self._control.pid and time.monotonic() >= self._stop_by:
             logger.warning("not finished in time, ending what still runs")
             return True
-        return not self._control_pid
+        return not self._control.pid
 
     def _on_stop(self, number: int, _frame: object) -> None:
         if self._stop_signal:
@@ -222,22 +196,22 @@ class Supervisor:
         notify("STOPPING=1")
         logger.info("stopping", extra={"signal": signal.Signals(self._stop_signal).name})
         self._stop_by = time.monotonic() + self._settings.shutdown_timeout_ms / 1000
-        self._tell_control(ipc.Drain())
+        self._control.tell(messages.Drain())
 
     def _timeout_ms(self) -> int | None:
         ours = (
             # The end of a process is told by a signal.
-            None if self._occupied else self._control_at,
+            None if self._occupied else self._control.start_at,
             self._worker.late_at,
             self._worker.start_at,
             self._stop_by,
-            self._retry_at,
+            self._control.retry_at,
             self._handover.moment,
             self._store.moment,
             None if self._stop_signal else self._disk.moment,
         )
         moments = [at for at in ours if at is not None]
-        if self._control_pid:
+        if self._control.pid:
             moments += self._gpus.moments
         if not moments:
             return None
@@ -247,110 +221,57 @@ class Supervisor:
 
     def _start_due(self) -> None:
         if self._stop_signal:
-            self._control_at = self._worker.start_at = None
+            self._control.start_at = self._worker.start_at = None
             self._gpus.stop()
             return
         now = time.monotonic()
         self._worker.say_late(now)
-        if self._control_at is not None and now >= self._control_at and not self._occupied:
-            self._control_at = None
+        due = self._control.start_at
+        if due is not None and now >= due and not self._occupied:
+            self._control.start_at = None
             try:
                 self._start_control(now)
                 self._worker.start_at = now
             except OSError as failed:
                 logger.error("control could not be started: %s", failed)
-                self._control_at = self._control_backoff.died(now)
-        if self._control_pid:
+                self._control.put_off(now)
+        if self._control.pid:
             held = self._holdings
             self._worker.start_due(now, held.storage, held.life.held, self._disk.directory)
         if self._disk.came_back(now) and self._worker.pid:
             logger.info("the disk tier's directory is ours again: restarting the store worker")
             self._worker.kill()
-        if self._control_pid:
+        if self._control.pid:
             self._gpus.start_due(now)
 
     def _start_control(self, now: float) -> None:
         assert not self._occupied
-        if self._control_restarts >= 0:
-            self._holdings.new_epoch()
-        self._control_restarts += 1
-        held = self._holdings
-        ours, theirs = ipc.pair()
-        try:
-            if self._prepared is None:
-                self._prepared = Prepared(held.storage.drop_writable)
-            self._prepared.launch(
-                self._settings,
-                self._version,
-                self._control_restarts,
-                held.storage.shared,
-                held.place.sessions,
-                theirs,
-                held.life.held,
-            )
-        except BaseException:
-            ours.close()
-            self._end_prepared()
-            raise
-        finally:
-            theirs.close()
-        self._control_pid, self._prepared = self._prepared.pid, None
-        ours.setblocking(False)
-        self._to_control = ours
-        self._for_control = Outbox(ours)
+        self._control.start(now, self._holdings)
         for message, fd in self._gpus.known():
-            self._tell_control(message, fd)
-        self._control_backoff.started(now)
-
-    def _tell_control(self, message: ipc.AnyMessage, fd: int | None = None) -> None:
-        """Now or soon, in order. A control that is gone is noticed by SIGCHLD."""
-        if self._for_control is None:
-            return
-        with contextlib.suppress(ConnectionError):
-            try:
-                self._for_control.send(message, fd)
-            except OSError as lacking:
-                if isinstance(lacking, ConnectionError):
-                    raise
-                logger.error("%s: %s", type(message).__name__, lacking)
-                # It hears that there is something, and asks for it, or for another.
-                self._for_control.send(message)
-
-    def _forget_control(self) -> None:
-        if self._for_control is not None:
-            self._for_control.close()
-            self._for_control = None
-        if self._to_control is not None:
-            self._to_control.close()
-            self._to_control = None
+            self._control.tell(message, fd)
 
     def _hear_control(self) -> None:
-        assert self._to_control is not None
-        try:
-            message, _ = ipc.receive(self._to_control)
-        except BlockingIOError:
-            return
-        except (EOFError, OSError):
-            self._forget_control()
-            return
+        message = self._control.hear()
         match message:
-            case ipc.Ready():
-                self._control_ready = self._control_worked = True
+            case None:
+                pass
+            case messages.Ready():
+                self._control.ready = self._control.worked = True
                 self._announce()
-            case ipc.Health():
+            case messages.Health():
                 notify("STATUS=" + (f"not ready: {message.text}" if message.text else "ready"))
-            case ipc.RestartWorker():
+            case messages.RestartWorker():
                 what = "the store worker" if message.gpu < 0 else f"device worker {message.gpu}"
                 logger.error("restarting %s: %s", what, message.reason)
                 if message.gpu >= 0:
                     self._gpus.restart(message.gpu)
                 else:
                     self._worker.kill()
-            case ipc.SlabWanted():
+            case messages.SlabWanted():
                 self._gpus.tell(message.slab)
-            case ipc.GivenUp():
+            case messages.GivenUp():
                 self._replace(message.slab)
-            case ipc.Stop():
+            case messages.Stop():
                 self._stop_signal = self._stop_signal or signal.SIGTERM
             case _:
                 logger.error("unexpected message %s", type(message).__name__)
@@ -363,13 +284,13 @@ class Supervisor:
         # The memory that was offered is not all of it any more.
         self._handover.break_off()
         heir = self._holdings.replace(slab)
-        self._tell_control(ipc.Replaced(slab, heir))
+        self._control.tell(messages.Replaced(slab, heir))
 
     def _announce(self) -> None:
         """Says once for each control process that all is there."""
-        if not self._control_ready or not self._gpus.ready:
+        if not self._control.ready or not self._gpus.ready:
             return
-        self._control_ready = False
+        self._control.ready = False
         settings, storage = self._settings, self._holdings.storage
         logger.info(
             "ready: %s, %d MiB in %d slabs",
@@ -387,12 +308,12 @@ class Supervisor:
     @property
     def _pids(self) -> list[int]:
         """All processes that were started and not reaped, control first."""
-        return [pid for pid in (self._control_pid, self._worker.pid, *self._gpus.pids) if pid]
+        return [pid for pid in (self._control.pid, self._worker.pid, *self._gpus.pids) if pid]
 
     @property
     def _occupied(self) -> bool:
         """Whether a control or its worker lives, which must not write once the next one reads."""
-        return bool(self._control_pid or self._worker.pid)
+        return bool(self._control.pid or self._worker.pid)
 
     def _reap(self) -> None:
         for pid in reversed(self._pids):
@@ -401,7 +322,7 @@ class Supervisor:
 
     def _on_death(self, pid: int, status: int) -> None:
         now = time.monotonic()
-        name = "control" if pid == self._control_pid else "worker"
+        name = "control" if pid == self._control.pid else "worker"
         if pid in self._gpus.pids:
             name = "device worker"
         how = f"killed by {signal.Signals(-status).name}" if status < 0 else f"exit {status}"
@@ -414,20 +335,17 @@ class Supervisor:
         if pid == self._worker.pid:
             self._worker.died(status, now)
             return
-        self._control_pid = 0
-        self._control_ready = False
+        self._control.died(now)
         # The indexes that were offered are over.
         self._handover.break_off()
         self._holdings.storage.poison()
-        self._forget_control()
         # Its jobs are for nobody.
         self._worker.end()
         self._gpus.end_lives()
         # One that ended by itself would again. One that was killed may have had sessions already.
-        if not self._control_worked and status >= 0 and not self._stop_signal:
+        if not self._control.worked and status >= 0 and not self._stop_signal:
             logger.error("control could not start")
             self._failed = 1
-        self._control_at = self._control_backoff.died(now)
 
     # The daemon that follows: ``handover.House``.
 
@@ -439,7 +357,7 @@ class Supervisor:
             return "its process is systemd's: restart the service, whose fd store keeps spans"
         if self._stop_signal:
             return "it is stopping"
-        return "" if self._ready and self._control_pid else "it is not ready"
+        return "" if self._ready and self._control.pid else "it is not ready"
 
     def belongings(self) -> list[Named]:
         """All that another daemon needs."""
@@ -455,11 +373,10 @@ class Supervisor:
                 self._worker.end()
                 self.resume()
                 return f"process {pids[0]} was killed, and has not ended"
-            if self._control_pid:
-                os.kill(self._control_pid, signal.SIGKILL)
+            self._control.kill()
             self._reap()
             time.sleep(_HALT_POLL_SECONDS)
-        self._control_at = None
+        self._control.start_at = None
         self._holdings.place.lent = True
         self._disk.release()
         return ""
@@ -470,7 +387,7 @@ class Supervisor:
         self._holdings.place.lent = False
         self._holdings.place.sign()
         self._disk.take_back()
-        self._control_at = time.monotonic()
+        self._control.start_at = time.monotonic()
 
 
 def _interrupt() -> None:

@@ -16,7 +16,7 @@ from typing import NamedTuple, NoReturn
 
 from kmesh import layout
 from kmesh.mapping import Mapping as Region
-from kmesh_spand import ipc, memory
+from kmesh_spand import ipc, memory, messages
 from kmesh_spand.budget import Gate
 from kmesh_spand.diskcrew import DiskCrew, NoDisk
 from kmesh_spand.diskdir import Directory
@@ -118,13 +118,13 @@ class Worker(JobWorker):
         return self._recipes
 
     def take(self, message: ipc.AnyMessage, fd: int | None, crews: Crews) -> None:
-        if isinstance(message, ipc.Replaced):
+        if isinstance(message, messages.Replaced):
             self._replace(message)
             crews.recode(self._recipes.let_go, message.slab)
         elif self._disk is None or not self._disk.take(message):
             super().take(message, fd, crews)
 
-    def _replace(self, message: ipc.Replaced) -> None:
+    def _replace(self, message: messages.Replaced) -> None:
         """A spare is used, and the slab before it given up, of which no job is told any more."""
         heir = self._spares.pop(message.heir, None)
         if heir is None:
@@ -166,16 +166,16 @@ class Worker(JobWorker):
             for number, slab in list(waiting.items()):
                 if slab.sealed:
                     # It stays as it is, with all that was ever written.
-                    self._send(ipc.Populated(number, slab.capacity, False))
+                    self._send(messages.Populated(number, slab.capacity, False))
                     del waiting[number]
                     continue
                 try:
                     granted = self._populate_slab(number, slab)
                 except OSError as failed:
-                    self._send(ipc.PopulateFailed(number, str(failed.strerror)))
+                    self._send(messages.PopulateFailed(number, str(failed.strerror)))
                     continue
                 del waiting[number]
-                self._send(ipc.Populated(number, slab.capacity, granted))
+                self._send(messages.Populated(number, slab.capacity, granted))
             if waiting:
                 # What is missing now may be there later.
                 time.sleep(_RETRY_SECONDS)
@@ -190,7 +190,7 @@ class Worker(JobWorker):
         def report(filled: int) -> None:
             done = min(filled - sums[1], slab.capacity) // layout.TILE_BYTES * layout.TILE_BYTES
             if 0 < done < slab.capacity:
-                self._send(ipc.Populated(number, done, False))
+                self._send(messages.Populated(number, done, False))
 
         # The sums first: a payload is of no use without them.
         ranges = (sums, (0, slab.sums))
@@ -199,10 +199,10 @@ class Worker(JobWorker):
         filler = memory.Populator(slab.fd, base, ranges, huge=asked, done=report, gate=gate)
         filler.run(self._settings.populate_threads)
         if filler.fell_back:
-            self._send(ipc.Fallback("populate", number))
+            self._send(messages.Fallback("populate", number))
         granted = asked and memory.hugepages_granted(base)
         if asked and not granted:
-            self._send(ipc.Fallback("hugepages", number))
+            self._send(messages.Fallback("hugepages", number))
         return granted
 
     def _paused(self, reason: str | None) -> None:
@@ -210,7 +210,7 @@ class Worker(JobWorker):
             logger.info("memory grows again")
         else:
             logger.warning("memory does not grow for now: %s", reason)
-        self._send(ipc.PopulatePaused(reason or ""))
+        self._send(messages.PopulatePaused(reason or ""))
 
 
 def run(

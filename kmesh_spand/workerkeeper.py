@@ -8,7 +8,7 @@ import signal
 import time
 from collections.abc import Callable
 
-from kmesh_spand import child, ipc, logs
+from kmesh_spand import child, ipc, logs, messages
 from kmesh_spand.backoff import Backoff
 from kmesh_spand.diskdir import Directory
 from kmesh_spand.settings import Settings
@@ -88,7 +88,7 @@ class WorkerKeeper:
             keep += [disk.fd, disk.lock]
         with theirs:
             self.pid = child.fork_or_close(ours, "worker", keep, main)
-        self._tell(ipc.NewWorker(self._restarts, self.pid, self._killed_by), ours.fileno())
+        self._tell(messages.NewWorker(self._restarts, self.pid, self._killed_by), ours.fileno())
         ours.close()
         self._backoff.started(now)
 

@@ -13,7 +13,7 @@ from typing import Any
 
 from kmesh.mapping import Mapping
 from kmesh.v1 import session_socket_pb2, sessions_pb2
-from kmesh_spand import flags, ipc
+from kmesh_spand import flags, ipc, messages
 from kmesh_spand.control.connection import Connection
 from kmesh_spand.control.process import Control
 from kmesh_spand.jobs import Crews
@@ -65,7 +65,7 @@ class Room:
         self.staging = self.handler.staging
         self.control._worker.attach(workers_end.detach(), 0, 0)
         for number, slab in self._worker._slabs.items():
-            ipc.send(self._jobs, ipc.Populated(number, slab.capacity, False))
+            ipc.send(self._jobs, messages.Populated(number, slab.capacity, False))
         self.control._worker.check()
         self.turn(lambda: self.control._worker._started)
 

@@ -1,4 +1,4 @@
-"""``AsyncFamilies`` has the methods of ``kmesh.families.Families`` as coroutines."""
+"""``AsyncFamilies`` has the methods of ``kmesh.familycalls.Families`` as coroutines."""
 
 # Deadlines are arguments: they travel to the daemon, and what comes later is given back.
 # ruff: noqa: ASYNC109

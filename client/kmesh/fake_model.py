@@ -13,14 +13,13 @@ from collections.abc import Iterable, Sequence
 
 from google.protobuf.message import Message
 
-from kmesh import _host, errors, keys, layout, negotiation
+from kmesh import errors, keys, layout, negotiation
 from kmesh.fake_families import FakeFamilies, add_recipe
 from kmesh.fake_flights import FakeFlights, Reply
-from kmesh.fake_state import FakeRecipe, Limits, Peer, Slab, Span, create_memfd, reopen_read_only
+from kmesh.fake_memory import FakeMemory
+from kmesh.fake_state import FakeRecipe, Limits, Peer, Span
 from kmesh.handles import HandleKind, HandleRefusal, Offer, Tier, agree
-from kmesh.index import IndexWriter, capacity_for, index_size, tag
 from kmesh.layout import STAGING_ALIGN
-from kmesh.mapping import Mapping
 from kmesh.v1 import common_pb2, families_pb2, flights_pb2, sessions_pb2, spans_pb2
 
 _OFFERED: dict[int, tuple[Offer, ...]] = {
@@ -49,29 +48,14 @@ class Model:
         self._last = 0
         self.flights = FakeFlights(self._stored, self._known, time.monotonic)
         self.families = FakeFamilies(self._committed)
-        size = index_size(capacity_for(limits.max_spans * 4))
-        self._index_size = size
-        self._index_fd = create_memfd("kmesh-index", size)
-        self._index_memory = Mapping(self._index_fd, size, writable=True)
-        self._index = IndexWriter(self._index_memory, self.epoch)
-        self.slabs: list[Slab] = []
-        for number in range(limits.slabs):
-            fd = create_memfd(f"kmesh-slab-{number}", limits.slab_bytes)
-            memory = Mapping(fd, limits.slab_bytes, writable=True)
-            capacity = layout.slab_capacity(limits.slab_bytes)
-            self.slabs.append(Slab(memory, fd, [(0, capacity)]))
-        self._index.set_slab_count(limits.slabs)
+        self._memory = FakeMemory(limits, self.epoch)
+        self.slabs = self._memory.slabs
 
     def close(self) -> None:
         """The end of this boot: its index holds nothing any more."""
         for peer in list(self.peers):
             self.end(peer)
-        self._index.poison()
-        self._index_memory.close()
-        os.close(self._index_fd)
-        for slab in self.slabs:
-            slab.memory.close()
-            os.close(slab.fd)
+        self._memory.close()
 
     def hello(self, body: sessions_pb2.Hello) -> tuple[Peer, sessions_pb2.Welcome]:
         for name, mine in (
@@ -135,15 +119,14 @@ class Model:
         No answer: it comes later, through ``reply``, within so many seconds.
         """
         if isinstance(body, sessions_pb2.AttachIndex):
-            fd = reopen_read_only(self._index_fd)
-            kind = common_pb2.HANDLE_KIND_MEMFD
-            return sessions_pb2.IndexHandle(kind=kind, size=self._index_size), fd
+            return self._memory.attach_index()
         if isinstance(body, sessions_pb2.AttachSlab):
-            return self._attach_slab(body.slab, body.kind)
+            return self._memory.attach_slab(body.slab, body.kind)
         if isinstance(body, sessions_pb2.ExportSpan):
             raise errors.PermissionDenied("the fake has no DMA-BUF", field="export_span.kind")
         if isinstance(body, sessions_pb2.AttachStaging):
-            return self._attach_staging(peer, body.size)
+            used = sum(p.staging.size for p in self.peers.values() if p.staging)
+            return self._memory.attach_staging(peer, body.size, used)
         if isinstance(body, sessions_pb2.Ping):
             return sessions_pb2.Pong(), -1
         if isinstance(body, spans_pb2.AcquireRequest):
@@ -207,36 +190,6 @@ class Model:
         if count > self.limits.max_batch:
             raise errors.TooLarge(f"{count} spans are too many", field=name)
 
-    def _attach_slab(self, number: int, kind: int) -> tuple[Message, int]:
-        if kind not in (0, HandleKind.MEMFD):
-            raise errors.PermissionDenied("the fake has memfds", field="attach_slab.kind")
-        if number >= len(self.slabs):
-            raise errors.NotFound(f"no slab {number}", field="attach_slab.slab")
-        size = self.limits.slab_bytes
-        return sessions_pb2.SlabHandle(
-            slab=number,
-            kind=common_pb2.HANDLE_KIND_MEMFD,
-            size=size,
-            sums_offset=layout.sums_offset(size),
-        ), reopen_read_only(self.slabs[number].fd)
-
-    def _attach_staging(self, peer: Peer, size: int) -> tuple[Message, int]:
-        if peer.staging is not None:
-            if size != peer.staging.size:
-                raise errors.InvalidArgument(
-                    f"the session has its {peer.staging.size} bytes already",
-                    field="attach_staging.size",
-                )
-            return _staging_handle(size), os.dup(peer.staging_fd)
-        if size < 1 or size % layout.PAGE_BYTES:
-            raise errors.InvalidArgument("not whole pages", field="attach_staging.size")
-        used = sum(p.staging.size for p in self.peers.values() if p.staging)
-        if used + size > self.limits.max_staging_bytes:
-            raise errors.Exhausted("staging is used up", field="attach_staging.size")
-        fd = create_memfd("kmesh-staging", size, mode=0o600)
-        peer.staging, peer.staging_fd = Mapping(fd, size), fd
-        return _staging_handle(size), os.dup(fd)
-
     def _acquire(self, peer: Peer, body: spans_pb2.AcquireRequest) -> Message:
         _host_only(body.device, "acquire.device")
         shards = _shards(body.shards)
@@ -292,7 +245,7 @@ class Model:
             if span:
                 span.leases -= 1
                 if span.dropped and not span.leases:
-                    self.slabs[span.slab].give(span.offset, span.length)
+                    self._memory.give(span)
         return held is not None
 
     def _reserve(self, peer: Peer, body: spans_pb2.ReserveRequest) -> Message:
@@ -354,18 +307,12 @@ class Model:
             span = peer.reservations.pop(reservation, None)
             answer.reason.append(STALE if span is None else OK)
             if span is not None and peer.staging is not None:
-                memory = self.slabs[span.slab].memory.address
-                span.root = _host.copy_with_sums(
-                    memory + span.offset,
-                    peer.staging.address + offset,
-                    span.length,
-                    self._sums(span),
-                )
+                self._memory.copy(span, peer.staging.address + offset)
                 span.committed = True
                 for key in span.keys:
                     self.spans.setdefault((key, span.shard), span)
-                    self._index.insert(tag(key, span.shard), span.slot)
-        self._index.bump()
+                self._memory.publish(span, span.keys)
+        self._memory.bump()
         self.flights.changed()
         return answer
 
@@ -377,36 +324,25 @@ class Model:
             raise errors.InvalidArgument("no such entry", field="report_corrupt.entry")
         reported = [span for entry in body.entry if (span := held[entry])]
         for span in reported:
-            address = self.slabs[span.slab].memory.address + span.offset
-            good = _host.verify(address, span.length, self._sums(span), span.root)
-            if not good and not span.dropped:
+            if not self._memory.intact(span) and not span.dropped:
                 self._drop(span)
         return spans_pb2.ReportCorruptResponse(accepted=len(reported))
 
-    def _sums(self, span: Span) -> int:
-        area = layout.sums_offset(self.limits.slab_bytes)
-        first = span.offset // layout.TILE_BYTES * 8
-        return self.slabs[span.slab].memory.address + area + first
-
     def _drop(self, span: Span) -> None:
-        for key in span.keys:
-            if self.spans.get((key, span.shard)) is span:
-                del self.spans[key, span.shard]
-                self._index.remove(tag(key, span.shard), span.slot)
-        self._index.bump()
+        mine = [key for key in span.keys if self.spans.get((key, span.shard)) is span]
+        for key in mine:
+            del self.spans[key, span.shard]
+        self._memory.unpublish(span, mine)
+        self._memory.bump()
         self.flights.changed()
         span.dropped = True
         if not span.leases:
-            self.slabs[span.slab].give(span.offset, span.length)
+            self._memory.give(span)
 
 
 def _host_only(device: str, field: str) -> None:
     if device:
         raise errors.InvalidArgument("the daemon has no memory on this GPU", field=field)
-
-
-def _staging_handle(size: int) -> Message:
-    return sessions_pb2.StagingHandle(kind=common_pb2.HANDLE_KIND_MEMFD, size=size)
 
 
 def _split(packed: bytes, name: str) -> list[bytes]:

@@ -11,9 +11,7 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Sequence
-from concurrent.futures import Future
 from dataclasses import dataclass, field
-from typing import Protocol, TypeVar
 
 from kmesh import errors
 from kmesh.calls import Procedure, body_of, shard_message
@@ -21,8 +19,6 @@ from kmesh.kernels.rotary import Rotary
 from kmesh.keys import KEY_BYTES
 from kmesh.layout import DTYPE_BYTES, Shard
 from kmesh.v1 import families_pb2
-
-T = TypeVar("T")
 
 #: UTF-8 bytes of a family's or a member's name.
 NAME_BYTES = 128
@@ -251,130 +247,6 @@ def list_all(device: str) -> Procedure[tuple[families_pb2.FamilyInfo, ...]]:
         token = answer.next_page_token
         if not token:
             return tuple(found)
-
-
-class Run(Protocol):
-    def __call__(self, procedure: Procedure[T], timeout: float | None, /) -> T: ...
-
-
-class Start(Protocol):
-    def __call__(self, procedure: Procedure[T], timeout: float | None, /) -> Future[T]: ...
-
-
-class Families:
-    """A session's calls about families. Errors are those of ``Session``'s calls, and:
-
-    ConfigError for malformed arguments, InvalidArgument with the field at fault, NotFound for a
-    family or a member that is not there. What is declared lives as long as the daemon's epoch:
-    after a reconnect to a new one it is declared again.
-
-    Args:
-        run: runs a procedure to its end.
-        start: starts one.
-    """
-
-    def __init__(self, run: Run, start: Start) -> None:
-        self._run = run
-        self._start = start
-
-    def declare(self, family: Family, timeout: float | None = None) -> Declared:
-        """Makes a family known, or adds base keys to one that is the same otherwise.
-
-        Neither its base nor its members need to be stored by then.
-
-        Raises:
-            InvalidArgument: it is declared otherwise, or a base key is a recipe itself.
-            TooLarge: its base has over 512 keys.
-        """
-        return self._run(declare(family), timeout)
-
-    def declare_async(self, family: Family, timeout: float | None = None) -> Future[Declared]:
-        """As ``declare``, without waiting."""
-        return self._start(declare(family), timeout)
-
-    def join(
-        self,
-        family: str,
-        member: str,
-        keys: bytes,
-        namespace: bytes,
-        *,
-        shards: Sequence[Shard] = (),
-        recovered: Sequence[Recovered] = (),
-        salt: bytes = b"",
-        timeout: float | None = None,
-    ) -> Joined:
-        """Adds a member: its spans are kept as recipes where that is smaller.
-
-        A span may be stored before or after. It is served dense until its recipe is there.
-
-        Args:
-            keys: 32 bytes each, in order, at least one. A member of that name is extended if its
-                keys are the first of these.
-            namespace: must be the family's.
-            shards: must be the family's, if given.
-            recovered: in order of position. None at all: runs of equal tokens are looked for.
-        """
-        made = join(family, member, keys, namespace, shards, recovered, salt)
-        return self._run(made, timeout)
-
-    def join_async(
-        self,
-        family: str,
-        member: str,
-        keys: bytes,
-        namespace: bytes,
-        *,
-        shards: Sequence[Shard] = (),
-        recovered: Sequence[Recovered] = (),
-        salt: bytes = b"",
-        timeout: float | None = None,
-    ) -> Future[Joined]:
-        """As ``join``, without waiting."""
-        made = join(family, member, keys, namespace, shards, recovered, salt)
-        return self._start(made, timeout)
-
-    def fork(
-        self,
-        family: str,
-        parent: str,
-        member: str,
-        keys: bytes = b"",
-        *,
-        recovered: Sequence[Recovered] = (),
-        salt: bytes = b"",
-        timeout: float | None = None,
-    ) -> Joined:
-        """Adds a member that has all spans of ``parent``, and ``keys`` behind them."""
-        made = fork(family, parent, member, keys, recovered, salt)
-        return self._run(made, timeout)
-
-    def dissolve(
-        self,
-        family: str,
-        mirrors: MirrorFate = MirrorFate.DENSE,
-        *,
-        salt: bytes = b"",
-        timeout: float | None = None,
-    ) -> Dissolved:
-        """Forgets a family at once; its recipes are made dense in the background, or stay."""
-        return self._run(dissolve(family, mirrors, salt), timeout)
-
-    def describe(
-        self, family: str, *, salt: bytes = b"", device: str = "", timeout: float | None = None
-    ) -> Description:
-        """A family and all of its members.
-
-        Args:
-            device: UUID of the GPU in whose memory spans are counted; empty: host memory.
-        """
-        return self._run(describe(family, salt, device), timeout)
-
-    def list(
-        self, timeout: float | None = None, *, device: str = ""
-    ) -> tuple[families_pb2.FamilyInfo, ...]:
-        """All families that the session may see; ``device`` as for ``describe``."""
-        return self._run(list_all(device), timeout)
 
 
 def _check_name(name: str, value: str) -> None:

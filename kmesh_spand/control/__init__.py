@@ -1,1 +1,1 @@
-"""The control process: sessions in, effects out. ``process.run`` is its entry."""
+"""The control process: sessions in, effects out. ``entry.run`` is its beginning."""

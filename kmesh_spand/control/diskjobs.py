@@ -7,7 +7,7 @@ import logging
 from collections.abc import Callable
 from typing import Any
 
-from kmesh_spand import ipc
+from kmesh_spand import diskmessages, ipc
 from kmesh_spand.control.histogram import SECONDS, Histogram
 from kmesh_spand.core import effects, events
 from kmesh_spand.core.codes import Trouble
@@ -55,7 +55,7 @@ class DiskJobs:
             self._loop.call_soon(self._event, events.SpillFailed(job.job, Trouble.LOST))
             return
         self._writes[job.job] = self._since[job.job] = self._loop.time()
-        self._send(ipc.DiskWrite(job.job, job.slab, job.offset, job.span))
+        self._send(diskmessages.DiskWrite(job.job, job.slab, job.offset, job.span))
 
     def read(self, job: effects.Fetch) -> None:
         """Now, or when there is a worker."""
@@ -68,7 +68,7 @@ class DiskJobs:
         self._removals[job.job] = job
         self._since[job.job] = self._loop.time()
         if self._send is not None:
-            self._send(ipc.DiskRemove(job.job, job.name))
+            self._send(diskmessages.DiskRemove(job.job, job.name))
 
     def outage(self, *, away: bool) -> None:
         """The core treats the disk as not there, or does so no more."""
@@ -84,9 +84,9 @@ class DiskJobs:
     def begin(self, send: Callable[[ipc.AnyMessage], None]) -> None:
         """A worker has started: it looks through the directory, and gets what waits."""
         self._send = send
-        send(ipc.DiskScan())
+        send(diskmessages.DiskScan())
         for removal in self._removals.values():
-            send(ipc.DiskRemove(removal.job, removal.name))
+            send(diskmessages.DiskRemove(removal.job, removal.name))
         for job in self._reads.values():
             send(_read(job))
 
@@ -107,22 +107,22 @@ class DiskJobs:
     def hear(self, message: ipc.AnyMessage) -> bool:
         """Takes a message of the worker; False if it is about something else."""
         match message:
-            case ipc.DiskFound():
+            case diskmessages.DiskFound():
                 self._event(events.DiskFound(message.files))
-            case ipc.DiskScanned():
+            case diskmessages.DiskScanned():
                 self._scanned(message)
-            case ipc.DiskWritten():
+            case diskmessages.DiskWritten():
                 if self._ends(self._writes, message.job):
                     self.write_seconds.observe(message.seconds)
                     self._event(events.Spilled(message.job, message.name))
-            case ipc.DiskTaken():
+            case diskmessages.DiskTaken():
                 if self._ends(self._reads, message.job):
                     self.read_seconds.observe(message.seconds)
                     self._event(events.Fetched(message.job))
-            case ipc.DiskRemoved():
+            case diskmessages.DiskRemoved():
                 if self._ends(self._removals, message.job):
                     self._event(events.Unlinked(message.job, message.ok))
-            case ipc.DiskFailed():
+            case diskmessages.DiskFailed():
                 self._fail(message)
             case _:
                 return False
@@ -134,7 +134,7 @@ class DiskJobs:
         del self._since[job]
         return True
 
-    def _scanned(self, message: ipc.DiskScanned) -> None:
+    def _scanned(self, message: diskmessages.DiskScanned) -> None:
         self.removed += message.removed
         self.error = message.error
         if message.error:
@@ -152,7 +152,7 @@ class DiskJobs:
             logger.info("the disk tier is read and written %s", how)
         self._event(events.DiskReady())
 
-    def _fail(self, message: ipc.DiskFailed) -> None:
+    def _fail(self, message: diskmessages.DiskFailed) -> None:
         writes = self._ends(self._writes, message.job)
         if not writes and not self._ends(self._reads, message.job):
             return
@@ -162,5 +162,5 @@ class DiskJobs:
         self._event(kind(message.job, message.trouble))
 
 
-def _read(job: effects.Fetch) -> ipc.DiskRead:
-    return ipc.DiskRead(job.job, job.name, job.slab, job.offset, job.span)
+def _read(job: effects.Fetch) -> diskmessages.DiskRead:
+    return diskmessages.DiskRead(job.job, job.name, job.slab, job.offset, job.span)

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 from kmesh import errors
 from kmesh.handles import HandleRefusal
-from kmesh_spand import ipc
+from kmesh_spand import ipc, jobmessages
 
 #: Told a DMA-BUF's fd, which it owns, or what went wrong.
 Made = Callable[[int, errors.RequestError | None], None]
@@ -28,21 +28,21 @@ class Exports:
     def __bool__(self) -> bool:
         return bool(self._made)
 
-    def begin(self, slab: int, offset: int, length: int, made: Made) -> ipc.Export:
+    def begin(self, slab: int, offset: int, length: int, made: Made) -> jobmessages.Export:
         """What the worker is to be told; whole pages."""
         self._last += 1
         self._made[self._last] = made
-        return ipc.Export(self._last, slab, offset, length)
+        return jobmessages.Export(self._last, slab, offset, length)
 
     def hear(self, message: ipc.AnyMessage, fd: int | None) -> bool:
         """Takes an answer of the worker, with its fd; False if it is about something else."""
         match message:
-            case ipc.Exported():
+            case jobmessages.Exported():
                 lacking = None
                 if fd is None:
                     lacking = errors.Exhausted("the daemon has no file descriptor left for it")
                 self._end(message.job, -1 if fd is None else fd, lacking)
-            case ipc.NotExported():
+            case jobmessages.NotExported():
                 self._end(message.job, -1, _error(message))
             case _:
                 return False
@@ -66,7 +66,7 @@ class Exports:
             os.close(fd)
 
 
-def _error(message: ipc.NotExported) -> errors.RequestError:
+def _error(message: jobmessages.NotExported) -> errors.RequestError:
     if message.refusal == HandleRefusal.SIZE_LIMIT:
         return errors.TooLarge(message.error)
     if message.refusal:

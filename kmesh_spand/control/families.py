@@ -13,7 +13,7 @@ from kmesh.keys import KEY_BYTES
 from kmesh.layout import Shard
 from kmesh.v1 import common_pb2, families_pb2
 from kmesh_spand.control.gpus import Gpus
-from kmesh_spand.core import effects, events
+from kmesh_spand.core import events, requests, results
 from kmesh_spand.core.core import Core
 from kmesh_spand.core.family import Run
 from kmesh_spand.core.tenants import Tenancy
@@ -48,7 +48,7 @@ def to_event(
     """
     match body:
         case families_pb2.DeclareFamilyRequest():
-            return events.Declare(
+            return requests.Declare(
                 session,
                 request,
                 body.family,
@@ -63,7 +63,7 @@ def to_event(
             )
         case families_pb2.JoinFamilyRequest():
             runs = _runs(body.provenance, "join_family")
-            return events.Join(
+            return requests.Join(
                 session,
                 request,
                 body.family,
@@ -76,7 +76,7 @@ def to_event(
             )
         case families_pb2.ForkMemberRequest():
             runs = _runs(body.provenance, "fork_member")
-            return events.Fork(
+            return requests.Fork(
                 session,
                 request,
                 body.family,
@@ -87,7 +87,7 @@ def to_event(
                 body.salt,
             )
         case families_pb2.DissolveFamilyRequest():
-            return events.Dissolve(session, request, body.family, body.mirrors, body.salt)
+            return requests.Dissolve(session, request, body.family, body.mirrors, body.salt)
     return None
 
 
@@ -105,18 +105,18 @@ def _runs(provenance: Iterable[families_pb2.Provenance], call: str) -> list[Run]
     return found
 
 
-def to_message(result: effects.Result, name: str) -> Message | None:
+def to_message(result: results.Result, name: str) -> Message | None:
     """The answer's body; None if the result is about something else."""
     match result:
-        case effects.DeclareResult():
+        case results.DeclareResult():
             return families_pb2.DeclareFamilyResponse(
                 id=result.id, created=result.created, added=result.added
             )
-        case effects.JoinResult() if name == "fork_member":
+        case results.JoinResult() if name == "fork_member":
             return families_pb2.ForkMemberResponse(spans=result.spans, stored=result.stored)
-        case effects.JoinResult():
+        case results.JoinResult():
             return families_pb2.JoinFamilyResponse(spans=result.spans, stored=result.stored)
-        case effects.DissolveResult():
+        case results.DissolveResult():
             return families_pb2.DissolveFamilyResponse(
                 members=result.members, mirrors=result.mirrors
             )

@@ -11,7 +11,7 @@ from kmesh import errors
 from kmesh.handles import HandleKind
 from kmesh.layout import slab_capacity
 from kmesh.v1 import admin_pb2
-from kmesh_spand import ipc
+from kmesh_spand import ipc, messages
 from kmesh_spand.core.views import SlabStatus
 from kmesh_spand.settings import Settings
 
@@ -61,18 +61,18 @@ class Gpus:
     def hear(self, message: ipc.AnyMessage, fd: int | None) -> bool:
         """Takes a message of the supervisor, with its fd; False if it is not about GPUs."""
         match message:
-            case ipc.GpuSlab():
+            case messages.GpuSlab():
                 self._keep(message, fd)
-            case ipc.GpuState():
+            case messages.GpuState():
                 gpu = self.gpus[message.gpu]
                 gpu.device, gpu.name, gpu.ready = message.device, message.name, message.ready
                 gpu.free, gpu.total = message.free, message.total
                 gpu.dma_buf = message.dma_buf
                 if message.ready:
                     gpu.error = ""
-            case ipc.GpuFailed():
+            case messages.GpuFailed():
                 self.gpus[message.gpu].error = message.error
-            case ipc.GpuWorker():
+            case messages.GpuWorker():
                 gpu = self.gpus[message.gpu]
                 gpu.restarts, gpu.pid = message.restarts, message.pid
                 gpu.ready = gpu.ready and bool(message.pid)
@@ -80,7 +80,7 @@ class Gpus:
                 return False
         return True
 
-    def _keep(self, message: ipc.GpuSlab, fd: int | None) -> None:
+    def _keep(self, message: messages.GpuSlab, fd: int | None) -> None:
         if fd is None:
             logger.error("no file descriptor is left for a slab", extra={"slab": message.slab})
             return

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from kmesh.layout import slab_capacity
-from kmesh_spand import ipc
+from kmesh_spand import ipc, messages
 from kmesh_spand.core import events
 
 logger = logging.getLogger(__name__)
@@ -50,21 +50,22 @@ class Growth:
         self.slabs = slabs
         self.paused = ""
         self.pauses = 0
-        self.counters = {f"fallback_{kind}": 0 for kind in ipc.FALLBACKS} | {"populate_failed": 0}
+        fallbacks = {f"fallback_{kind}": 0 for kind in messages.FALLBACKS}
+        self.counters = {**fallbacks, "populate_failed": 0}
         self._event = event
 
     def hear(self, message: ipc.AnyMessage) -> bool:
         """Takes a message of the worker; False if it is about something else."""
         match message:
-            case ipc.PopulatePaused():
+            case messages.PopulatePaused():
                 self.paused = message.reason
                 self.pauses += bool(message.reason)
-            case ipc.Populated() | ipc.PopulateFailed() | ipc.Fallback() if (
+            case messages.Populated() | messages.PopulateFailed() | messages.Fallback() if (
                 message.slab not in self.slabs
             ):
                 # It was given back meanwhile.
                 pass
-            case ipc.Populated():
+            case messages.Populated():
                 slab = self.slabs[message.slab]
                 slab.hugepages = slab.hugepages or message.hugepages
                 # A restarted worker begins again; pages that are there stay there.
@@ -73,7 +74,7 @@ class Growth:
                 if message.capacity > slab.populated:
                     slab.populated = message.capacity
                     self._event(events.Populated(message.slab, message.capacity))
-            case ipc.PopulateFailed():
+            case messages.PopulateFailed():
                 self.counters["populate_failed"] += 1
                 slab = self.slabs[message.slab]
                 if not slab.failed:
@@ -81,17 +82,17 @@ class Growth:
                         "a slab stays smaller: %s", message.error, extra={"slab": message.slab}
                     )
                 slab.failed = message.error
-            case ipc.Fallback():
+            case messages.Fallback():
                 self.fell_back(message)
             case _:
                 return False
         return True
 
-    def fell_back(self, message: ipc.Fallback) -> None:
+    def fell_back(self, message: messages.Fallback) -> None:
         """Something was done in a lesser way, for a slab of any memory."""
         if message.kind == "hugepages":
             self.slabs[message.slab].small_pages = True
         name = f"fallback_{message.kind}"
         if not self.counters[name]:
-            logger.info(ipc.FALLBACKS[message.kind], extra={"slab": message.slab})
+            logger.info(messages.FALLBACKS[message.kind], extra={"slab": message.slab})
         self.counters[name] += 1

@@ -23,7 +23,7 @@ from kmesh_spand.control.journal import Journal
 from kmesh_spand.control.observer import Call, Observer
 from kmesh_spand.control.registry import Member, Peer, Registry
 from kmesh_spand.control.staging import StagingPool
-from kmesh_spand.core import effects, events
+from kmesh_spand.core import effects, events, requests, results
 from kmesh_spand.core.core import Core
 from kmesh_spand.settings import Settings
 
@@ -313,9 +313,9 @@ class Handler:
         pending = self._pending.get(reply.request)
         if pending is None:
             return
-        if pending.late and isinstance(reply.result, effects.AcquireResult) and reply.result.lease:
+        if pending.late and isinstance(reply.result, results.AcquireResult) and reply.result.lease:
             # Nobody learns of it.
-            unheard = events.Release(reply.session, 0, [reply.result.lease])
+            unheard = requests.Release(reply.session, 0, [reply.result.lease])
             self._loop.call_soon(self.event, unheard)
         try:
             body = translate.to_message(reply.result, pending.name)
@@ -342,13 +342,13 @@ class Handler:
     def _end_late(self, pending: _Pending, number: int, body: Message) -> None:
         if pending.name == "commit":
             # Not a request of anyone: no answer to it is expected.
-            self.event(events.Abort(pending.session, 0, tuple(body.reservation)))  # type: ignore[attr-defined]
+            self.event(requests.Abort(pending.session, 0, tuple(body.reservation)))  # type: ignore[attr-defined]
         elif isinstance(body, sessions_pb2.AttachStaging):
             self.staging.late(pending.session)
         elif isinstance(body, spans_pb2.AcquireRequest):
             self.event(events.Hurry(pending.session, number))
         elif isinstance(body, flights_pb2.AwaitRequest):
-            self.event(events.Leave(pending.session, 0, body.flight, number))
+            self.event(requests.Leave(pending.session, 0, body.flight, number))
 
     def _broke(self, number: int) -> None:
         pending = self._pending.get(number)

@@ -1,4 +1,4 @@
-"""Entry of the control process: puts its parts together and runs them."""
+"""The control process: its parts, put together, and what it hears from the supervisor."""
 
 from __future__ import annotations
 
@@ -12,13 +12,11 @@ import socket
 from functools import partial
 from typing import TYPE_CHECKING
 
-import uvloop
-
 from kmesh.errors import ConfigError
 from kmesh.index import IndexWriter
 from kmesh.mapping import Mapping
 from kmesh.v1 import sessions_pb2
-from kmesh_spand import ipc
+from kmesh_spand import ipc, messages
 from kmesh_spand.control.applier import Applier
 from kmesh_spand.control.broker import Exported
 from kmesh_spand.control.crowd import Crowd
@@ -165,7 +163,7 @@ class Control:
             self._handler.journal.span,
             self._handler.broker.gpus.tier_device,
             self._disk,
-            lambda slab: self._supervisor.send(ipc.GivenUp(slab)),
+            lambda slab: self._supervisor.send(messages.GivenUp(slab)),
         )
         self._supervisor = Link(loop, supervisor, self._heard, self._orphaned)
         self._crowd = Crowd(self._handler, os.path.join(settings.socket_dir, GRPC_SOCKET))
@@ -212,7 +210,7 @@ class Control:
             await rpc.start()
             gc.freeze()
             self._readiness.serving = True
-            self._supervisor.send(ipc.Ready())
+            self._supervisor.send(messages.Ready())
             await self._turn(rpc)
         finally:
             # Also after an error: what stays open would keep the process from ending.
@@ -265,7 +263,7 @@ class Control:
         """What an earlier life wrote."""
         return decode_owner(self._owners[slab * OWNER_BYTES : (slab + 1) * OWNER_BYTES])
 
-    def _replaced(self, message: ipc.Replaced) -> None:
+    def _replaced(self, message: messages.Replaced) -> None:
         """Memory that can be written is there instead of a sealed slab, of its group of uids."""
         given = self._handler.broker.forget(message.slab)
         self._listener.notify(given, sessions_pb2.SlabsGone(slab=[message.slab]))
@@ -278,7 +276,7 @@ class Control:
 
     def _gpu_heard(self, message: ipc.AnyMessage, fd: int | None) -> bool:
         """Takes what is about GPUs; False if it is not."""
-        if isinstance(message, ipc.GpuWorker):
+        if isinstance(message, messages.GpuWorker):
             worker = self._workers.gpus[message.gpu]
             if fd is not None:
                 worker.attach(fd, message.restarts, message.pid)
@@ -287,7 +285,7 @@ class Control:
             self._wake.set()
         if not self._gpus.hear(message, fd):
             return False
-        if isinstance(message, ipc.GpuState) and message.ready:
+        if isinstance(message, messages.GpuState) and message.ready:
             # Spans of an earlier life are verified from here on: there is who does it.
             for number in self._gpus.numbers(message.gpu):
                 if number not in self._added:
@@ -308,16 +306,16 @@ class Control:
         if self._gpu_heard(message, fd):
             return
         match message:
-            case ipc.NewWorker():
+            case messages.NewWorker():
                 if fd is not None:
                     self._worker.attach(fd, message.restarts, message.pid, message.killed_by)
                 else:
                     self._worker.attach_failed(message.restarts, message.pid)
                 self._handler.journal.worker_started(message.restarts)
                 self._wake.set()
-            case ipc.Replaced():
+            case messages.Replaced():
                 self._replaced(message)
-            case ipc.Drain():
+            case messages.Drain():
                 self._handler.draining = True
                 self._operator.stopping()
                 self._event(events.Drain())
@@ -332,16 +330,16 @@ class Control:
         if now >= self._ask_at:
             self._ask_at = now + _ASK_SECONDS
             for number in self._gpus.missing():
-                self._supervisor.send(ipc.SlabWanted(number))
+                self._supervisor.send(messages.SlabWanted(number))
 
     def _ask_to_stop(self) -> None:
-        self._supervisor.send(ipc.Stop())
+        self._supervisor.send(messages.Stop())
 
     def _restart_worker(self, reason: str, gpu: int = -1) -> None:
-        self._supervisor.send(ipc.RestartWorker(reason, gpu))
+        self._supervisor.send(messages.RestartWorker(reason, gpu))
 
     def _tell_supervisor(self, reasons: dict[str, str]) -> None:
-        self._supervisor.send(ipc.Health("; ".join(reasons.values())))
+        self._supervisor.send(messages.Health("; ".join(reasons.values())))
 
     def _orphaned(self) -> None:
         """The supervisor is gone, and the memory with it."""
@@ -393,35 +391,3 @@ def _export(storage: Shared, gpus: Gpus) -> Exported:
     for fd in set(storage.fds) - set(storage.dma_bufs.fds):
         os.close(fd)
     return Exported(indexes, slabs, gpus, storage.dma_bufs)
-
-
-def run(
-    settings: Settings,
-    version: str,
-    storage: Shared,
-    listener: socket.socket,
-    supervisor: socket.socket,
-    restarts: int,
-) -> int:
-    """Runs the process; returns its exit status."""
-    # It would write into our log what peers send, as it comes, lines of their own included.
-    os.environ.setdefault("GRPC_VERBOSITY", "NONE")
-
-    async def main() -> int:
-        loop = asyncio.get_running_loop()
-        try:
-            control = Control(loop, settings, version, storage, listener, supervisor, restarts)
-        except OSError as failed:
-            logger.error("control can't have what it needs: %s", failed)
-            listener.close()
-            supervisor.close()
-            return 1
-        await control.run()
-        return 0
-
-    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        try:
-            return runner.run(main())
-        except ConfigError as wrong:
-            logger.error("%s", wrong)
-            return 1

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import astuple
 from typing import NamedTuple
 
-from kmesh_spand import ipc
+from kmesh_spand import ipc, jobmessages
 from kmesh_spand.core import effects, events
 from kmesh_spand.core.mirrors import BaseFact, RecipeFacts
 
@@ -75,7 +75,7 @@ class Recodes:
         """What was made is not wanted."""
         self._made.discard(job)
         if send is not None:
-            send(ipc.ForgetRecipe(job))
+            send(jobmessages.ForgetRecipe(job))
 
     def started(self, send: Callable[[ipc.AnyMessage], None]) -> None:
         """A worker takes jobs: it gets those that wait."""
@@ -103,20 +103,20 @@ class Recodes:
     def hear(self, message: ipc.AnyMessage) -> bool:
         """Takes an answer; False if it is none to us."""
         match message:
-            case ipc.Encoded():
+            case jobmessages.Encoded():
                 if self._answered(message.job):
                     self._made.add(message.job)
                     self._event(events.Encoded(message.job, message.length, message.used))
-            case ipc.NotEncoded():
+            case jobmessages.NotEncoded():
                 if self._answered(message.job):
                     self._event(events.NotEncoded(message.job, message.why))
-            case ipc.EncodeSpoiled():
+            case jobmessages.EncodeSpoiled():
                 if self._answered(message.job):
                     self._event(events.EncodeSpoiled(message.job, message.span, message.bases))
-            case ipc.RecipeKept():
+            case jobmessages.RecipeKept():
                 if self._answered(message.job):
                     self._event(events.RecipeKept(message.job, message.root))
-            case ipc.Densified():
+            case jobmessages.Densified():
                 if self._answered(message.job):
                     self._event(events.Densified(message.job, message.good))
             case _:
@@ -131,7 +131,7 @@ class Recodes:
         return True
 
 
-def facts(message: ipc.Verified) -> RecipeFacts | None:
+def facts(message: jobmessages.Verified) -> RecipeFacts | None:
     """What was read in a recipe."""
     if not message.bases:
         return None
@@ -146,7 +146,7 @@ def _message(job: Recode) -> tuple[ipc.AnyMessage, int]:
     """As it is sent, and the bytes that it is about."""
     match job:
         case effects.Encode():
-            encode = ipc.Encode(
+            encode = jobmessages.Encode(
                 job.job,
                 _payload(job.span),
                 job.namespace,
@@ -161,9 +161,9 @@ def _message(job: Recode) -> tuple[ipc.AnyMessage, int]:
             # Without provenance all of the base is searched.
             return encode, job.span.length + sum(base.length for base in job.bases)
         case effects.KeepRecipe():
-            return ipc.KeepRecipe(job.job, job.slab, job.offset, job.length), job.length
+            return jobmessages.KeepRecipe(job.job, job.slab, job.offset, job.length), job.length
         case effects.Densify():
-            densify = ipc.Densify(
+            densify = jobmessages.Densify(
                 job.job,
                 _payload(job.mirror),
                 _payloads(job.bases),
@@ -175,9 +175,9 @@ def _message(job: Recode) -> tuple[ipc.AnyMessage, int]:
             return densify, job.length
 
 
-def _payload(place: effects.Payload) -> ipc.Payload:
-    return ipc.Payload(*astuple(place))
+def _payload(place: effects.Payload) -> jobmessages.Payload:
+    return jobmessages.Payload(*astuple(place))
 
 
-def _payloads(places: Sequence[effects.Payload]) -> list[ipc.Payload]:
+def _payloads(places: Sequence[effects.Payload]) -> list[jobmessages.Payload]:
     return [_payload(place) for place in places]

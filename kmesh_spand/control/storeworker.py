@@ -4,28 +4,26 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import os
-import signal
 import socket
 from collections.abc import Callable
 
 from kmesh import errors
-from kmesh_spand import ipc, logs
+from kmesh_spand import ipc, jobmessages, logs, messages
 from kmesh_spand.control.diskjobs import DiskJobs
 from kmesh_spand.control.exports import Exports, Made
 from kmesh_spand.control.growth import Growth
+from kmesh_spand.control.heartbeat import Heartbeat
+from kmesh_spand.control.knownstaging import KnownStaging
 from kmesh_spand.control.link import Link
 from kmesh_spand.control.observer import CopyMark, Observer
-from kmesh_spand.control.recodes import Recode, Recodes, facts
+from kmesh_spand.control.recodes import Recode, Recodes
+from kmesh_spand.control.verifications import Verifications
 from kmesh_spand.core import effects, events
 
 logger = logging.getLogger(__name__)
 
-_BEAT_SECONDS = 1.0
 #: A worker is not ended for less silence than this.
 _SILENT_SECONDS = 15.0
-#: One that reads memory which is broken, or not there, dies of these.
-_DEATHS_BY_READING = (signal.SIGBUS, signal.SIGSEGV)
 #: Workers in a row that are ended since they could not load the codec. Each end fails copies.
 _MAX_UNLOADABLE = 3
 
@@ -62,7 +60,7 @@ class StoreWorker:
         restart: Callable[[str], None],
         observer: Observer,
         disk: DiskJobs | None = None,
-        fell_back: Callable[[ipc.Fallback], None] | None = None,
+        fell_back: Callable[[messages.Fallback], None] | None = None,
     ) -> None:
         self.restarts = 0
         self.pid = 0
@@ -79,21 +77,18 @@ class StoreWorker:
         self._restart = restart
         self._link: Link | None = None
         self._started = False
-        self._staging: dict[int, tuple[int, int]] = {}
+        self._staging = KnownStaging()
         self._copies: dict[int, CopyMark] = {}
-        self._checks: dict[int, effects.Verify] = {}
-        self._read_last: int | None = None
-        self._replaced: list[ipc.Replaced] = []
+        self._checks = Verifications(event)
+        self._replaced: list[messages.Replaced] = []
         self._wipes: dict[int, effects.Wipe] = {}
         self._recodes = Recodes(event)
         self._exports = Exports(name)
-        self._held: list[tuple[float, ipc.Copy | ipc.Export]] = []
+        self._held: list[tuple[float, jobmessages.Copy | jobmessages.Export]] = []
         self._attached_at = self._heard_at = loop.time()
         self._given_up = False
         self._unloadable = 0
-        self._beats = 0
-        self._beat_at: float | None = None
-        self._next_beat = 0.0
+        self._heartbeat = Heartbeat(loop)
 
     @property
     def up(self) -> bool:
@@ -113,7 +108,7 @@ class StoreWorker:
     @property
     def silent_seconds(self) -> float:
         """How long the worker has owed a heartbeat; 0 if it owes none."""
-        return 0.0 if self._beat_at is None else self._loop.time() - self._beat_at
+        return self._heartbeat.silent_seconds
 
     @property
     def owed_seconds(self) -> float:
@@ -130,13 +125,10 @@ class StoreWorker:
         self.pid = pid
         self._detach()
         self._given_up = self._started = False
-        self._beats = 0
-        self._beat_at, self._next_beat = None, 0.0
+        self._heartbeat.begin()
         self._attached_at = self._heard_at = self._loop.time()
         self._link = Link(self._loop, socket.socket(fileno=fd), self._heard, self._detach)
-        if killed_by in _DEATHS_BY_READING and self._read_last in self._checks:
-            self._unreadable(self._read_last)
-        self._read_last = None
+        self._checks.killed(killed_by)
         if self._owes:
             self._beat()
 
@@ -152,9 +144,7 @@ class StoreWorker:
         if self._link is not None:
             self._link.close()
             self._link = None
-        for fd, _ in self._staging.values():
-            os.close(fd)
-        self._staging.clear()
+        self._staging.close()
 
     def add_staging(self, session: int, fd: int, size: int) -> None:
         """Takes ``fd`` and lets the worker read from it.
@@ -162,29 +152,22 @@ class StoreWorker:
         Raises:
             OSError: no file descriptor is left; ``fd`` stays the caller's.
         """
-        if self._link is not None and self._started:
-            self._link.send(ipc.Staging(session, size), fd)
-        self._staging[session] = (fd, size)
+        self._staging.add(session, fd, size, self._link if self._started else None)
         if not self._started:
             # It fills its memory from the first word on.
             self._beat()
 
     def drop_staging(self, session: int) -> int:
         """Destroys a session's staging, if it has one; returns the bytes that are free now."""
-        fd, size = self._staging.pop(session, (-1, 0))
-        if size:
-            os.close(fd)
-            if self._link is not None and self._started:
-                self._link.send(ipc.DropStaging(session))
-        return size
+        return self._staging.drop(session, self._link if self._started else None)
 
     def staging_size(self, session: int) -> int:
         """Bytes of a session's staging, 0 if it has none."""
-        return self._staging.get(session, (-1, 0))[1]
+        return self._staging.size(session)
 
     def staging_fd(self, session: int) -> int:
         """Of a session that has staging; it stays ours."""
-        return self._staging[session][0]
+        return self._staging.fd(session)
 
     def copy(self, job: effects.Copy) -> None:
         """Starts a copy; CopyDone or CopyFailed follows, never before this returns."""
@@ -194,7 +177,7 @@ class StoreWorker:
         self._wakes()
         mark = self._copies[job.job] = self._observer.copy_begins(job.job, job.length)
         self._send(
-            ipc.Copy(
+            jobmessages.Copy(
                 job.job,
                 job.session,
                 job.staging_offset,
@@ -211,22 +194,20 @@ class StoreWorker:
         That there is no worker, or that it died, says nothing about the bytes.
         """
         self._wakes()
-        self._checks[job.job] = job
-        if self._started:
-            self._send(_verify(job))
-        else:
+        self._checks.begin(job, self._taken)
+        if not self._started:
             self._beat()
 
     def wipe(self, job: effects.Wipe) -> None:
         """Starts a wipe; WipeDone follows, from this worker or a later one."""
         self._wakes()
         self._wipes[job.job] = job
-        if self._started:
-            self._send(ipc.Wipe(job.job, job.slab))
+        if (send := self._taken) is not None:
+            send(jobmessages.Wipe(job.job, job.slab))
         else:
             self._beat()
 
-    def replaced(self, message: ipc.Replaced) -> None:
+    def replaced(self, message: messages.Replaced) -> None:
         """One slab is there instead of another: each worker is told that."""
         self._replaced.append(message)
         if self._link is not None and self._started:
@@ -235,13 +216,13 @@ class StoreWorker:
     def recode(self, job: Recode) -> None:
         """Starts an encoding, the keeping of a recipe, or a decoding; the core's events follow."""
         self._wakes()
-        self._recodes.begin(job, self._link.send if self._link and self._started else None)
+        self._recodes.begin(job, self._taken)
         if not self._started:
             self._beat()
 
     def forget_recipe(self, job: int) -> None:
         """What was encoded is not wanted."""
-        self._recodes.forget(job, self._link.send if self._link and self._started else None)
+        self._recodes.forget(job, self._taken)
 
     def export(self, slab: int, offset: int, length: int, made: Made) -> None:
         """Has a DMA-BUF made of whole pages; ``made`` is told later, once."""
@@ -252,12 +233,16 @@ class StoreWorker:
         self._wakes()
         self._send(self._exports.begin(slab, offset, length, made))
 
-    def _send(self, message: ipc.Copy | ipc.Export | ipc.Verify | ipc.Wipe) -> None:
+    @property
+    def _taken(self) -> Callable[[ipc.AnyMessage], None] | None:
+        """The way to a worker that takes jobs; None: there is none."""
+        return self._link.send if self._link is not None and self._started else None
+
+    def _send(self, message: jobmessages.Copy | jobmessages.Export) -> None:
         assert self._link is not None
         if self._started:
             self._link.send(message)
             return
-        assert isinstance(message, ipc.Copy | ipc.Export)
         self._held.append((self._loop.time(), message))
         self._beat()
 
@@ -276,7 +261,7 @@ class StoreWorker:
             return
         allowed = self._timeout
         if not self._copies and self._checks and self._verify_rate:
-            allowed += sum(job.length for job in self._checks.values()) / self._verify_rate
+            allowed += self._checks.bytes / self._verify_rate
         if not self._copies:
             allowed += self._recodes.seconds
         if self._owes and now - self._heard_at > allowed:
@@ -290,20 +275,16 @@ class StoreWorker:
         self._given_up = True
         self._restart(reason)
 
-    def _refuse(self, message: ipc.Copy | ipc.Export) -> None:
+    def _refuse(self, message: jobmessages.Copy | jobmessages.Export) -> None:
         """Of what the worker was not told yet."""
-        if isinstance(message, ipc.Copy):
+        if isinstance(message, jobmessages.Copy):
             self._copy_failed(message.job, self._copies.pop(message.job))
         else:
             self._exports.not_started(message.job)
 
     def _beat(self) -> None:
-        now = self._loop.time()
-        if self._link is not None and self._beat_at is None and now >= self._next_beat:
-            self._beats += 1
-            self._beat_at = now
-            self._next_beat = now + _BEAT_SECONDS
-            self._link.send(ipc.Beat(self._beats))
+        if self._link is not None:
+            self._heartbeat.ask(self._link.send)
 
     @property
     def _owes(self) -> bool:
@@ -320,16 +301,10 @@ class StoreWorker:
         self._heard_at = self._loop.time()
         for replaced in self._replaced:
             self._link.send(replaced)
-        for session, (staging, size) in self._staging.items():
-            try:
-                self._link.send(ipc.Staging(session, size), staging)
-            except OSError as failed:
-                # Its copies will say that there is no staging.
-                logger.error("staging: %s", failed.strerror, extra={"session": session})
-        for job in self._checks.values():
-            self._link.send(_verify(job))
+        self._staging.started(self._link)
+        self._checks.started(self._link.send)
         for wipe in self._wipes.values():
-            self._link.send(ipc.Wipe(wipe.job, wipe.slab))
+            self._link.send(jobmessages.Wipe(wipe.job, wipe.slab))
         self._recodes.started(self._link.send)
         held, self._held = self._held, []
         for _, message in held:
@@ -346,16 +321,11 @@ class StoreWorker:
             self._growth.paused = ""
         if self._disk is not None:
             self._disk.gone()
-        if self._started and self._checks:
-            # They are done one after another, so it was at the first of them. The next worker
-            # does the others before.
-            first = next(iter(self._checks))
-            self._checks[first] = self._checks.pop(first)
-            # With another job on its way nobody knows what the worker died of.
+        if self._started:
             others = self._copies or self._wipes or self._recodes.told
-            self._read_last = None if others else first
+            self._checks.gone(alone=not others)
         self._started = False
-        self._beat_at = None
+        self._heartbeat.gone()
         self._held.clear()
         copies, self._copies = self._copies, {}
         self._exports.gone()
@@ -364,9 +334,8 @@ class StoreWorker:
         self._recodes.gone()
 
     def _heard(self, message: ipc.AnyMessage, fd: int | None) -> None:
-        if isinstance(message, ipc.Beat):
-            if message.number == self._beats:
-                self._beat_at = None
+        if isinstance(message, messages.Beat):
+            self._heartbeat.hear(message)
             if not self._started:
                 self._begin()
             return
@@ -381,24 +350,23 @@ class StoreWorker:
         if self._exports.hear(message, fd):
             return
         match message:
-            case ipc.CopyDone():
+            case jobmessages.CopyDone():
                 mark = self._copies.pop(message.job, None)
                 if mark is None:
                     return
                 self._observer.copy_ends(mark, message.seconds)
                 with logs.about(mark.session, mark.request):
                     self._event(events.CopyDone(message.job, message.root))
-            case ipc.Verified():
+            case jobmessages.Verified():
                 if message.bases:
                     self._unloadable = 0
-                if self._checks.pop(message.job, None) is not None:
-                    self._event(events.VerifyDone(message.job, message.good, facts(message)))
-            case ipc.Wiped():
+                self._checks.hear(message)
+            case jobmessages.Wiped():
                 if self._wipes.pop(message.job, None) is not None:
                     self._event(events.WipeDone(message.job, True))
-            case ipc.Failed():
+            case jobmessages.Failed():
                 self._fail(message)
-            case ipc.Fallback() if self._fell_back is not None:
+            case messages.Fallback() if self._fell_back is not None:
                 self._fell_back(message)
             case _:
                 logger.error("unexpected message %s", type(message).__name__)
@@ -408,11 +376,7 @@ class StoreWorker:
         with logs.about(mark.session, mark.request):
             self._event(events.CopyFailed(job))
 
-    def _unreadable(self, job: int) -> None:
-        del self._checks[job]
-        self._event(events.VerifyDone(job, None))
-
-    def _fail(self, message: ipc.Failed) -> None:
+    def _fail(self, message: jobmessages.Failed) -> None:
         mark = self._copies.pop(message.job, None)
         extra = {"job": message.job}
         if mark is not None:
@@ -428,9 +392,5 @@ class StoreWorker:
             self._copy_failed(message.job, mark)
         elif self._wipes.pop(message.job, None) is not None:
             self._event(events.WipeDone(message.job, False))
-        elif not self._recodes.failed(message.job) and message.job in self._checks:
-            self._unreadable(message.job)
-
-
-def _verify(job: effects.Verify) -> ipc.Verify:
-    return ipc.Verify(job.job, job.slab, job.offset, job.length, job.root, job.recipe)
+        elif not self._recodes.failed(message.job):
+            self._checks.failed(message.job)

@@ -16,7 +16,7 @@ from kmesh.layout import Shard
 from kmesh.v1 import common_pb2, families_pb2, flights_pb2, sessions_pb2, spans_pb2
 from kmesh_spand.control import families
 from kmesh_spand.control.limits import MAX_BATCH
-from kmesh_spand.core import effects, events
+from kmesh_spand.core import events, requests, results
 
 #: Name in ``kmesh.v1.Request`` of each request but Hello.
 NAMES: dict[type[Message], str] = {
@@ -82,7 +82,7 @@ def to_event(
     match body:
         case spans_pb2.AcquireRequest():
             shards = _codes(body.shards, "acquire.shards")
-            return events.Acquire(
+            return requests.Acquire(
                 session,
                 request,
                 body.keys,
@@ -95,9 +95,9 @@ def to_event(
                 bool(body.wait_ms),
             )
         case spans_pb2.ReleaseRequest():
-            return events.Release(session, request, tuple(body.leases))
+            return requests.Release(session, request, tuple(body.leases))
         case spans_pb2.ReserveRequest():
-            return events.Reserve(
+            return requests.Reserve(
                 session,
                 request,
                 body.namespace,
@@ -111,7 +111,7 @@ def to_event(
                 tier,
             )
         case spans_pb2.CommitRequest():
-            return events.Commit(
+            return requests.Commit(
                 session,
                 request,
                 tuple(body.reservation),
@@ -119,15 +119,15 @@ def to_event(
                 staging_size,
             )
         case spans_pb2.AbortRequest():
-            return events.Abort(session, request, tuple(body.reservation))
+            return requests.Abort(session, request, tuple(body.reservation))
         case spans_pb2.ReportCorruptRequest():
-            return events.ReportCorrupt(session, request, body.lease, tuple(body.entry))
+            return requests.ReportCorrupt(session, request, body.lease, tuple(body.entry))
         case flights_pb2.ClaimRequest():
             shards = _codes(body.shards, "claim.shards")
-            return events.Claim(session, request, body.keys, shards, body.salt, tier, body.place)
+            return requests.Claim(session, request, body.keys, shards, body.salt, tier, body.place)
         case flights_pb2.AwaitRequest():
             shards = _codes(body.shards, "await_flight.shards")
-            return events.Await(
+            return requests.Await(
                 session,
                 request,
                 body.flight,
@@ -138,11 +138,11 @@ def to_event(
                 body.place,
             )
         case flights_pb2.LeaveRequest():
-            return events.Leave(session, request, body.flight, wait=body.wait)
+            return requests.Leave(session, request, body.flight, wait=body.wait)
         case flights_pb2.LandRequest():
-            return events.Land(session, request, body.flight, body.cause)
+            return requests.Land(session, request, body.flight, body.cause)
         case flights_pb2.ProgressRequest():
-            return events.AskProgress(session, request, body.flight, body.computed, body.place)
+            return requests.AskProgress(session, request, body.flight, body.computed, body.place)
     if isinstance(body, families_pb2.DeclareFamilyRequest | families_pb2.JoinFamilyRequest):
         given = tuple(_codes(body.shards, f"{NAMES[type(body)]}.shards"))
     else:
@@ -163,7 +163,7 @@ _DENSE_LENGTH, _DENSE_ROOT, _START = (
 )
 
 
-def _leased(result: effects.AcquireResult) -> spans_pb2.AcquireResponse:
+def _leased(result: results.AcquireResult) -> spans_pb2.AcquireResponse:
     """An answer of thousands of numbers, which protobuf would take one by one."""
     pack = _host.pack_field
     parts = [pack(_REASON, bytes(result.reason), False)]
@@ -180,11 +180,11 @@ def _leased(result: effects.AcquireResult) -> spans_pb2.AcquireResponse:
     return answer
 
 
-def _progress(far: effects.Progress) -> flights_pb2.FlightProgress:
+def _progress(far: results.Progress) -> flights_pb2.FlightProgress:
     return flights_pb2.FlightProgress(**asdict(far))
 
 
-def to_message(result: effects.Result, name: str) -> Message:
+def to_message(result: results.Result, name: str) -> Message:
     """The answer's body.
 
     Args:
@@ -194,25 +194,25 @@ def to_message(result: effects.Result, name: str) -> Message:
         RequestError: the core refused the call.
     """
     match result:
-        case effects.Refused():
+        case results.Refused():
             field = f"{name}.{result.field}" if result.field else ""
             raise errors.from_code(result.code, result.message, field)
-        case effects.AcquireResult():
+        case results.AcquireResult():
             return _leased(result)
-        case effects.ReleaseResult():
+        case results.ReleaseResult():
             return spans_pb2.ReleaseResponse(released=result.released, refused=result.refused)
-        case effects.ReserveResult():
+        case results.ReserveResult():
             return spans_pb2.ReserveResponse(
                 reason=result.reason,
                 reservation=result.reservation,
             )
-        case effects.CommitResult():
+        case results.CommitResult():
             return spans_pb2.CommitResponse(reason=result.reason)
-        case effects.AbortResult():
+        case results.AbortResult():
             return spans_pb2.AbortResponse(aborted=result.aborted)
-        case effects.ReportCorruptResult():
+        case results.ReportCorruptResult():
             return spans_pb2.ReportCorruptResponse(accepted=result.accepted)
-        case effects.ClaimResult():
+        case results.ClaimResult():
             claimed = flights_pb2.ClaimResponse(
                 standing=flights_pb2.Standing.ValueType(result.standing),
                 flight=result.flight,
@@ -225,16 +225,16 @@ def to_message(result: effects.Result, name: str) -> Message:
             if result.flight:
                 claimed.progress.CopyFrom(_progress(result.progress))
             return claimed
-        case effects.AwaitResult():
+        case results.AwaitResult():
             return flights_pb2.AwaitResponse(
                 arrival=flights_pb2.Arrival.ValueType(result.arrival),
                 cause=flights_pb2.FlightCause.ValueType(result.cause),
             )
-        case effects.LeaveResult():
+        case results.LeaveResult():
             return flights_pb2.LeaveResponse(left=result.left)
-        case effects.LandResult():
+        case results.LandResult():
             return flights_pb2.LandResponse(ended=result.ended)
-        case effects.ProgressResult():
+        case results.ProgressResult():
             far = result.progress
             return flights_pb2.ProgressResponse(progress=_progress(far) if far else None)
     answer = families.to_message(result, name)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Sequence
 
-from kmesh_spand import ipc
+from kmesh_spand import messages
 from kmesh_spand.control.exports import Made
 from kmesh_spand.control.recodes import Recode
 from kmesh_spand.control.storeworker import StoreWorker
@@ -44,7 +44,7 @@ class Workers:
     def wipe(self, job: effects.Wipe) -> None:
         self._of(job.slab).wipe(job)
 
-    def replaced(self, message: ipc.Replaced) -> None:
+    def replaced(self, message: messages.Replaced) -> None:
         self.host.replaced(message)
 
     def recode(self, job: Recode) -> None:

@@ -47,10 +47,9 @@ def check_flights(flights: Flights, book: SessionBook) -> None:
     for number, flight in flights.by_id.items():
         assert flight.id == number
         _check_flight(flights, flight, book)
-    promised = {
-        (who, key): flight for who, held in flights.by_key.items() for key, flight in held.items()
-    }
-    assert all(flights.by_key.values())
+    by_key = flights.promises.by_key
+    promised = {(who, key): flight for who, held in by_key.items() for key, flight in held.items()}
+    assert all(by_key.values())
     assert promised == {
         (flight.who, key): flight
         for flight in flights.by_id.values()
@@ -84,7 +83,8 @@ def _check_flight(flights: Flights, flight: Flight, book: SessionBook) -> None:
         assert flight.leader.flights[flight.id] is flight
     else:
         for at in range(flight.frontier, flight.end):
-            assert not flight.left[at] or flights.pending(flight, at), "it would never land"
+            fits = not flight.left[at] or flights.promises.pending(flight, at)
+            assert fits, "it would never land"
     for (session, request), waiter in flight.waiters.items():
         assert waiter.flight is flight
         assert waiter.session is book.sessions[session]

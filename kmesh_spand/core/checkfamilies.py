@@ -51,12 +51,12 @@ def _check_jobs(store: SpanStore, recoder: Recoder) -> None:
         holds.update((encoding.candidate.row, *encoding.bases))
         if encoding.draft:
             drafts[encoding.draft] += 1
-    for densifying in recoder.densifies.values():
+    for densifying in recoder.densifier.jobs.values():
         assert densifying.row in store.mirrors.by_row
         holds[densifying.row] += 1
         drafts[densifying.draft] += 1
     encoded = [job.candidate.row for job in recoder.encodes.values()]
-    recoder.lanes.check(encoded, [job.row for job in recoder.densifies.values()])
+    recoder.lanes.check(encoded, [job.row for job in recoder.densifier.jobs.values()])
     assert store.holds == holds
     states = {row for row in range(1, table.rows + 1) if table.state[row] == State.DRAFT}
     assert drafts == dict.fromkeys(states, 1)

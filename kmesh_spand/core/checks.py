@@ -9,8 +9,8 @@ from kmesh.layout import STAGING_ALIGN, Shard
 from kmesh_spand.core.batch import KEY_BYTES
 from kmesh_spand.core.codes import Code
 from kmesh_spand.core.config import CoreConfig
-from kmesh_spand.core.effects import Refused
-from kmesh_spand.core.events import Acquire, Claim, Reserve
+from kmesh_spand.core.requests import Acquire, Claim, Reserve
+from kmesh_spand.core.results import Refused
 from kmesh_spand.core.tenants import SALT_BYTES
 
 _U32 = 0xFFFF_FFFF

@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from kmesh.handles import Location
 from kmesh.layout import TILE_BYTES
 from kmesh_spand.core import events as ev
+from kmesh_spand.core import requests as rq
 from kmesh_spand.core.batch import Batch
 from kmesh_spand.core.check import check, check_flights
 from kmesh_spand.core.check_disk import check_disk
@@ -16,7 +17,7 @@ from kmesh_spand.core.codes import Code
 from kmesh_spand.core.config import CoreConfig, DiskConfig
 from kmesh_spand.core.counters import COUNTERS
 from kmesh_spand.core.disk import Disk
-from kmesh_spand.core.effects import Effect, Refused, Reply, Result
+from kmesh_spand.core.effects import Effect, Reply
 from kmesh_spand.core.endings import Endings
 from kmesh_spand.core.families import FamilyBook
 from kmesh_spand.core.familyviews import FamilyViews
@@ -26,6 +27,7 @@ from kmesh_spand.core.policy import LRU, Policy
 from kmesh_spand.core.reading import Reading
 from kmesh_spand.core.recoder import Recoder
 from kmesh_spand.core.recovery import Recovery
+from kmesh_spand.core.results import Refused, Result
 from kmesh_spand.core.sessions import Session, SessionBook
 from kmesh_spand.core.states import STORED, State
 from kmesh_spand.core.store import TICK_SHIFT, SpanStore
@@ -105,21 +107,21 @@ class Core:
         self._writing = Writing(config, self._store, self._book, self._verifier, jobs, self.flights)
         self._recovery = Recovery(self._store, config, self._verifier)
         self._requests: dict[type, Callable[..., Result | None]] = {
-            ev.Acquire: self._reading.acquire,
-            ev.Release: self._reading.release,
-            ev.ReportCorrupt: self._reading.report,
-            ev.Reserve: self._writing.reserve,
-            ev.Commit: self._writing.commit,
-            ev.Abort: self._writing.abort,
-            ev.Claim: self.flights.claim,
-            ev.Await: self.flights.wait,
-            ev.Leave: self.flights.leave,
-            ev.Land: self.flights.land,
-            ev.AskProgress: self.flights.progress,
-            ev.Declare: self.families.declare,
-            ev.Join: self.families.join,
-            ev.Fork: self.families.fork,
-            ev.Dissolve: self.families.dissolve,
+            rq.Acquire: self._reading.acquire,
+            rq.Release: self._reading.release,
+            rq.ReportCorrupt: self._reading.report,
+            rq.Reserve: self._writing.reserve,
+            rq.Commit: self._writing.commit,
+            rq.Abort: self._writing.abort,
+            rq.Claim: self.flights.claim,
+            rq.Await: self.flights.wait,
+            rq.Leave: self.flights.leave,
+            rq.Land: self.flights.land,
+            rq.AskProgress: self.flights.progress,
+            rq.Declare: self.families.declare,
+            rq.Join: self.families.join,
+            rq.Fork: self.families.fork,
+            rq.Dissolve: self.families.dissolve,
         }
 
     def handle(self, event: ev.Event, now_ms: int) -> list[Effect]:
@@ -130,7 +132,7 @@ class Core:
         if request is None:
             self._note(event)
         else:
-            assert isinstance(event, ev.Request)
+            assert isinstance(event, rq.Request)
             session = self._book.sessions.get(event.session)
             result: Result | None
             if session is None:
@@ -177,7 +179,7 @@ class Core:
             case ev.RecipeKept(job, root):
                 self._recoder.kept(job, root)
             case ev.Densified(job, ok):
-                self._doubt(self._recoder.densified(job, ok))
+                self._doubt(self._recoder.densifier.done(job, ok))
             case ev.RecodeFailed(job):
                 self._recoder.failed(job)
             case ev.SessionOpened(session, uid, engine, role):
@@ -207,16 +209,16 @@ class Core:
                     if store.may_evict(slot + 1):
                         store.discard(slot + 1)
             case ev.EvictBases(spans, drop):
-                self._recoder.evict_bases(spans, drop=drop)
+                self._recoder.densifier.evict_bases(spans, drop=drop)
             case ev.Drain():
-                self._writing.draining = self._recoder.draining = True
+                self._writing.draining = self._recoder.lanes.draining = True
                 self.flights.drain()
             case ev.GoOn():
                 pass
             case ev.Tick() if self.disk is None:
                 pass
             case ev.Resume():
-                self._writing.draining = self._recoder.draining = False
+                self._writing.draining = self._recoder.lanes.draining = False
                 self.flights.draining = False
             case _ if self.disk is not None:
                 self._note_disk(self.disk, event)

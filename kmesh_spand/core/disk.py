@@ -13,6 +13,7 @@ from kmesh_spand.core.config import CoreConfig, DiskConfig
 from kmesh_spand.core.diskfile import BLOCK_BYTES, SpanFile, file_bytes
 from kmesh_spand.core.effects import Spill
 from kmesh_spand.core.fetches import Fetches
+from kmesh_spand.core.fileroom import FileRoom
 from kmesh_spand.core.files import FileBook
 from kmesh_spand.core.states import FILE_EVICTABLE, FILE_SHOWN, FileState, FileTrigger, State
 from kmesh_spand.core.store import SpanStore
@@ -29,7 +30,7 @@ class Disk:
     that is evicted before is lost, and counted.
 
     Attributes:
-        book: the files. fetches: how they come back.
+        book: the files. fetches: how they come back. room: which of them go for others.
         ready: the directory is known, so that files may be written.
         writes: row of ``book.table`` by job in flight.
         failing_since_ms: since when no file could be written; None: the last one could.
@@ -46,6 +47,7 @@ class Disk:
     ) -> None:
         self.config = config
         self.book = FileBook(config, store, tenancy, jobs, core.max_spans, batch)
+        self.room = FileRoom(self.book, store)
         self.fetches = Fetches(config, core, store, self.book, jobs)
         self.ready = False
         self.writes: dict[int, int] = {}
@@ -155,7 +157,7 @@ class Disk:
             elif not self._file_of(row) and not self._other_name(row):
                 span = self._describe(row)
                 blocks = file_bytes(span.length, len(span.names)) // BLOCK_BYTES
-                room = self.book.make_room(span.group, span.salt, blocks)
+                room = self.room.make(span.group, span.salt, blocks)
                 if room is None:
                     return
                 if not room or not self._write(row, span):
@@ -224,9 +226,9 @@ class Disk:
         if trouble == Trouble.FULL:
             # Others fill the file system: what the next file needs is taken from our own.
             store.counters["disk_full"] += 1
-            while blocks > 0 and (victim := book.victim(tenant)):
+            while blocks > 0 and (victim := self.room.victim(tenant)):
                 blocks -= book.table.tile[victim]
-                book.evict(victim)
+                self.room.evict(victim)
 
     # The directory
 

@@ -5,19 +5,19 @@ from __future__ import annotations
 import itertools
 from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 
 from kmesh_spand.core.batch import KEY_BYTES, Rows
 from kmesh_spand.core.checks import invalid, too_many
 from kmesh_spand.core.codes import Cause, Code, MirrorFate
 from kmesh_spand.core.config import CoreConfig
-from kmesh_spand.core.effects import DeclareResult, DissolveResult, JoinResult, Refused, Result
-from kmesh_spand.core.events import Declare, Dissolve, Fork, Join
 from kmesh_spand.core.family import Family, Member, Owner, Run, payload_bytes
 from kmesh_spand.core.familychecks import check_declare, check_member
+from kmesh_spand.core.familykeys import FamilyKeys
 from kmesh_spand.core.familyspans import FamilySpans
 from kmesh_spand.core.lanes import Candidate
 from kmesh_spand.core.recoder import Recoder
+from kmesh_spand.core.requests import Declare, Dissolve, Fork, Join
+from kmesh_spand.core.results import DeclareResult, DissolveResult, JoinResult, Refused, Result
 from kmesh_spand.core.sessions import Session
 from kmesh_spand.core.states import STORED, State
 from kmesh_spand.core.store import SpanStore
@@ -28,14 +28,6 @@ from kmesh_spand.core.tenants import Tenant
 _FIXED = ("namespace", "dtype", "head_dim", "shards")
 _ROTARY = ("frequencies", "interleaved")
 _FIELDS = {"frequencies": "rotary.frequencies", "interleaved": "rotary.interleaved"}
-
-
-@dataclass(frozen=True, slots=True)
-class _Place:
-    """What a key is to a family: a span of the member of that name, or of the base (None)."""
-
-    family: Family
-    member: str | None
 
 
 class FamilyBook:
@@ -59,7 +51,7 @@ class FamilyBook:
         self._ids = itertools.count(1)
         self.by_id: dict[int, Family] = {}
         self._by_name: OrderedDict[tuple[Owner, str], Family] = OrderedDict()
-        self._places: dict[Owner, dict[bytes, list[_Place]]] = {}
+        self._keys = FamilyKeys()
         self.group_spans: Counter[int] = Counter()
         self.group_names: Counter[int] = Counter()
         # By tier: members, each by its family's number and its name.
@@ -116,7 +108,7 @@ class FamilyBook:
         learned = bool(event.frequencies) and not family.frequencies
         if learned:
             family.frequencies, family.interleaved = event.frequencies, event.interleaved
-        self._count(family, sum(self._register(key, family, None) for key in keys))
+        self._count(family, sum(self._keys.add(key, family, None) for key in keys))
         if added or learned:
             self._scan_later(family, family.members)
         self._make_room(family)
@@ -180,10 +172,10 @@ class FamilyBook:
         mirrors = [row for row in self.spans.rows(family) if row in self._store.mirrors.by_row]
         self._forget(family)
         if event.fate != MirrorFate.KEEP:
-            table, places = self._store.table, self._places.get(family.owner, {})
+            table, known = self._store.table, self._keys.of(family.owner)
             for row in mirrors:
-                if table.key_of(row) not in places:
-                    self._recoder.want(row, drop=event.fate == MirrorFate.DENSE_OR_DROP)
+                if table.key_of(row) not in known:
+                    self._recoder.densifier.want(row, drop=event.fate == MirrorFate.DENSE_OR_DROP)
         return DissolveResult(members, len(mirrors))
 
     def _unfit(self, owner: Owner, event: Declare, key: bytes) -> str:
@@ -213,7 +205,7 @@ class FamilyBook:
         keys = _split(packed)
         if known is None and len(family.members) >= config.max_members:
             return Refused(Code.EXHAUSTED, f"{config.max_members} members are in it", "member")
-        fresh = sum(not self._names(family, key) for key in dict.fromkeys(keys))
+        fresh = sum(not self._keys.names(family, key) for key in dict.fromkeys(keys))
         if family.spans + fresh * len(family.shards) > config.max_family_spans:
             most = config.max_family_spans
             return Refused(Code.EXHAUSTED, f"a family has at most {most} spans", "keys")
@@ -222,11 +214,6 @@ class FamilyBook:
                 if why := self._strange(family, row, shard):
                     return invalid(f"keys[{number}]", why)
         return None
-
-    def _names(self, family: Family, key: bytes) -> bool:
-        """Whether a key is a family's already."""
-        places = self._places.get(family.owner, {}).get(key, ())
-        return any(place.family is family for place in places)
 
     def _too_long(self, family: Family, named: int) -> Refused | None:
         """Whether members would name too much, what several of them name counted for each."""
@@ -261,7 +248,7 @@ class FamilyBook:
             fresh = member.keys
         added = 0
         for key in fresh:
-            added += self._register(key, family, member.name)
+            added += self._keys.add(key, family, member.name)
         self._count(family, added)
         self._scan_later(family, [member.name])
         self._make_room(family)
@@ -269,18 +256,7 @@ class FamilyBook:
         stored = {(key, shard) for key, shard, _ in self.spans.stored(family, member.keys)}
         return JoinResult(spans, len(stored))
 
-    # What is known of keys
-
-    def _register(self, key: bytes, family: Family, member: str | None) -> bool:
-        """A key is a family's; False if it was. What is of the base is no member's."""
-        places = self._places.setdefault(family.owner, {}).setdefault(key, [])
-        for number, place in enumerate(places):
-            if place.family is family:
-                if member is None and place.member is not None:
-                    places[number] = _Place(family, None)
-                return False
-        places.append(_Place(family, None if key in family.base else member))
-        return True
+    # What is counted, and forgotten
 
     def _count(self, family: Family, keys: int) -> None:
         family.spans += keys * len(family.shards)
@@ -311,16 +287,7 @@ class FamilyBook:
         self.group_names[family.owner[0]] -= family.named
         if not self.group_names[family.owner[0]]:
             del self.group_names[family.owner[0]]
-        places = self._places[family.owner]
-        keys = {key for member in family.members.values() for key in member.keys}
-        for key in keys | family.base.keys():
-            left = [place for place in places[key] if place.family is not family]
-            if left:
-                places[key] = left
-            else:
-                del places[key]
-        if not places:
-            del self._places[family.owner]
+        self._keys.forget(family)
         self._starved = {one for one in self._starved if one[0] != family.id}
         for scans in self._scans.values():
             for name in family.members:
@@ -333,9 +300,7 @@ class FamilyBook:
     def is_base(self, row: int) -> bool:
         """Whether a span is of some family's base: it is never made a recipe."""
         tenant = self._store.tenant_of(row)
-        places = self._places.get((tenant.group, tenant.salt), {})
-        key = self._store.table.key_of(row)
-        return any(place.member is None for place in places.get(key, ()))
+        return self._keys.is_base((tenant.group, tenant.salt), self._store.table.key_of(row))
 
     # What is to be done
 
@@ -346,8 +311,8 @@ class FamilyBook:
     def stored(self, row: int) -> None:
         """A span is committed."""
         tenant, table = self._store.tenant_of(row), self._store.table
-        places = self._places.get((tenant.group, tenant.salt))
-        if places is None:
+        places = self._keys.of((tenant.group, tenant.salt))
+        if not places:
             return
         for name in (row, *self._store.aliases(row)):
             for place in places.get(table.key_of(name), ()):

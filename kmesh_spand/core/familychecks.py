@@ -8,9 +8,9 @@ from kmesh.layout import DTYPE_BYTES
 from kmesh_spand.core.batch import KEY_BYTES
 from kmesh_spand.core.checks import check_flight_shards, invalid, too_many
 from kmesh_spand.core.config import CoreConfig
-from kmesh_spand.core.effects import Refused
-from kmesh_spand.core.events import Declare
 from kmesh_spand.core.family import Run
+from kmesh_spand.core.requests import Declare
+from kmesh_spand.core.results import Refused
 from kmesh_spand.core.tenants import SALT_BYTES
 
 NAME_BYTES = 128

@@ -12,11 +12,12 @@ from kmesh.layout import TILE_BYTES, tiles
 from kmesh_spand.core.batch import Rows
 from kmesh_spand.core.codes import Cause, Reason, Trouble
 from kmesh_spand.core.config import CoreConfig, DiskConfig
-from kmesh_spand.core.effects import DiskOutage, Fetch, Reply, Result
-from kmesh_spand.core.events import Acquire
+from kmesh_spand.core.effects import DiskOutage, Fetch, Reply
 from kmesh_spand.core.eviction import Evictor
 from kmesh_spand.core.files import FileBook
 from kmesh_spand.core.outage import Outage
+from kmesh_spand.core.requests import Acquire
+from kmesh_spand.core.results import Result
 from kmesh_spand.core.sessions import Session, SessionBook
 from kmesh_spand.core.states import FILE_KEYED, FILE_SHOWN, FileState, FileTrigger, State, Trigger
 from kmesh_spand.core.store import SpanStore

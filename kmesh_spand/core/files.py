@@ -12,7 +12,6 @@ from kmesh_spand.core.effects import Publish, Unpublish
 from kmesh_spand.core.fileorder import FileOrder, FileTenant, Largest
 from kmesh_spand.core.removals import Removals
 from kmesh_spand.core.states import (
-    FILE_BUSY,
     FILE_EVICTABLE,
     FILE_KEYED,
     FILE_SHOWN,
@@ -95,6 +94,11 @@ class FileBook:
         if not tenant.files:
             del self.tenants[tenant.group, tenant.salt], self._numbers[tenant.number]
             self.order.close(tenant)
+
+    @property
+    def largest(self) -> FileTenant | None:
+        """Who loses a file first when the disk is full."""
+        return self._largest.find(self._numbers)
 
     # Names
 
@@ -369,66 +373,3 @@ class FileBook:
                 name = tag(self.table.key_of(row), self.shard(row))
                 group, slot = self.tenant_of(there).group, self._base + there - 1
                 self._store.out.append(Publish(slot, (name,), group, 0))
-
-    # Room
-
-    def make_room(self, group: int, salt: bytes, blocks: int) -> bool | None:
-        """Whether a tenant may write a file of so many blocks; files are removed for it.
-
-        None: it may when what is on its way has ended.
-        """
-        quota, tenant = self.quota(group, salt), self.tenants.get((group, salt))
-        if blocks > self.capacity or (quota and blocks > quota):
-            return False
-        while quota and tenant is not None and tenant.blocks + blocks > quota:
-            if not self._evict_one(tenant):
-                return self._later()
-        while self.used - self.freeing + blocks > self.capacity or not self._vacant:
-            # Who has most gives way, so that nobody can push the others out.
-            largest = self.largest
-            if largest is None or not self._evict_one(largest):
-                return self._later()
-        if self.used + blocks > self.capacity or not self.table.vacant:
-            return None
-        return True
-
-    @property
-    def largest(self) -> FileTenant | None:
-        """Who loses a file first when the disk is full."""
-        return self._largest.find(self._numbers)
-
-    @property
-    def _vacant(self) -> int:
-        return self.table.vacant + self.by_state[FileState.REMOVING]
-
-    def _later(self) -> bool | None:
-        """Whether something is on its way that may leave room."""
-        return None if any(self.by_state[state] for state in FILE_BUSY) else False
-
-    def _evict_one(self, tenant: FileTenant) -> bool:
-        row = self.victim(tenant)
-        if row:
-            self.evict(row)
-        return bool(row)
-
-    def evict(self, row: int) -> None:
-        """Remove a file to make room."""
-        counters = self._store.counters
-        counters["disk_evicted"] += 1
-        counters["disk_evicted_bytes"] += self.table.length[row]
-        self.order.evicted(self.tenant_of(row), row)
-        self.move(row, FileTrigger.EVICT)
-
-    def victim(self, tenant: FileTenant) -> int:
-        """What a tenant loses first, or 0."""
-        if not tenant.evictable:
-            return 0
-        rows = range(1, self.table.rows + 1)
-        return self.order.victim(tenant, lambda row: self._may_evict(row, tenant), rows)
-
-    def _may_evict(self, row: int, tenant: FileTenant) -> bool:
-        return (
-            0 < row <= self.table.rows
-            and self.table.state[row] in FILE_EVICTABLE
-            and self.tenant_of(row) is tenant
-        )

@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 
 from kmesh_spand.core.batch import KEY_BYTES
 from kmesh_spand.core.checks import check_claim, check_flight_shards, check_place, invalid
 from kmesh_spand.core.codes import Arrival, Cause, Code, FlightCause, Standing
 from kmesh_spand.core.config import CoreConfig
 from kmesh_spand.core.deaths import Deaths
-from kmesh_spand.core.effects import (
+from kmesh_spand.core.effects import Reply
+from kmesh_spand.core.flight import Flight, FlightState, Turn, Waiter
+from kmesh_spand.core.progress import Pace
+from kmesh_spand.core.promises import Promises
+from kmesh_spand.core.requests import AskProgress, Await, Claim, Land, Leave
+from kmesh_spand.core.results import (
     AwaitResult,
     ClaimResult,
     LandResult,
@@ -18,16 +23,10 @@ from kmesh_spand.core.effects import (
     Progress,
     ProgressResult,
     Refused,
-    Reply,
     Result,
 )
-from kmesh_spand.core.events import AskProgress, Await, Claim, Land, Leave
-from kmesh_spand.core.flight import Flight, FlightState, Turn, Waiter, Who
-from kmesh_spand.core.progress import Pace
 from kmesh_spand.core.sessions import Session
-from kmesh_spand.core.states import KEYED, State
 from kmesh_spand.core.store import SpanStore
-from kmesh_spand.core.tags import scope
 from kmesh_spand.core.tenants import Tenant
 
 _LAND_CAUSES = (
@@ -51,7 +50,7 @@ class Flights:
 
     Attributes:
         by_id: every flight that is not gone.
-        by_key: for each tenant, which flight has promised a key.
+        promises: which flight has promised a key.
         draining: nothing new will be stored, so nobody leads.
         deaths: keys whose leaders died.
     """
@@ -61,7 +60,7 @@ class Flights:
         self._store = store
         self._ids: Iterator[int] = itertools.count(1)
         self.by_id: dict[int, Flight] = {}
-        self.by_key: dict[Who, dict[bytes, Flight]] = {}
+        self.promises = Promises(store)
         self.draining = False
         self.deaths = Deaths(
             config.death_memory_ms, config.hold_ms, config.longest_hold_ms, config.remembered_deaths
@@ -85,9 +84,9 @@ class Flights:
         who = session.group, event.salt, event.tier
         if self.draining or self.deaths.held(who, keys[0], self._store.now_ms):
             return ClaimResult(Standing.NONE)
-        if not self._missing(who, keys[:1], shards)[0]:
+        if not self.promises.missing(who, keys[:1], shards)[0]:
             return ClaimResult(Standing.STORED)
-        held = self.by_key.get(who, {})
+        held = self.promises.held(who)
         flight = held.get(keys[0])
         if flight is not None:
             return self._standing(session, flight, keys, event.place)
@@ -235,13 +234,13 @@ class Flights:
     def stored(self, row: int) -> None:
         """A span is committed."""
         table = self._store.table
-        for flight, key, shard, name in self._touched(row):
+        for flight, key, shard, name in self.promises.touched(row):
             flight.stored(key, shard, table.tokens[name], table.length[row])
             self._advance(flight)
 
     def gone(self, row: int, cause: Cause) -> None:
         """A name is about to go. One that was being written will not be written again."""
-        for flight, key, shard, _ in self._touched(row):
+        for flight, key, shard, _ in self.promises.touched(row):
             if shard not in flight.shards:
                 continue
             at = flight.at[key]
@@ -251,22 +250,9 @@ class Flights:
             if not landed and (flight.state is FlightState.LANDING or cause is Cause.COPY_FAILED):
                 self._cut(flight, at)
 
-    def _touched(self, row: int) -> Iterator[tuple[Flight, bytes, int, int]]:
-        """Flights that promised names of a span: with the key, the shard and the name's row."""
-        store, table = self._store, self._store.table
-        held = self.by_key.get(_who(store.tenant_of(row)))
-        if held is None:
-            return
-        shard = store.shard(row)
-        for name in (row, *store.aliases(row)):
-            key = table.key_of(name)
-            flight = held.get(key)
-            if flight is not None:
-                yield flight, key, shard, name
-
     def refused(self, session: Session, tenant: Tenant, key: bytes) -> None:
         """A session's Reserve found no room for a key."""
-        flight = self.by_key.get(_who(tenant), {}).get(key)
+        flight = self.promises.find(tenant, key)
         if flight is not None and flight.leader is not None:
             at = flight.at[key]
             if at >= flight.frontier and flight.leader.same_engine(session):
@@ -274,7 +260,7 @@ class Flights:
 
     def _cut(self, flight: Flight, at: int) -> None:
         """Keys from here on will not be stored by this flight."""
-        self._unregister(flight, at, flight.end)
+        self.promises.take_back(flight, at, flight.end)
         flight.end = max(at, flight.frontier)
         if flight.complete:
             self._end(flight, flight.cause)
@@ -289,7 +275,7 @@ class Flights:
         flight.cause = cause
         flight.move(Turn.FINISH)
         for at in range(flight.frontier, flight.end):
-            if flight.left[at] and not self.pending(flight, at):
+            if flight.left[at] and not self.promises.pending(flight, at):
                 self._cut(flight, at)
                 return
 
@@ -315,7 +301,7 @@ class Flights:
     def _promote(self, flight: Flight, waiter: Waiter) -> bool:
         """Lets a waiter lead, or look again if that leaves it nothing to do."""
         flight.leave(waiter)
-        self._unregister(flight, flight.begin, flight.end)
+        self.promises.take_back(flight, flight.begin, flight.end)
         self._promise(flight, waiter.first, waiter.end, waiter.shards)
         if flight.complete:
             self._answer(waiter, AwaitResult(Arrival.LANDED))
@@ -336,21 +322,15 @@ class Flights:
 
     def _promise(self, flight: Flight, begin: int, end: int, shards: tuple[int, ...]) -> None:
         """A leader's keys; fewer if others have promised some of them meanwhile."""
-        held = self.by_key.setdefault(flight.who, {})
-        for at in range(begin, end):
-            if held.setdefault(flight.keys[at], flight) is not flight:
-                end = at
-                break
-        if not held:
-            del self.by_key[flight.who]
-        masks = self._missing(flight.who, flight.keys[begin:end], shards)
+        end = self.promises.add(flight, begin, end)
+        masks = self.promises.missing(flight.who, flight.keys[begin:end], shards)
         flight.promise(begin, end, shards, masks)
         self._told(flight, flight.advance())
 
     def _end(self, flight: Flight, cause: FlightCause | None) -> None:
         """A flight is gone: landed (None), or for this cause. All who wait are answered."""
         self._let_go(flight)
-        self._unregister(flight, flight.begin, flight.end)
+        self.promises.take_back(flight, flight.begin, flight.end)
         del self.by_id[flight.id]
         flight.move(Turn.LAND if cause is None else Turn.END)
         self._count("flight_landed" if cause is None else ENDED[cause])
@@ -381,32 +361,6 @@ class Flights:
             and led + keys <= self._config.max_flight_keys
         )
 
-    def _missing(self, who: Who, keys: Sequence[bytes], shards: tuple[int, ...]) -> list[int]:
-        """For each key the shards, as bits, in which it is not stored."""
-        masks = [(1 << len(shards)) - 1] * len(keys)
-        store, table = self._store, self._store.table
-        tenant = store.tenants.find(*who)
-        for bit, shard in enumerate(shards if tenant is not None else ()):
-            assert tenant is not None
-            rows, found = table.find_all(b"".join(keys), scope(tenant.number, shard))
-            for i, row in enumerate(rows if found else ()):
-                if row and table.state[store.resolve(row)] == State.COMMITTED:
-                    masks[i] &= ~(1 << bit)
-        return masks
-
-    def pending(self, flight: Flight, at: int) -> bool:
-        """Whether a key is being written in every shard in which it has not landed."""
-        store, table = self._store, self._store.table
-        tenant = store.tenants.find(*flight.who)
-        if tenant is None:
-            return False
-        for bit, shard in enumerate(flight.shards):
-            if flight.left[at] >> bit & 1:
-                row = table.find(flight.keys[at], scope(tenant.number, shard))
-                if table.state[store.resolve(row)] not in KEYED:
-                    return False
-        return True
-
     def _told(self, flight: Flight, reached: Iterable[Waiter]) -> None:
         for waiter in reached:
             self._shared(waiter, *flight.gained(waiter))
@@ -428,17 +382,5 @@ class Flights:
             del flight.leader.flights[flight.id]
             flight.leader = None
 
-    def _unregister(self, flight: Flight, begin: int, end: int) -> None:
-        held = self.by_key.get(flight.who, {})
-        for at in range(begin, end):
-            if held.get(flight.keys[at]) is flight:
-                del held[flight.keys[at]]
-        if not held:
-            self.by_key.pop(flight.who, None)
-
     def _count(self, name: str, amount: int = 1) -> None:
         self._store.counters[name] += amount
-
-
-def _who(tenant: Tenant) -> Who:
-    return tenant.group, tenant.salt, tenant.tier

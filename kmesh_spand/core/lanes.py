@@ -45,12 +45,17 @@ class Lane:
 
 
 class Lanes:
-    """All tiers'. One whose worker is down keeps its own waiting, and no others."""
+    """All tiers'. One whose worker is down keeps its own waiting, and no others.
+
+    Attributes:
+        draining: nothing new begins in any.
+    """
 
     def __init__(self, config: CoreConfig, store: SpanStore) -> None:
         self._config = config
         self._store = store
         self._of_tier: dict[int, Lane] = {}
+        self.draining = False
 
     def of(self, row: int) -> Lane:
         """That of a row with a range."""

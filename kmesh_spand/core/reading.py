@@ -13,7 +13,9 @@ from kmesh_spand.core.checks import check_acquire, too_many
 from kmesh_spand.core.codes import Code, Reason
 from kmesh_spand.core.config import CoreConfig
 from kmesh_spand.core.disk import Disk
-from kmesh_spand.core.effects import (
+from kmesh_spand.core.recoder import Recoder
+from kmesh_spand.core.requests import Acquire, Release, ReportCorrupt
+from kmesh_spand.core.results import (
     AcquireResult,
     BasePlace,
     Refused,
@@ -21,8 +23,6 @@ from kmesh_spand.core.effects import (
     ReportCorruptResult,
     Result,
 )
-from kmesh_spand.core.events import Acquire, Release, ReportCorrupt
-from kmesh_spand.core.recoder import Recoder
 from kmesh_spand.core.sessions import Lease, Session, SessionBook
 from kmesh_spand.core.states import State
 from kmesh_spand.core.store import SpanStore
@@ -287,7 +287,7 @@ class Reading:
         for entry, row in wanted:
             # Room for one may have cost another.
             there = row in mirrors.by_row and self._store.table.state[row] == State.COMMITTED
-            if there and mirrors.usable(row) and self._recoder.ask(row):
+            if there and mirrors.usable(row) and self._recoder.densifier.ask(row):
                 continue
             if not there or mirrors.usable(row):
                 reasons[entry] = Reason.MISS

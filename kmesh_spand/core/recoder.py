@@ -4,6 +4,8 @@ A recipe lies in the tier of its span and of its base, and that tier's worker ma
 
 A job reads what it holds and writes a range of its own, a *draft*. When it is done, the draft takes
 the names of the span over that it was made of; that one ends with its last lease.
+
+The way back is the ``Densifier``'s; whose turn it is, is decided here.
 """
 
 from __future__ import annotations
@@ -14,10 +16,10 @@ from typing import Protocol
 
 from kmesh.layout import TILE_BYTES, tiles
 from kmesh_spand.core.batch import Rows
-from kmesh_spand.core.codes import Cause, Reason
 from kmesh_spand.core.config import CoreConfig
-from kmesh_spand.core.effects import Densify, Encode, ForgetRecipe, KeepRecipe, Payload
-from kmesh_spand.core.eviction import Evictor
+from kmesh_spand.core.densifier import Densifier
+from kmesh_spand.core.drafts import Drafts
+from kmesh_spand.core.effects import Encode, ForgetRecipe, KeepRecipe
 from kmesh_spand.core.family import Family, Run
 from kmesh_spand.core.lanes import Candidate, Lanes
 from kmesh_spand.core.provenance import pieces
@@ -25,12 +27,11 @@ from kmesh_spand.core.rests import Rests
 from kmesh_spand.core.states import State, Trigger
 from kmesh_spand.core.store import SpanStore
 from kmesh_spand.core.tenants import Tenant
+from kmesh_spand.core.tries import Tries
 from kmesh_spand.core.verdicts import Verdicts
 
 #: Candidates that are looked at in one go: each takes as long as its family's base is large.
 _TURN = 8
-#: Jobs for one span that may fail for reasons of their own.
-_MAX_TRIES = 2
 _U32 = 0xFFFF_FFFF
 #: Characters that are kept of what a worker says.
 _WHY_LENGTH = 200
@@ -38,7 +39,6 @@ _U64 = (1 << 64) - 1
 _PRIVATE = "nothing of it was recovered"
 _LARGE = "a recipe would not be smaller by 64 KiB"
 _FAILED = "the job failed"
-_ASKED = "it was asked for dense"
 
 
 class Source(Protocol):
@@ -75,24 +75,15 @@ class EncodeJob:
     draft: int = 0
 
 
-@dataclass(frozen=True, slots=True)
-class DensifyJob:
-    """``drop``: without room, the mirror goes."""
-
-    row: int
-    draft: int
-    drop: bool
-
-
 class Recoder:
-    """Encodes what its source names, and makes dense what somebody asks for.
+    """Encodes what its source names, and begins what is to be made dense.
 
     Attributes:
-        encodes, densifies: jobs in flight.
+        encodes: jobs in flight.
+        densifier: makes spans of recipes.
         lanes: what waits, by tier.
         verdicts: on spans that stay dense.
         rests: spans that stay so for a while, since somebody asked for them.
-        draining: nothing new begins.
         source: what may be worth a recipe.
     """
 
@@ -102,19 +93,20 @@ class Recoder:
         self._config = config
         self._store = store
         self._job_ids = job_ids
-        self._evictor = Evictor(store, config.patience_ms)
-        self._tries: dict[tuple[int, int], int] = {}
+        self._drafts = Drafts(store, config.patience_ms)
+        self._tries = Tries()
         self.encodes: dict[int, EncodeJob] = {}
-        self.densifies: dict[int, DensifyJob] = {}
         self.lanes = Lanes(config, store)
         self.verdicts = Verdicts(store.table)
         self.rests = Rests(store, config.dense_rest_ms)
-        self.draining = False
+        self.densifier = Densifier(
+            store, job_ids, self.lanes, self._drafts, self._tries, self.verdicts, self.rests
+        )
 
     @property
     def behind(self) -> bool:
         """Whether ``pump`` has left something undone that needs nothing but time."""
-        if self.draining:
+        if self.lanes.draining:
             return False
         lanes = self.lanes
         return bool(lanes.to_densify() or lanes.to_encode()) or self._to_look() is not None
@@ -132,12 +124,12 @@ class Recoder:
                 if table.state[row] == State.COMMITTED:
                     self.source.stored(row)
         for _ in range(_TURN):
-            if self.draining:
+            if self.lanes.draining:
                 return
             if lane := self.lanes.to_densify():
                 row, (generation, drop) = lane.wishes.popitem(last=False)
                 if row in mirrors and table.generation[row] == generation:
-                    self._densify(row, drop)
+                    self.densifier.begin(row, drop=drop)
             elif lane := self.lanes.to_encode():
                 self._encode(lane.next())
             elif (tier := self._to_look()) is not None:
@@ -211,30 +203,16 @@ class Recoder:
         store.out.append(
             Encode(
                 job,
-                self.payload(row),
+                self._drafts.payload(row),
                 family.namespace,
                 family.dtype,
                 family.head_dim,
                 shard,
-                [self.payload(number) for number in rows],
+                [self._drafts.payload(number) for number in rows],
                 family.frequencies,
                 family.interleaved,
                 found,
             )
-        )
-
-    def payload(self, row: int) -> Payload:
-        """Where a span lies, and what it is."""
-        table = self._store.table
-        return Payload(
-            table.key_of(row),
-            table.slab[row],
-            table.tile[row] * TILE_BYTES,
-            table.length[row],
-            table.generation[row],
-            table.root[row],
-            table.tokens[row],
-            table.start[row],
         )
 
     def encoded(self, number: int, length: int, used: Sequence[int]) -> None:
@@ -258,7 +236,7 @@ class Recoder:
         store.hold(kept)
         store.let_go(job.bases)
         job.bases = kept
-        job.draft = self._draft(row, length)
+        job.draft = self._drafts.take(row, length)
         if not job.draft:
             store.counters["encode_no_room"] += 1
             self._end_encode(number, forget=True)
@@ -269,26 +247,10 @@ class Recoder:
     def _stands(self, job: EncodeJob) -> bool:
         states = self._store.table.state
         return (
-            not self.draining
+            not self.lanes.draining
             and self._is(job.candidate.row, job.candidate.generation)
             and all(states[base] == State.COMMITTED for base in job.bases)
         )
-
-    def _draft(self, row: int, length: int) -> int:
-        """A row with a range of so many bytes, to take another's names over; 0: no room."""
-        store, table = self._store, self._store.table
-        place = self._evictor.place(tiles(length), store.tenant_of(row))
-        if isinstance(place, Reason):
-            return 0
-        draft, slab, tile = place
-        table.label(draft, table.key_of(row), table.scopes.value(table.scope[row]))
-        table.space[draft] = table.spaces.take(table.spaces.value(table.space[row]))
-        table.generation[draft] = table.generation[draft] + 1 & _U32
-        table.tokens[draft], table.start[draft] = table.tokens[row], table.start[row]
-        table.slab[draft], table.tile[draft] = slab, tile
-        table.length[draft] = length
-        store.move(draft, Trigger.DRAFT)
-        return draft
 
     def not_encoded(self, number: int, why: str) -> None:
         """A payload stays as it is."""
@@ -313,7 +275,7 @@ class Recoder:
         self._end_encode(number)
         self._store.counters["encode_spoiled"] += 1
         candidate = job.candidate
-        if not span and self._once_more(candidate.row, candidate.generation):
+        if not span and self._tries.once_more(candidate.row, candidate.generation):
             lane.again.append(candidate)
         return rows
 
@@ -336,7 +298,7 @@ class Recoder:
 
     def _doubted(self, candidate: Candidate) -> None:
         """A job was for nothing: not for ever, if the span is still what it was."""
-        if not self.draining and self._is(candidate.row, candidate.generation):
+        if not self.lanes.draining and self._is(candidate.row, candidate.generation):
             self.source.doubted(candidate)
 
     def _end_encode(self, number: int, *, forget: bool = False) -> None:
@@ -357,141 +319,18 @@ class Recoder:
             if tenant.tier:
                 self.source.decodes(tenant)
 
-    def ask(self, row: int) -> bool:
-        """Have a mirror made dense, soon; False if there is no room for that."""
-        if any(job.row == row for job in self.densifies.values()):
-            return True
-        if self.draining:
-            return False
-        lane = self.lanes.of(row)
-        if row in lane.wishes or not self.lanes.may_densify(lane):
-            self.want(row)
-            return True
-        return self._densify(row, drop=False)
-
-    def want(self, row: int, *, drop: bool = False) -> None:
-        """Have a mirror made dense when its turn comes.
-
-        Args:
-            drop: without room, it goes.
-        """
-        if any(job.row == row for job in self.densifies.values()):
-            return
-        generation = self._store.table.generation[row]
-        wishes = self.lanes.of(row).wishes
-        earlier = wishes.get(row)
-        if earlier is not None and earlier[0] == generation:
-            drop |= earlier[1]
-        wishes[row] = generation, drop
-
-    def _densify(self, row: int, drop: bool) -> bool:
-        store, table = self._store, self._store.table
-        mirror = store.mirrors.by_row[row]
-        if table.state[row] != State.COMMITTED or not store.mirrors.usable(row):
-            self._stays(row)
-            return False
-        store.hold([row])
-        draft = self._draft(row, mirror.length)
-        if not draft:
-            store.counters["densify_no_room"] += 1
-            if not drop:
-                self._stays(row)
-            store.let_go([row])
-            if drop:
-                store.mirrors.drop(row, Cause.OPERATOR)
-            return False
-        job = next(self._job_ids)
-        self.densifies[job] = DensifyJob(row, draft, drop)
-        self.lanes.of(row).densifies += 1
-        bases = [self.payload(base) for base in mirror.bases]
-        at = table.tile[draft] * TILE_BYTES
-        store.out.append(
-            Densify(
-                job, self.payload(row), bases, table.slab[draft], at, mirror.length, mirror.root
-            )
-        )
-        return True
-
-    def _stays(self, row: int) -> None:
-        """A mirror stays one, so its base stays too."""
-        for base in self._store.mirrors.by_row[row].bases:
-            self._store.condemned.pop(base, None)
-
-    def densified(self, number: int, good: bool) -> Sequence[int]:
-        """A payload lies in its range, or the recipe did not give it.
-
-        Returns:
-            Rows whose bytes may be why it did not.
-        """
-        job = self.densifies.pop(number, None)
-        if job is None:
-            return ()
-        store, table = self._store, self._store.table
-        self.lanes.of(job.row).densifies -= 1
-        mirror = store.mirrors.by_row[job.row]
-        served = table.state[job.row] == State.COMMITTED
-        if good and served and store.mirrors.usable(job.row):
-            table.root[job.draft] = mirror.root
-            store.take_over(job.row, job.draft)
-            self.verdicts.add(job.draft, _ASKED, None)
-            self.rests.begin(job.draft)
-            store.counters["densified"] += 1
-        else:
-            store.move(job.draft, Trigger.FAILED)
-            if not good and served:
-                store.counters["corrupt"] += 1
-                store.mirrors.drop(job.row, Cause.CORRUPT)
-        store.let_go([job.row])
-        return () if good else mirror.bases
-
     # Failures
 
     def failed(self, number: int) -> None:
         """A job could not be done, for a reason of its own: once more, and then no more."""
-        store, table = self._store, self._store.table
-        if number in self.encodes:
-            candidate = self.encodes[number].candidate
-            lane = self.lanes.of(candidate.row)
-            self._end_encode(number)
-            store.counters["encode_failed"] += 1
-            if self._once_more(candidate.row, candidate.generation):
-                lane.again.append(candidate)
-            elif self._is(candidate.row, candidate.generation):
-                self.verdicts.add(candidate.row, _FAILED, candidate.family)
-        elif number in self.densifies:
-            job = self.densifies.pop(number)
-            lane = self.lanes.of(job.row)
-            lane.densifies -= 1
-            store.move(job.draft, Trigger.FAILED)
-            store.counters["densify_failed"] += 1
-            if self._once_more(job.row, table.generation[job.row]):
-                lane.wishes[job.row] = table.generation[job.row], job.drop
-            else:
-                self._stays(job.row)
-            store.let_go([job.row])
-
-    def _once_more(self, row: int, generation: int) -> bool:
-        tries = self._tries.pop((row, generation), 0) + 1
-        if tries < _MAX_TRIES:
-            self._tries[row, generation] = tries
-        return tries < _MAX_TRIES
-
-    def evict_bases(self, spans: Sequence[tuple[int, int]], *, drop: bool) -> None:
-        """Bases (slot and generation) go once their mirrors were made dense.
-
-        Args:
-            drop: mirrors for which there is no room go too; otherwise they stay, and their base.
-        """
-        store, table = self._store, self._store.table
-        for slot, generation in spans:
-            row = slot + 1
-            if table.generation[row] != generation:
-                continue
-            mirrors = store.mirrors.of_base.get(row)
-            if mirrors:
-                store.condemned[row] = generation
-                for mirror in sorted(mirrors):
-                    if mirror in store.mirrors.by_row:
-                        self.want(mirror, drop=drop)
-            elif store.may_evict(row):
-                store.discard(row)
+        job = self.encodes.get(number)
+        if job is None:
+            self.densifier.failed(number)
+            return
+        candidate, lane = job.candidate, self.lanes.of(job.candidate.row)
+        self._end_encode(number)
+        self._store.counters["encode_failed"] += 1
+        if self._tries.once_more(candidate.row, candidate.generation):
+            lane.again.append(candidate)
+        elif self._is(candidate.row, candidate.generation):
+            self.verdicts.add(candidate.row, _FAILED, candidate.family)

@@ -9,19 +9,11 @@ from kmesh_spand.core.batch import KEY_BYTES
 from kmesh_spand.core.checks import check_commit, check_reserve, invalid, sub_key_count, too_many
 from kmesh_spand.core.codes import Code, Reason
 from kmesh_spand.core.config import CoreConfig
-from kmesh_spand.core.effects import (
-    AbortResult,
-    CommitResult,
-    Copy,
-    DropStaging,
-    Refused,
-    Reply,
-    ReserveResult,
-    Result,
-)
-from kmesh_spand.core.events import Abort, Commit, Reserve
+from kmesh_spand.core.effects import Copy, DropStaging, Reply
 from kmesh_spand.core.eviction import Evictor
 from kmesh_spand.core.flights import Flights
+from kmesh_spand.core.requests import Abort, Commit, Reserve
+from kmesh_spand.core.results import AbortResult, CommitResult, Refused, ReserveResult, Result
 from kmesh_spand.core.sessions import PendingCommit, Reservation, Session, SessionBook
 from kmesh_spand.core.states import State, Trigger
 from kmesh_spand.core.store import SpanStore

@@ -76,7 +76,7 @@ _REFUSED = {
 #: user as one that was started by that user.
 _AS = """
 import ctypes, os, sys
-import kmesh_spand.__main__, kmesh_spand.control.metrics, kmesh_spand.control.process
+import kmesh_spand.__main__, kmesh_spand.control.metrics, kmesh_spand.control.entry
 import kmesh_spand.control.rpc, kmesh_spand.flags, kmesh_spand.supervisor, kmesh_spand.worker
 os.setgroups([]); os.setresgid({uid}, {uid}, {uid}); os.setresuid({uid}, {uid}, {uid})
 ctypes.CDLL(None).prctl(4, 1)

@@ -134,7 +134,7 @@ def test_off_loads_nothing(spand: Daemon) -> None:
         [
             sys.executable,
             "-c",
-            "import sys, kmesh_spand.control.process, kmesh_spand.control.rpc, "
+            "import sys, kmesh_spand.control.entry, kmesh_spand.control.rpc, "
             "kmesh_spand.control.metrics, kmesh_spand.worker; "
             "print([m for m in sys.modules if m.startswith('opentelemetry')])",
         ],

@@ -10,7 +10,7 @@ from fake_cuda import GRANULARITY, FakeDriver
 from kmesh.cuda.device import Device
 from kmesh.cuda.memory import DeviceMemory
 from kmesh.layout import Shard
-from kmesh_spand import ipc
+from kmesh_spand import ipc, jobmessages, messages
 from kmesh_spand.gpurecipes import GpuRecipes
 from kmesh_spand.gpustore import GpuStore
 from kmesh_spand.hoststore import HostStore, Slab
@@ -31,9 +31,9 @@ class Bench(ABC):
     recipes: Recipes
     jobs = 0
 
-    def put(self, name: bytes, offset: int, payload: bytes) -> ipc.Payload:
+    def put(self, name: bytes, offset: int, payload: bytes) -> jobmessages.Payload:
         root = self.store.put(0, offset, memoryview(payload))
-        return ipc.Payload(name.ljust(32), 0, offset, len(payload), 3, root, 64, 0)
+        return jobmessages.Payload(name.ljust(32), 0, offset, len(payload), 3, root, 64, 0)
 
     @abstractmethod
     def damage(self, at: int, data: bytes) -> None:
@@ -44,14 +44,14 @@ class Bench(ABC):
 
     def encode(
         self,
-        span: ipc.Payload,
-        base: list[ipc.Payload],
+        span: jobmessages.Payload,
+        base: list[jobmessages.Payload],
         pieces: tuple[tuple[int, ...], ...] = (),
         frequencies: tuple[float, ...] = (),
     ) -> ipc.AnyMessage:
         self.jobs += 1
         return self.recipes.encode(
-            ipc.Encode(
+            jobmessages.Encode(
                 self.jobs,
                 span,
                 NAMESPACE,
@@ -65,8 +65,10 @@ class Bench(ABC):
             )
         )
 
-    def verify(self, mirror: ipc.Payload) -> ipc.Verified:
-        return self.recipes.facts(ipc.Verify(1, 0, mirror.offset, mirror.length, mirror.root, True))
+    def verify(self, mirror: jobmessages.Payload) -> jobmessages.Verified:
+        return self.recipes.facts(
+            jobmessages.Verify(1, 0, mirror.offset, mirror.length, mirror.root, True)
+        )
 
 
 class HostBench(Bench):
@@ -100,7 +102,7 @@ class GpuBench(Bench):
         self.device = Device(driver, "0")
         self.memory = DeviceMemory.create(self.device, SIZE)
         self.store = GpuStore(self.device, {0: self.memory})
-        self.fallbacks: list[ipc.Fallback] = []
+        self.fallbacks: list[messages.Fallback] = []
         self.recipes = GpuRecipes(self.device, self.store, self.fallbacks.append)
 
     def damage(self, at: int, data: bytes) -> None:

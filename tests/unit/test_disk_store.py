@@ -1,99 +1,26 @@
-"""Files of the disk tier: their form, their damage, their directory."""
+"""Files of the disk tier: their form, and their damage."""
 
 from __future__ import annotations
 
 import contextlib
 import errno
-import hashlib
 import os
 import stat
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
 import hypothesis.strategies as st
 import pytest
+from disk_shelf import DIRECTORY, FAR, LENGTH, SPAN, Shelf, content, digest, refused
 from hypothesis import given, settings
 
 from kmesh import _host, layout
-from kmesh.errors import ConfigError
 from kmesh.layout import TILE_BYTES, Shard
-from kmesh.mapping import Mapping
-from kmesh_spand import diskdir, diskstore
+from kmesh_spand import diskstore
 from kmesh_spand.core.codes import Trouble
-from kmesh_spand.core.diskfile import (
-    BLOCK_BYTES,
-    BadFile,
-    Header,
-    SpanFile,
-    decode,
-    file_bytes,
-)
-from kmesh_spand.diskstore import DiskStore, DiskTrouble, Found, path_of
-from kmesh_spand.hoststore import HostStore, Slab
-from kmesh_spand.memory import make_memfd
-
-DIRECTORY = bytes(range(16))
-SIZE = 2 << 20
-FAR = 12 * TILE_BYTES
-LENGTH = 3 * TILE_BYTES + 1001
-
-
-def digest(text: str) -> bytes:
-    return hashlib.blake2b(text.encode(), digest_size=32).digest()
-
-
-SPAN = SpanFile(
-    group=1000,
-    salt=digest("salt"),
-    key=digest("key"),
-    namespace=digest("namespace"),
-    shard=Shard(0, 4, 0, 2).code(),
-    tokens=48,
-    start=128,
-    length=LENGTH,
-    root=0,
-    names=((16, digest("16")), (32, digest("32"))),
-)
-
-
-class Shelf:
-    """A slab, and a directory below it."""
-
-    def __init__(self, path: Path, sync: str = "off") -> None:
-        self.path = path
-        path.mkdir(mode=0o700, exist_ok=True)
-        self._memfd = make_memfd("slab0", SIZE)
-        os.posix_fallocate(self._memfd, 0, SIZE)
-        self.mapping = Mapping(self._memfd, SIZE, writable=True)
-        self._root = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
-        slabs = HostStore({0: Slab(self._memfd, SIZE, self.mapping)}, 0)
-        self.store = DiskStore(self._root, DIRECTORY, slabs, 1 << 40, sync)
-        self.store.prepare()
-
-    def close(self) -> None:
-        self.mapping.close()
-        os.close(self._memfd)
-        os.close(self._root)
-
-    def put(self, data: bytes, offset: int = 0) -> SpanFile:
-        """A payload in the slab, as the span that it is."""
-        self.mapping.view(offset, len(data))[:] = data
-        sums = bytearray(8 * layout.tiles(len(data)))
-        root = _host.tile_sums(self.mapping.address + offset, len(data), _host.address(sums))
-        return replace(SPAN, length=len(data), root=root)
-
-    def get(self, length: int, offset: int = FAR) -> bytes:
-        return bytes(self.mapping.view(offset, length))
-
-    def holds(self, span: SpanFile, offset: int = FAR) -> bool:
-        """Whether a range is the span, with sums that say so."""
-        base = self.mapping.address
-        sums = base + layout.sums_offset(SIZE) + offset // TILE_BYTES * 8
-        return _host.verify(base + offset, span.length, sums, span.root)
-
-    def file(self, name: int) -> Path:
-        return self.path / path_of(name)
+from kmesh_spand.core.diskfile import BLOCK_BYTES, BadFile, Header, SpanFile, decode, file_bytes
+from kmesh_spand.diskstore import DiskTrouble, Found, path_of
 
 
 @pytest.fixture
@@ -101,16 +28,6 @@ def shelf(tmp_path: Path) -> Iterator[Shelf]:
     made = Shelf(tmp_path / "disk")
     yield made
     made.close()
-
-
-def content(length: int = LENGTH) -> bytes:
-    return hashlib.shake_128(b"content").digest(length)
-
-
-def refused(shelf: Shelf, name: int, span: SpanFile) -> Trouble:
-    with pytest.raises(DiskTrouble) as told:
-        shelf.store.read(name, 0, FAR, span)
-    return told.value.kind
 
 
 @pytest.mark.parametrize("sync", ["off", "file", "all"])
@@ -457,115 +374,3 @@ def test_a_file_system_without_direct_io_is_used_all_the_same(
         assert shelf.get(LENGTH) == content()
     finally:
         shelf.close()
-
-
-# The directory
-
-
-def test_a_directory_is_made_and_known_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(diskdir, "_PATIENCE_SECONDS", 0.0)
-    first = diskdir.open_directory(str(tmp_path / "disk"))
-    assert stat.S_IMODE((tmp_path / "disk").stat().st_mode) == 0o700
-    with pytest.raises(ConfigError, match="another daemon uses it"):
-        diskdir.open_directory(str(tmp_path / "disk"))
-    first.release()
-    lent = diskdir.open_directory(str(tmp_path / "disk"))
-    assert not first.take()
-    lent.close()
-    assert first.take()
-    first.close()
-    second = diskdir.open_directory(str(tmp_path / "disk"))
-    second.close()
-    assert second.id == first.id
-    assert len(first.id) == 16
-
-
-def _mark(text: str) -> Callable[[Path], None]:
-    def make(path: Path) -> None:
-        path.mkdir(mode=0o700)
-        (path / diskdir.MARK).write_text(text)
-
-    return make
-
-
-def _open_to_all(path: Path) -> None:
-    path.mkdir()
-    path.chmod(0o777)
-
-
-def _linked(path: Path) -> None:
-    (path.parent / "real").mkdir()
-    path.symlink_to(path.parent / "real")
-
-
-def _used(path: Path) -> None:
-    path.mkdir()
-    (path / "mine.txt").write_text("mine")
-
-
-def _linked_mark(path: Path) -> None:
-    path.mkdir(mode=0o700)
-    (path / diskdir.MARK).symlink_to("/etc/passwd")
-
-
-def _linked_folder(path: Path) -> None:
-    """Files would be written where it leads, and not be found again."""
-    path.mkdir(mode=0o700)
-    (path / diskdir.MARK).touch()
-    (path.parent / "elsewhere").mkdir()
-    (path / "7f").symlink_to(path.parent / "elsewhere")
-
-
-@pytest.mark.parametrize(
-    ("make", "says"),
-    [
-        (_linked_folder, "7f in it is a symbolic link; remove it"),
-        (_open_to_all, r"others may write it \(mode 0777\); chmod go-w"),
-        (_linked, "is a symbolic link"),
-        (lambda path: path.write_text("a file"), "Not a directory"),
-        (_used, "other files in it, such as mine.txt"),
-        (_mark('{"version":7,"directory":"00"}'), "is of version 7, this daemon has 1"),
-        (_mark("{"), "damaged"),
-        (_mark('{"version":1,"directory":"0011"}'), "damaged"),
-        (_mark('{"version":1,"directory":"xyz"}'), "damaged"),
-        (_mark('{"version":1,"directory":7}'), "damaged"),
-        (_mark("[1]"), "damaged"),
-        (_linked_mark, "Too many levels of symbolic links"),
-    ],
-)
-def test_a_directory_that_is_not_for_us(
-    tmp_path: Path, make: Callable[[Path], object], says: str
-) -> None:
-    path = tmp_path / "disk"
-    make(path)
-    with pytest.raises(ConfigError, match=says) as told:
-        diskdir.open_directory(str(path))
-    assert str(told.value).startswith(f"disk: {path}: ")
-
-
-def test_a_directory_in_nowhere(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="No such file or directory"):
-        diskdir.open_directory(str(tmp_path / "a" / "b"))
-
-
-def test_a_directory_that_can_not_be_written(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    diskdir.open_directory(str(tmp_path / "disk")).close()
-
-    def fail(_: int) -> None:
-        raise OSError(errno.EROFS, os.strerror(errno.EROFS))
-
-    monkeypatch.setattr(diskdir, "_try_to_write", fail)
-    with pytest.raises(ConfigError, match="Read-only file system"):
-        diskdir.open_directory(str(tmp_path / "disk"))
-    monkeypatch.undo()
-    diskdir.open_directory(str(tmp_path / "disk")).close()
-
-
-def test_a_directory_of_somebody_else(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(os, "geteuid", lambda: 4321)
-    with pytest.raises(ConfigError, match="belongs to uid"):
-        diskdir.open_directory(str(tmp_path / "disk"))

@@ -20,7 +20,7 @@ from scarce import each_allocation, scarce
 
 from kmesh.errors import ConfigError
 from kmesh.v1 import common_pb2, session_socket_pb2
-from kmesh_spand import ipc, memory
+from kmesh_spand import ipc, jobmessages, memory, messages
 from kmesh_spand.fdstore import FdStore
 from kmesh_spand.holdings import Holdings
 from kmesh_spand.inherit import Named
@@ -190,11 +190,11 @@ def test_starting_the_other_processes(
             # The last thing that is asked for is the process.
             assert (refused[-2], refused[-1]) == ("socketpair", "fork")
         # And the loop tries again later instead of ending.
-        supervisor._control_at = 0.0
+        supervisor._control.start_at = 0.0
         with scarce(1, code):
             supervisor._start_due()
-        assert supervisor._control_at is not None
-        assert supervisor._control_at > 0
+        assert supervisor._control.start_at is not None
+        assert supervisor._control.start_at > 0
         assert f"control could not be started: [Errno {code}]" in caplog.text
     finally:
         held.close()
@@ -320,7 +320,7 @@ def test_staging_that_the_worker_can_not_be_told_of(parts: Room) -> None:
         link = parts.control._worker._link
         assert link is not None
         while not link._outbox.waiting:
-            link.send(ipc.DropStaging(0))
+            link.send(jobmessages.DropStaging(0))
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(os, "dup", _no_dup)
             answer = call_without_worker(parts, sock)
@@ -367,7 +367,7 @@ def test_a_worker_that_starts_with_too_few_descriptors_for_all_staging(
             worker.attach(theirs.detach(), 1, 0)
             worker.check()
             message, _ = ipc.receive(ours)
-            assert isinstance(message, ipc.Beat)
+            assert isinstance(message, messages.Beat)
             with pytest.MonkeyPatch.context() as patch:
                 patch.setattr("kmesh_spand.control.link.Link.send", _lacking)
                 ipc.send(ours, message)

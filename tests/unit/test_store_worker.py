@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from kmesh import errors
-from kmesh_spand import ipc
+from kmesh_spand import ipc, jobmessages, messages
 from kmesh_spand.control.observer import Observer
 from kmesh_spand.control.storeworker import StoreWorker
 from kmesh_spand.core import effects, events
@@ -29,7 +29,7 @@ class Place:
         self.loop.time = lambda: self.now  # type: ignore[method-assign]
         self.events: list[events.Event] = []
         self.restarts: list[str] = []
-        self.fallbacks: list[ipc.Fallback] = []
+        self.fallbacks: list[messages.Fallback] = []
         self.end: socket.socket | None = None
         self.worker = StoreWorker(
             self.loop,
@@ -85,7 +85,7 @@ class Place:
         """Lets the worker answer its heartbeat; what it is sent then."""
         self.turn()
         (beat,) = self.heard()
-        assert isinstance(beat, ipc.Beat)
+        assert isinstance(beat, messages.Beat)
         self.answer(beat)
         return self.heard()
 
@@ -128,7 +128,7 @@ def test_a_worker_is_told_nothing_before_it_has_answered(place: Place) -> None:
     ]  # fmt: skip
     # And from then on at once.
     place.verify(4)
-    assert place.heard() == [ipc.Verify(4, 0, 0, 100, 7)]
+    assert place.heard() == [jobmessages.Verify(4, 0, 0, 100, 7)]
 
 
 def test_a_worker_may_take_longer_to_start_than_a_copy(place: Place) -> None:
@@ -145,7 +145,7 @@ def test_a_worker_may_take_longer_to_start_than_a_copy(place: Place) -> None:
     assert isinstance(made[0][1], errors.Exhausted)
     assert not place.restarts
     place.copy(4)
-    assert place.begin()[-1] == ipc.Copy(4, 1, 0, 0, 0, 100)
+    assert place.begin()[-1] == jobmessages.Copy(4, 1, 0, 0, 0, 100)
     # Once it has started it has to answer.
     place.turn(TIMEOUT + 1)
     assert place.restarts == ["no answer for 2.0 s"]
@@ -176,8 +176,8 @@ def test_verifications_and_wipes_outlive_any_number_of_workers(place: Place, sta
     told = place.begin()
     assert {message.job for message in told} == {1, 2, 3}  # type: ignore[union-attr]
     for job in (1, 2):
-        place.answer(ipc.Verified(job, job == 1))
-    place.answer(ipc.Wiped(3))
+        place.answer(jobmessages.Verified(job, job == 1))
+    place.answer(jobmessages.Wiped(3))
     assert place.events == [
         events.VerifyDone(1, True), events.VerifyDone(2, False), events.WipeDone(3, True),
     ]  # fmt: skip
@@ -200,10 +200,10 @@ def test_a_payload_whose_reading_is_a_fault_is_said_to_be_unreadable(
     place.start()
     place.begin()
     place.verify(1, 2, 3)
-    place.answer(ipc.Verified(1, True))
+    place.answer(jobmessages.Verified(1, True))
     place.start(killed_by=death)
     assert place.events == [events.VerifyDone(1, True), events.VerifyDone(2, None)]
-    assert place.begin() == [ipc.Verify(3, 0, 0, 100, 7)]
+    assert place.begin() == [jobmessages.Verify(3, 0, 0, 100, 7)]
     # The death of one that had not begun is about none of them.
     place.start()
     place.start(killed_by=death)
@@ -230,18 +230,18 @@ def test_a_fault_that_may_be_a_copys_or_a_wipes_is_held_against_no_payload(
     assert [message.job for message in told] == [1, 2, 4]  # type: ignore[union-attr]
     # A copy that was answered is no excuse.
     place.copy(5)
-    place.answer(ipc.CopyDone(5, 99, 0.1))
-    place.answer(ipc.Wiped(4))
+    place.answer(jobmessages.CopyDone(5, 99, 0.1))
+    place.answer(jobmessages.Wiped(4))
     place.start(killed_by=death)
     assert place.events[-1] == events.VerifyDone(1, None)
-    assert place.begin() == [ipc.Verify(2, 0, 0, 100, 7)]
+    assert place.begin() == [jobmessages.Verify(2, 0, 0, 100, 7)]
 
 
 def test_a_worker_that_is_well_may_say_that_it_cannot_read(place: Place) -> None:
     place.start()
     place.begin()
     place.verify(1)
-    place.answer(ipc.Failed(1, "a range that is none"))
+    place.answer(jobmessages.Failed(1, "a range that is none"))
     assert place.events == [events.VerifyDone(1, None)]
 
 
@@ -252,8 +252,8 @@ def test_a_file_descriptor_that_was_left_nowhere_fails_its_export_alone(place: P
     made: list[Any] = []
     place.worker.export(0, 0, 4096, lambda *told: made.append(told))
     place.copy(7)
-    place.answer(ipc.Exported(1))
-    place.answer(ipc.CopyDone(7, 99, 0.1))
+    place.answer(jobmessages.Exported(1))
+    place.answer(jobmessages.CopyDone(7, 99, 0.1))
     ((fd, failed),) = made
     assert fd == -1
     assert isinstance(failed, errors.Exhausted)
@@ -268,14 +268,14 @@ def test_a_worker_that_could_not_be_reached_is_asked_for_again(place: Place) -> 
     assert not place.worker.up
     assert place.restarts == ["control had no file descriptor left for it"]
     place.start()
-    assert place.begin() == [ipc.Verify(1, 0, 0, 100, 7)]
+    assert place.begin() == [jobmessages.Verify(1, 0, 0, 100, 7)]
 
 
 def beats(place: Place, seconds: int) -> None:
     """That many go by, in which the worker says nothing but that it is there."""
     for _ in range(seconds):
         for message in place.heard():
-            if isinstance(message, ipc.Beat):
+            if isinstance(message, messages.Beat):
                 place.answer(message)
         place.turn(1.0)
 
@@ -290,14 +290,14 @@ def test_kernels_may_be_compiled_after_other_jobs(place: Place) -> None:
     place.start()
     place.begin()
     place.worker.recode(effects.Densify(1, encode(1, []).span, [], 0, 0, 100, 7))
-    place.answer(ipc.Densified(1, True))
+    place.answer(jobmessages.Densified(1, True))
     place.worker.recode(encode(2, []))
-    place.answer(ipc.NotEncoded(2, "it shares nothing"))
+    place.answer(jobmessages.NotEncoded(2, "it shares nothing"))
     piece = effects.Piece(0, 64, 0, 0)
     place.worker.recode(encode(3, [piece]))
     beats(place, 25)
     assert not place.restarts
-    place.answer(ipc.Encoded(3, 50, [0]))
+    place.answer(jobmessages.Encoded(3, 50, [0]))
     place.worker.recode(encode(4, [piece]))
     beats(place, 4)
     assert len(place.restarts) == 1
@@ -308,10 +308,10 @@ def test_the_first_recipe_of_a_worker_takes_longer(place: Place) -> None:
     for life in range(2):
         place.start()
         place.worker.recode(effects.KeepRecipe(10 * life, 0, 0, 100))
-        assert place.begin() == [ipc.KeepRecipe(10 * life, 0, 0, 100)]
+        assert place.begin() == [jobmessages.KeepRecipe(10 * life, 0, 0, 100)]
         beats(place, 25)
         assert not place.restarts
-        place.answer(ipc.RecipeKept(10 * life, 7))
+        place.answer(jobmessages.RecipeKept(10 * life, 7))
         assert place.events.pop() == events.RecipeKept(10 * life, 7)
         place.worker.recode(effects.KeepRecipe(10 * life + 1, 0, 0, 100))
         beats(place, 4)
@@ -325,15 +325,15 @@ def test_what_a_worker_does_in_a_lesser_way_is_told(place: Place) -> None:
     place.start()
     place.worker.recode(effects.KeepRecipe(1, 3, 0, 100))
     place.begin()
-    place.answer(ipc.Fallback("encode", 3))
-    assert place.fallbacks == [ipc.Fallback("encode", 3)]
+    place.answer(messages.Fallback("encode", 3))
+    assert place.fallbacks == [messages.Fallback("encode", 3)]
     assert not place.events
 
 
 def test_workers_that_can_not_load_the_codec_are_ended_a_few_times_only(place: Place) -> None:
-    verify = ipc.Verify(1, 0, 0, 100, 7, True)
+    verify = jobmessages.Verify(1, 0, 0, 100, 7, True)
     keep = effects.KeepRecipe(2, 0, 0, 100)
-    unloadable = ipc.Failed(1, "the codec can't be loaded: no memory", unloadable=True)
+    unloadable = jobmessages.Failed(1, "the codec can't be loaded: no memory", unloadable=True)
 
     def fails() -> bool:
         """One more worker can't; whether it is ended for that."""
@@ -356,6 +356,6 @@ def test_workers_that_can_not_load_the_codec_are_ended_a_few_times_only(place: P
     place.start()
     place.worker.verify(effects.Verify(1, 0, 0, 100, 7, True))
     assert place.begin() == [verify]
-    place.answer(ipc.Verified(1, True, 10, 3, [ipc.Fact(b"k", 1, 2, 3, 4)]))
+    place.answer(jobmessages.Verified(1, True, 10, 3, [jobmessages.Fact(b"k", 1, 2, 3, 4)]))
     assert [fails() for _ in range(5)] == [True, True, True, False, False]
     assert not place.restarts

@@ -17,7 +17,7 @@ import pytest
 from room import settings
 
 from kmesh.errors import ConfigError
-from kmesh_spand import child, ipc, outbox
+from kmesh_spand import child, ipc, jobmessages, messages, outbox
 from kmesh_spand.control.link import Link
 from kmesh_spand.fdstore import FdStore
 from kmesh_spand.gpukeeper import GpuKeeper
@@ -76,8 +76,8 @@ def test_control_tries_again_later_what_the_kernel_has_no_memory_for(
     link = Link(loop, ours, lambda *_: None, lambda: None)
     try:
         ours.code = code
-        link.send(ipc.Beat(1))
-        link.send(ipc.Beat(2))
+        link.send(messages.Beat(1))
+        link.send(messages.Beat(2))
         # The socket can be written all the time.
         turn()
         assert ours.tries == 1
@@ -87,9 +87,9 @@ def test_control_tries_again_later_what_the_kernel_has_no_memory_for(
         ours.code = 0
         now += 2 * outbox.RETRY_SECONDS
         turn()
-        assert received(theirs) == [ipc.Beat(1), ipc.Beat(2)]
-        link.send(ipc.Beat(3))
-        assert received(theirs) == [ipc.Beat(3)]
+        assert received(theirs) == [messages.Beat(1), messages.Beat(2)]
+        link.send(messages.Beat(3))
+        assert received(theirs) == [messages.Beat(3)]
     finally:
         link.close()
         loop.close()
@@ -107,7 +107,7 @@ def test_control_sends_on_as_soon_as_a_full_socket_has_room(
         sent = 0
         while not link._outbox.waiting:
             sent += 1
-            link.send(ipc.Beat(sent))
+            link.send(messages.Beat(sent))
         tries = ours.tries
         for _ in range(20):
             loop.run_until_complete(asyncio.sleep(0))
@@ -116,7 +116,7 @@ def test_control_sends_on_as_soon_as_a_full_socket_has_room(
         for _ in range(20):
             loop.run_until_complete(asyncio.sleep(0))
         found += received(theirs)
-        assert found == [ipc.Beat(number + 1) for number in range(sent)]
+        assert found == [messages.Beat(number + 1) for number in range(sent)]
     finally:
         link.close()
         loop.close()
@@ -125,29 +125,29 @@ def test_control_sends_on_as_soon_as_a_full_socket_has_room(
 def test_states_of_gpus_do_not_pile_up_before_a_control_that_is_stopped(
     ends: tuple[Scarce, socket.socket],
 ) -> None:
-    def state(gpu: int, free: int) -> ipc.GpuState:
-        return ipc.GpuState(gpu, f"GPU-{gpu}", "card", True, free, 1 << 30, False)
+    def state(gpu: int, free: int) -> messages.GpuState:
+        return messages.GpuState(gpu, f"GPU-{gpu}", "card", True, free, 1 << 30, False)
 
     ours, theirs = ends
     kept = Outbox(ours)
     ours.code = errno.ENOBUFS
     kept.send(state(0, 1))
-    kept.send(ipc.GpuWorker(1, 0, 77))
+    kept.send(messages.GpuWorker(1, 0, 77))
     for free in range(1000):
         for gpu in (0, 1):
             kept.send(state(gpu, free))
     assert kept.waiting == 4
-    kept.send(ipc.GpuFailed(0, "dead", False))
+    kept.send(messages.GpuFailed(0, "dead", False))
     kept.send(state(0, 5))
     ours.code = 0
     kept.flush()
     # In their order: none is told before what it follows.
     assert received(theirs) == [
         state(0, 1),
-        ipc.GpuWorker(1, 0, 77),
+        messages.GpuWorker(1, 0, 77),
         state(0, 999),
         state(1, 999),
-        ipc.GpuFailed(0, "dead", False),
+        messages.GpuFailed(0, "dead", False),
         state(0, 5),
     ]
     kept.close()
@@ -164,13 +164,13 @@ def test_the_supervisor_tries_again_later_too(
     now = 1000.0
     monkeypatch.setattr(time, "monotonic", lambda: now)
     supervisor = Supervisor(settings(socket_dir), "test", None)  # type: ignore[arg-type]
-    supervisor._to_control, supervisor._for_control = ours, Outbox(ours)
-    supervisor._control_at = None
+    supervisor._control.take(ours)
+    supervisor._control.start_at = None
     wake, waker = socket.socketpair()
     with wake, waker:
         assert supervisor._timeout_ms() is None
         ours.code = code
-        supervisor._tell_control(ipc.Beat(1))
+        supervisor._control.tell(messages.Beat(1))
         allowed = supervisor._timeout_ms()
         assert allowed is not None
         assert 0 < allowed <= 51
@@ -185,7 +185,7 @@ def test_the_supervisor_tries_again_later_too(
         ours.code = 0
         now += 1
         supervisor._wait(wake)
-        assert received(theirs) == [ipc.Beat(1)]
+        assert received(theirs) == [messages.Beat(1)]
         assert supervisor._timeout_ms() is None
 
 
@@ -202,7 +202,7 @@ def test_a_message_that_could_not_be_kept_leaves_nothing_to_try_again(
     with monkeypatch.context() as patch:
         patch.setattr(os, "dup", none_left)
         with pytest.raises(OSError, match="Too many open files"):
-            box.send(ipc.Staging(1, 4096), theirs.fileno())
+            box.send(jobmessages.Staging(1, 4096), theirs.fileno())
     assert not box.waiting
     box.flush()
     assert box.retry_at is None
@@ -231,9 +231,9 @@ def test_nobody_is_killed_for_what_a_device_worker_sent_before_it_was_reaped(
     monkeypatch.setattr(os, "kill", lambda *whom: killed.append(whom))
     memory = os.memfd_create("slab")
     with theirs:
-        ipc.send(theirs, ipc.GpuState(0, "GPU-1", "a GPU", True, 1, 2))
-        ipc.send(theirs, ipc.GpuSlab(4, 2 << 20))
-        ipc.send(theirs, ipc.GpuSlab(5, 2 << 20), memory)
+        ipc.send(theirs, messages.GpuState(0, "GPU-1", "a GPU", True, 1, 2))
+        ipc.send(theirs, messages.GpuSlab(4, 2 << 20))
+        ipc.send(theirs, messages.GpuSlab(5, 2 << 20), memory)
     os.close(memory)
     keeper.died(process.pid, "exit 1")
     assert not killed
@@ -241,7 +241,7 @@ def test_nobody_is_killed_for_what_a_device_worker_sent_before_it_was_reaped(
     assert list(keeper.slabs) == [5]
     assert keeper.ready
     assert keeper.failure is None
-    assert told[-1] == ipc.GpuWorker(0, 0, 0)
+    assert told[-1] == messages.GpuWorker(0, 0, 0)
     assert len(keeper.moments) == 1
     assert not keeper.pids
     assert not keeper.sockets
@@ -253,7 +253,7 @@ def test_a_device_worker_whose_slab_came_without_its_descriptor_is_ended(socket_
     with subprocess.Popen(["sleep", "60"]) as process:
         keeper, theirs, _ = keeper_of(socket_dir, process.pid)
         with theirs:
-            ipc.send(theirs, ipc.GpuSlab(4, 2 << 20))
+            ipc.send(theirs, messages.GpuSlab(4, 2 << 20))
             assert keeper.hear(keeper.sockets[0].fileno())
     assert process.returncode == -signal.SIGKILL
     keeper.died(process.pid, "killed by SIGKILL")
@@ -302,8 +302,8 @@ def test_what_is_left_of_a_handover_that_failed_has_no_other_beside_it(
                 if pid != control.pid:
                     kill(pid, number)
 
-            supervisor._control_pid, supervisor._control_worked = control.pid, True
-            supervisor._control_at = None
+            supervisor._control.pid, supervisor._control.worked = control.pid, True
+            supervisor._control.start_at = None
             supervisor._worker.pid = worker.pid
             try:
                 with monkeypatch.context() as stuck:
@@ -323,7 +323,7 @@ def test_what_is_left_of_a_handover_that_failed_has_no_other_beside_it(
                 kill(control.pid, signal.SIGKILL)
                 os.waitid(os.P_PID, control.pid, os.WEXITED | os.WNOWAIT)
                 supervisor._reap()
-                supervisor._control_at = time.monotonic()
+                supervisor._control.start_at = time.monotonic()
                 supervisor._start_due()
                 assert len(started) == 1
             finally:
@@ -347,16 +347,16 @@ def test_a_worker_that_the_kernel_holds_keeps_nobody_waiting_but_control(
     kill = os.kill
     try:
         with subprocess.Popen(["true"]) as control, subprocess.Popen(["sleep", "600"]) as worker:
-            supervisor._control_pid, supervisor._control_worked = control.pid, True
-            supervisor._control_at = None
+            supervisor._control.pid, supervisor._control.worked = control.pid, True
+            supervisor._control.start_at = None
             supervisor._worker.pid = worker.pid
             os.waitid(os.P_PID, control.pid, os.WEXITED | os.WNOWAIT)
             with monkeypatch.context() as stuck:
                 stuck.setattr(os, "kill", lambda *_: None)
                 supervisor._reap()
-                assert supervisor._control_pid == 0
-                assert supervisor._control_at is not None
-                supervisor._control_at = now
+                assert supervisor._control.pid == 0
+                assert supervisor._control.start_at is not None
+                supervisor._control.start_at = now
                 supervisor._start_due()
                 supervisor._reap()
                 assert not started

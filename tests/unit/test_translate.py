@@ -15,7 +15,7 @@ from kmesh.v1 import spans_pb2
 from kmesh_spand.control.limits import MAX_MESSAGE_BYTES
 from kmesh_spand.control.translate import to_message
 from kmesh_spand.core.config import CoreConfig
-from kmesh_spand.core.effects import AcquireResult, BasePlace
+from kmesh_spand.core.results import AcquireResult, BasePlace
 
 KINDS = {"slab": "H", "offset": "Q", "length": "I", "tokens": "H", "generation": "I", "root": "Q"}
 

@@ -16,7 +16,7 @@ from kmesh.cuda.driver import Attribute
 from kmesh.errors import CudaError
 from kmesh.kernels.reference import turn
 from kmesh.kernels.rotary import Rotary
-from kmesh_spand import gpurecipes, ipc
+from kmesh_spand import gpurecipes, ipc, jobmessages, messages
 
 ROTARY = Rotary.from_parameters(
     {"rope_theta": 10000.0}, head_dim=64, interleaved=False, dtype="bfloat16"
@@ -64,21 +64,21 @@ def family() -> tuple[bytes, bytes]:
     return base.tobytes(), own.tobytes()
 
 
-def both(bench: GpuBench | HostBench) -> tuple[ipc.Payload, ipc.Payload, bytes]:
+def both(bench: GpuBench | HostBench) -> tuple[jobmessages.Payload, jobmessages.Payload, bytes]:
     base, own = family()
     return bench.put(b"base", 0, base), bench.put(b"own", LENGTH, own), own
 
 
-def made_by(bench: GpuBench | HostBench) -> tuple[ipc.AnyMessage, ipc.Payload, bytes]:
+def made_by(bench: GpuBench | HostBench) -> tuple[ipc.AnyMessage, jobmessages.Payload, bytes]:
     base, own, payload = both(bench)
     return bench.encode(own, [base], PIECES, ROTARY.frequencies), base, payload
 
 
 def read(bench: GpuBench | HostBench, answer: ipc.AnyMessage) -> bytes:
     """A recipe that was encoded, out of its range."""
-    assert isinstance(answer, ipc.Encoded), answer
+    assert isinstance(answer, jobmessages.Encoded), answer
     assert answer.used == [0]
-    bench.recipes.keep(ipc.KeepRecipe(answer.job, 0, 2 * LENGTH, answer.length))
+    bench.recipes.keep(jobmessages.KeepRecipe(answer.job, 0, 2 * LENGTH, answer.length))
     return bytes(bench.store.view(0, 2 * LENGTH, answer.length))
 
 
@@ -94,19 +94,21 @@ def test_the_gpu_makes_the_recipe_that_the_processor_makes(bench: GpuBench) -> N
     mirror = bench.put(b"own", 4 * LENGTH, data)
     assert bench.verify(mirror).length == LENGTH
     root = bench.verify(mirror).root
-    job = ipc.Densify(9, mirror, [base], 0, 6 * LENGTH, LENGTH, root)
-    assert bench.recipes.densify(job) == ipc.Densified(9, True)
+    job = jobmessages.Densify(9, mirror, [base], 0, 6 * LENGTH, LENGTH, root)
+    assert bench.recipes.densify(job) == jobmessages.Densified(9, True)
     assert bytes(bench.store.view(0, 6 * LENGTH, LENGTH)) == payload
 
 
 def test_it_compiles_once_and_reads_its_base_once(bench: GpuBench) -> None:
     base, own, _ = both(bench)
     fields = {name: getattr(base, name) for name in base.__struct_fields__}
-    changed = ipc.Payload(**{**fields, "generation": base.generation + 1})
+    changed = jobmessages.Payload(**{**fields, "generation": base.generation + 1})
     copies = []
     for segment in (base, base, base, changed, changed):
         bench.driver.calls.clear()
-        assert isinstance(bench.encode(own, [segment], PIECES, ROTARY.frequencies), ipc.Encoded)
+        assert isinstance(
+            bench.encode(own, [segment], PIECES, ROTARY.frequencies), jobmessages.Encoded
+        )
         copies.append(bench.driver.calls.count("copy_async"))
         assert bench.driver.calls.count("load_module") == (len(copies) == 1)
     assert [number - min(copies) for number in copies] == [1, 0, 0, 1, 0]
@@ -116,13 +118,13 @@ def test_another_way_of_turning_is_another_family(bench: GpuBench) -> None:
     """The same base and namespace: only how pairs lie differs."""
     base, own, _ = both(bench)
     turned = bench.encode(own, [base], PIECES, ROTARY.frequencies)
-    assert isinstance(turned, ipc.Encoded)
-    job = ipc.Encode(
+    assert isinstance(turned, jobmessages.Encoded)
+    job = jobmessages.Encode(
         7, own, NAMESPACE, "bfloat16", 64, SHARD.code(), [base], list(ROTARY.frequencies), True,
         list(PIECES),
     )  # fmt: skip
     other = bench.recipes.encode(job)
-    assert isinstance(other, ipc.Encoded)
+    assert isinstance(other, jobmessages.Encoded)
     assert other.length > turned.length, "keys that are not turned so are written out"
 
 
@@ -132,18 +134,18 @@ def test_memory_that_changed_makes_no_recipe(bench: GpuBench, what: str) -> None
     where = own if what == "span" else base
     bench.damage(where.offset + 9, b"\x55")
     answer = bench.encode(own, [base], PIECES, ROTARY.frequencies)
-    assert answer == ipc.EncodeSpoiled(1, what == "span", [0] if what == "base" else [])
+    assert answer == jobmessages.EncodeSpoiled(1, what == "span", [0] if what == "base" else [])
 
 
 def test_what_is_found_by_content_is_found_by_the_processor(bench: GpuBench) -> None:
     base, own, payload = both(bench)
     answer = bench.encode(own, [base])
-    assert isinstance(answer, ipc.Encoded)
-    assert bench.fallbacks == [ipc.Fallback("encode", 0)]
+    assert isinstance(answer, jobmessages.Encoded)
+    assert bench.fallbacks == [messages.Fallback("encode", 0)]
     assert not bench.driver.launched
     mirror = bench.put(b"own", 4 * LENGTH, read(bench, answer))
-    job = ipc.Densify(9, mirror, [base], 0, 6 * LENGTH, LENGTH, own.root)
-    assert bench.recipes.densify(job) == ipc.Densified(9, True)
+    job = jobmessages.Densify(9, mirror, [base], 0, 6 * LENGTH, LENGTH, own.root)
+    assert bench.recipes.densify(job) == jobmessages.Densified(9, True)
     assert bytes(bench.store.view(0, 6 * LENGTH, LENGTH)) == payload
 
 
@@ -153,9 +155,9 @@ def test_a_base_that_is_too_large_for_the_processor(
     monkeypatch.setattr(gpurecipes, "MOST_BYTES", 2 * LENGTH - 1)
     base, own, _ = both(bench)
     answer = bench.encode(own, [base])
-    assert isinstance(answer, ipc.NotEncoded)
+    assert isinstance(answer, jobmessages.NotEncoded)
     assert "without the GPU" in answer.why
-    assert isinstance(bench.encode(own, [base], PIECES, ROTARY.frequencies), ipc.Encoded)
+    assert isinstance(bench.encode(own, [base], PIECES, ROTARY.frequencies), jobmessages.Encoded)
 
 
 class Elsewhere(FakeDriver):
@@ -232,10 +234,12 @@ def test_kernels_that_find_no_memory_are_kept_for_when_there_is_some(
     streams = bench.driver.ledger()["streams"]
     bench.driver.refuse = full("load_module")
     for _ in range(3):
-        assert isinstance(bench.encode(own, [base], PIECES, ROTARY.frequencies), ipc.Encoded)
+        assert isinstance(
+            bench.encode(own, [base], PIECES, ROTARY.frequencies), jobmessages.Encoded
+        )
     assert (len(bench.fallbacks), bench.driver.launched) == (3, [])
     bench.driver.refuse = None
-    assert isinstance(bench.encode(own, [base], PIECES, ROTARY.frequencies), ipc.Encoded)
+    assert isinstance(bench.encode(own, [base], PIECES, ROTARY.frequencies), jobmessages.Encoded)
     assert len(bench.fallbacks) == 3
     assert bench.driver.launched
     assert compiled == ["encode.cu"]
@@ -253,7 +257,7 @@ def test_want_of_memory_is_no_verdict_on_a_span(
     with pytest.raises(CudaError, match="OUT_OF_MEMORY"):
         bench.encode(own, [base], PIECES, ROTARY.frequencies)
     bench.driver.refuse = None
-    assert isinstance(bench.encode(own, [base], PIECES, ROTARY.frequencies), ipc.Encoded)
+    assert isinstance(bench.encode(own, [base], PIECES, ROTARY.frequencies), jobmessages.Encoded)
     assert not bench.fallbacks
 
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import pytest
+from flight_engines import PATIENT, Clock, answered, leads, waits
 from mini_engine import HEADS, LAYERS, NAMESPACE, MiniEngine, until
-from test_connector_flights import PATIENT, Clock, answered, leads, waits
 from test_connector_halves import prompt
 
 from kmesh.calls import ReserveBatch

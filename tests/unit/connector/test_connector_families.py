@@ -7,20 +7,12 @@ from typing import Any, TypeVar
 
 import pytest
 from mini_engine import NAMESPACE, MiniEngine
+from segment_cases import DIGEST, MINUTES, OWN, SAID, computes, keyed, keys_of, until
 from test_connector_halves import prompt
-from test_connector_segments import (
-    DIGEST,
-    MINUTES,
-    OWN,
-    SAID,
-    computes,
-    keyed,
-    keys_of,
-    until,
-)
 
 from kmesh import errors
-from kmesh.families import MAX_BASE, NAME_BYTES, Description, Families
+from kmesh.families import MAX_BASE, NAME_BYTES, Description
+from kmesh.familycalls import Families
 from kmesh.keys import KeyChain
 from kmesh.segments import MAX_NAME_BYTES, SegmentedPrompt
 from kmesh.session import Role

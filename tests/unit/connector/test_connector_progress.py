@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import pytest
+from flight_engines import ALONE, ASK, Make, ask, leads, two, waits
 from mini_engine import WAIT, MiniEngine, until
-from test_connector_flights import ALONE, ASK, Make, ask, leads, two, waits
 from test_connector_halves import prompt
 
 from kmesh.flight import Progress

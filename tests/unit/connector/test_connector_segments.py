@@ -2,109 +2,31 @@
 
 from __future__ import annotations
 
-import itertools
 import json
-from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
-import torch
-from mini_engine import DIM, LAYERS, NAMESPACE, MiniEngine
-from mini_engine import until as until_soon
+from mini_engine import MiniEngine
+from segment_cases import (
+    DIGEST,
+    MINUTES,
+    OWN,
+    SAID,
+    Make,
+    computes,
+    keyed,
+    keys_of,
+    stored,
+    until,
+    until_stored,
+    wrong_bytes,
+)
 from test_connector_halves import prompt
 
 from kmesh.errors import ConfigError
-from kmesh.segmentkeys import KeyedSegment, keyed_segments
 from kmesh.segments import SegmentedPrompt
-from kmesh.store import read_span
 from kmesh.testing import FakeDaemon
-from kmesh_vllm import segmentbook
 from kmesh_vllm.config import Settings
-from kmesh_vllm.segmentbook import SegmentBook
-
-DIGEST = NAMESPACE.digest()
-Make = Callable[..., MiniEngine]
-
-MINUTES = prompt(200, seed=50)
-OWN = prompt(37, seed=51)
-#: Whose shared segment begins at no multiple of anything.
-SAID = SegmentedPrompt("round-17").with_private(37).with_shared(200, "minutes-16")
-
-
-def keyed(
-    said: SegmentedPrompt, tokens: Sequence[int], namespace: bytes = DIGEST
-) -> list[KeyedSegment]:
-    return keyed_segments(said, tokens, namespace, span_tokens=64, sub_tokens=16)
-
-
-def keys_of(one: KeyedSegment) -> bytes:
-    return b"".join(span.key for span in one.spans)
-
-
-def computes(
-    engine: MiniEngine,
-    request: str,
-    tokens: list[int],
-    params: object,
-    *,
-    seed: int = 7,
-    steps: int = 1,
-    first_block: int = 1,
-    namespace: bytes = DIGEST,
-    salt: bytes = b"",
-) -> dict[str, Any]:
-    """A request that misses, from its first step to its end; what its client is told."""
-    engine.scheduler.add(request, tokens, namespace, salt=salt, params=params)
-    assert engine.match(request, 0, len(tokens), 30.0) == 0
-    count = -(-len(tokens) // engine.block)
-    blocks = list(range(first_block, first_block + count))[::-1]
-    engine.scheduler.allocated(request, blocks, 0)
-    cuts = [len(tokens) * i // steps for i in range(steps + 1)]
-    for i, (begin, end) in enumerate(itertools.pairwise(cuts)):
-        if i == 0:
-            engine.prefill(request, seed, blocks, begin, end)
-            continue
-        step = engine.scheduler.plan([], [(request, [], False, begin, end - begin)])
-        engine.run(step, lambda a=begin, b=end: engine.compute(seed, blocks, a, b))
-    said = engine.scheduler.finished(request)
-    assert said is not None
-    return dict(said["kmesh"])
-
-
-def stored(engine: MiniEngine, keys: bytes) -> bool:
-    session = engine.client.session
-    assert session is not None
-    codes = engine.identity.sharding.codes
-    return all(session.index.probe(keys, codes, prefix=False).slots)
-
-
-def until(condition: Callable[[], bool]) -> None:
-    until_soon(condition, 30.0)
-
-
-def until_stored(engine: MiniEngine, one: KeyedSegment) -> None:
-    until(lambda: stored(engine, keys_of(one)))
-
-
-def wrong_bytes(engine: MiniEngine, one: KeyedSegment, seed: int, begin: int) -> list[int]:
-    """Numbers of spans that do not hold what a segment at this position was computed as."""
-    session = engine.client.session
-    assert session is not None
-    bad = []
-    shards = engine.identity.sharding.shards
-    with session.acquire(keys_of(one), shards, prefix=True) as lease:
-        assert lease.hits == len(one.spans)
-        for number, span in enumerate(one.spans):
-            at = torch.arange(span.tokens) + begin + span.begin - one.segment.begin
-            for part, shard in enumerate(shards):
-                payload = bytearray(read_span(session, lease, number, part))
-                shape = (LAYERS, 2, shard.heads, span.tokens, DIM)
-                found = torch.frombuffer(payload, dtype=torch.float32).reshape(shape)
-                for layer in range(LAYERS):
-                    rows = found[layer].permute(2, 1, 0, 3).reshape(span.tokens, shard.heads, -1)
-                    if not torch.equal(rows, engine.expected(part, layer, seed, at)):
-                        bad.append(number)
-    return bad
 
 
 @pytest.mark.parametrize(
@@ -410,67 +332,6 @@ def test_a_request_that_is_not_cached_is_told_so(patient: Make) -> None:
     refused = {"field": "kmesh", "why": "its prompt is an embedding"}
     assert segmenting.finished("t") == {"refused": refused}
     assert len(segmenting) == 0
-
-
-# What is remembered
-
-
-def test_the_book_is_bounded_and_forgets_what_was_not_used() -> None:
-    book = SegmentBook(max_tokens=300)
-    said = SegmentedPrompt().with_shared(100, "a")
-    for name in ("a", "b", "c"):
-        tokens = prompt(100, seed=ord(name))
-        said = SegmentedPrompt().with_shared(100, name)
-        book.learn(DIGEST, keyed(said, tokens)[0], tokens)
-    assert book.named(DIGEST, "a") is not None
-    book.learn(DIGEST, keyed(SegmentedPrompt().with_shared(100, "d"), prompt(100))[0], prompt(100))
-    assert book.named(DIGEST, "b") is None
-    assert list(book.named(DIGEST, "a") or ()) == prompt(100, seed=ord("a"))
-    big = prompt(301)
-    book.learn(DIGEST, keyed(SegmentedPrompt().with_shared(301, "a"), big)[0], big)
-    assert book.named(DIGEST, "a") is None, "an id never names what it named before"
-    assert len(book) <= 3 + 300 // 16
-
-
-def test_short_segments_do_not_fill_the_book() -> None:
-    """A name takes more than the few tokens that it may have."""
-    book = SegmentBook(max_names=10)
-    said = SegmentedPrompt()
-    for number in range(30):
-        said = said.with_shared(16, f"id-{number}")
-    tokens = prompt(30 * 16)
-    for one in keyed(said, tokens):
-        book.learn(DIGEST, one, tokens)
-    assert len(book) == 20
-    assert book.named(DIGEST, "id-19") is None
-    assert list(book.named(DIGEST, "id-29") or ()) == tokens[-16:]
-
-
-def test_the_book_compares_tokens() -> None:
-    book = SegmentBook()
-    tokens = prompt(70)
-    (one,) = keyed(SegmentedPrompt().with_shared(70), tokens)
-    assert book.same(one.spans[0].key, [1] * 64), "never seen"
-    book.learn(DIGEST, one, tokens)
-    assert book.same(one.spans[0].key, tokens[:64])
-    assert not book.same(one.spans[0].key, [*tokens[:63], 1])
-    assert not book.same(one.spans[0].key, tokens[:63])
-    # The first keeps the key.
-    book.learn(DIGEST, one, [1] * 70)
-    assert book.same(one.spans[0].key, tokens[:64])
-
-
-def test_a_chance_hit_is_no_hit(patient: Make, daemon: FakeDaemon) -> None:
-    tokens = [*OWN, *MINUTES]
-    computes(patient("a"), "r", tokens, SAID.to_params())
-    until(lambda: daemon.spans == 7)
-    other = patient("b")
-    (minutes,) = keyed(SAID, tokens)
-    other.scheduler.segmenting.book._keys.put(minutes.spans[0].key, [1] * 64)
-    other.scheduler.add("s", tokens, DIGEST, params=SAID.to_params())
-    other.scheduler.plan([("s", list(range(1, 9)), 0, 237)], [])
-    assert other.scheduler.counts.take()["segment_misses"] == 1
-    assert segmentbook._MAX_TOKENS >= 1 << 20
 
 
 # Settings

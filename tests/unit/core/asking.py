@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from world import key
 
-from kmesh_spand.core import effects as fx
+from kmesh_spand.core import results as rs
 
 A, B, C, D, E, F = (key(name) for name in "abcdef")
 
 
-def reasons(answer: fx.AcquireResult | fx.ReserveResult) -> list[int]:
+def reasons(answer: rs.AcquireResult | rs.ReserveResult) -> list[int]:
     return list(answer.reason)
 
 
-def refused(answer: fx.Result | None) -> tuple[int, str]:
-    assert isinstance(answer, fx.Refused)
+def refused(answer: rs.Result | None) -> tuple[int, str]:
+    assert isinstance(answer, rs.Refused)
     return answer.code, answer.field

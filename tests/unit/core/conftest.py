@@ -13,3 +13,9 @@ from kmesh_spand.core.batch import Batch
 def world(request: pytest.FixtureRequest) -> World:
     """One slab of eight tiles."""
     return World({0: 8}, batch=request.param())
+
+
+@pytest.fixture
+def room() -> World:
+    """One slab of 24 tiles."""
+    return World({0: 24})

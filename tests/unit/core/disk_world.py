@@ -9,6 +9,8 @@ from world import FLIPPED, SHARD, Held, World
 from kmesh.layout import TILE_BYTES, tiles
 from kmesh_spand.core import effects as fx
 from kmesh_spand.core import events as ev
+from kmesh_spand.core import requests as rq
+from kmesh_spand.core import results as rs
 from kmesh_spand.core.codes import Trouble
 from kmesh_spand.core.diskfile import SpanFile, file_bytes
 from kmesh_spand.core.tenants import tenant_name
@@ -102,13 +104,13 @@ class DiskWorld(World):
 
     def acquire_waiting(
         self, session: int, keys: list[bytes], prefix: bool = True, salt: bytes = b""
-    ) -> fx.AcquireResult | None:
+    ) -> rs.AcquireResult | None:
         """An Acquire that waits for the disk; None while it does."""
         self.arrivals[session, self.request + 1] = keys, [SHARD], salt
         answer = self.ask(
-            ev.Acquire, session, b"".join(keys), [SHARD], prefix, salt, 0, False, False, True
+            rq.Acquire, session, b"".join(keys), [SHARD], prefix, salt, 0, False, False, True
         )
-        assert answer is None or isinstance(answer, fx.AcquireResult)
+        assert answer is None or isinstance(answer, rs.AcquireResult)
         return answer
 
     def hurry(self, session: int, request: int) -> None:
@@ -178,7 +180,7 @@ class DiskWorld(World):
                     self.disk_index.pop((group, name), None)
             case fx.Reply(session, request, result) if (session, request) in self.arrivals:
                 keys, shards, salt = self.arrivals.pop((session, request))
-                if session in self.open and isinstance(result, fx.AcquireResult):
+                if session in self.open and isinstance(result, rs.AcquireResult):
                     self._leased(session, keys, shards, salt, result)
         super()._do(effect)
 
@@ -188,7 +190,7 @@ class DiskWorld(World):
         keys: list[bytes],
         shards: list[int],
         salt: bytes,
-        answer: fx.AcquireResult,
+        answer: rs.AcquireResult,
     ) -> None:
         held: list[Held | None] = []
         for entry, reason in enumerate(answer.reason):

@@ -22,8 +22,9 @@ from world import key
 
 from kmesh.layout import TILE_BYTES
 from kmesh_spand.control.native import NativeBatch
-from kmesh_spand.core import effects as fx
 from kmesh_spand.core import events as ev
+from kmesh_spand.core import requests as rq
+from kmesh_spand.core import results as rs
 from kmesh_spand.core.codes import Reason, Trouble
 from kmesh_spand.core.config import DiskConfig
 from kmesh_spand.core.diskfile import file_bytes
@@ -311,8 +312,8 @@ class DiskMachine(RuleBasedStateMachine):
     @rule(data=st.data())
     def report(self, data: st.DataObject) -> None:
         lease = data.draw(st.sampled_from(sorted(self.world.leases)))
-        answer = self.world.ask(ev.ReportCorrupt, self.world.leases[lease][0], lease, [0, 1])
-        assert isinstance(answer, fx.ReportCorruptResult)
+        answer = self.world.ask(rq.ReportCorrupt, self.world.leases[lease][0], lease, [0, 1])
+        assert isinstance(answer, rs.ReportCorruptResult)
 
     @rule(data=st.data())
     def flip(self, data: st.DataObject) -> None:

@@ -6,12 +6,13 @@ import hypothesis.strategies as st
 import pytest
 from asking import A, B, C, D, E
 from hypothesis import given, settings
-from test_mirrors import DENSE, declare, join, mirrored, settle
+from mirror_cases import DENSE, declare, join, mirrored, settle
 from world import NAMESPACE, OTHER_SHARD, SHARD, World, key
 
 from kmesh.layout import TILE_BYTES
-from kmesh_spand.core import effects as fx
 from kmesh_spand.core import events as ev
+from kmesh_spand.core import requests as rq
+from kmesh_spand.core import results as rs
 from kmesh_spand.core.codes import Code
 from kmesh_spand.core.effects import Piece
 from kmesh_spand.core.family import Family, Run
@@ -24,8 +25,8 @@ def room() -> World:
     return World({0: 40})
 
 
-def refused(answer: fx.Result | None) -> tuple[int, str]:
-    assert isinstance(answer, fx.Refused), answer
+def refused(answer: rs.Result | None) -> tuple[int, str]:
+    assert isinstance(answer, rs.Refused), answer
     return answer.code, answer.field
 
 
@@ -61,7 +62,7 @@ def test_too_large_a_base(room: World) -> None:
     assert refused(declare(room, one, keys)) == (Code.TOO_LARGE, "base")
     declare(room, one, keys[:400])
     assert refused(declare(room, one, keys[300:])) == (Code.TOO_LARGE, "base")
-    assert declare(room, one, keys[350:450]) == fx.DeclareResult(1, False, 50)
+    assert declare(room, one, keys[350:450]) == rs.DeclareResult(1, False, 50)
 
 
 @pytest.mark.parametrize(
@@ -77,9 +78,9 @@ def test_too_large_a_base(room: World) -> None:
 )
 def test_declared_again_otherwise(room: World, how: dict[str, object], field: str) -> None:
     one = room.connect()
-    assert declare(room, one, [A], frequencies=(1.0,)) == fx.DeclareResult(1, True, 1)
+    assert declare(room, one, [A], frequencies=(1.0,)) == rs.DeclareResult(1, True, 1)
     assert refused(declare(room, one, [A], **how)) == (Code.INVALID_ARGUMENT, field)
-    assert declare(room, one, [A]) == fx.DeclareResult(1, False, 0)
+    assert declare(room, one, [A]) == rs.DeclareResult(1, False, 0)
     # What one declaration left open, as that just now, it has not taken back.
     assert refused(declare(room, one, [A], frequencies=(2.0,))) == (
         Code.INVALID_ARGUMENT,
@@ -97,7 +98,7 @@ def test_how_keys_are_turned_may_be_said_later(room: World) -> None:
     room.encode_ends(job, 2 * DENSE)
     join(room, one, [B], "b")
     assert not room.encodes
-    assert declare(room, one, [A], frequencies=(1.0, 0.5)) == fx.DeclareResult(1, False, 0)
+    assert declare(room, one, [A], frequencies=(1.0, 0.5)) == rs.DeclareResult(1, False, 0)
     ((job, encode),) = room.encodes.items()
     assert encode.frequencies == (1.0, 0.5)
     room.settle()
@@ -111,7 +112,7 @@ def test_a_stored_base_of_another_layout(room: World) -> None:
     assert refused(declare(room, one, [A], head_dim=32))[1] == "base[0]"
     assert refused(declare(room, one, [C, A], namespace=b"x" * 32))[1] == "base[1]"
     room.store(one, [D], length=DENSE // 4, tokens=16)
-    assert isinstance(declare(room, one, [D]), fx.DeclareResult)
+    assert isinstance(declare(room, one, [D]), rs.DeclareResult)
 
 
 def test_a_stored_member_of_another_layout(room: World) -> None:
@@ -145,16 +146,16 @@ def test_members_that_make_no_sense(room: World) -> None:
     runs = [Run(2**32 - 1, 2**32 - 1, A, 0)]
     assert refused(join(room, one, [B], runs=runs))[1] == "provenance[0].tokens"
     ask = room.ask
-    wrong = ask(ev.Join, one, "round", "m", b"x" * 32, B)
+    wrong = ask(rq.Join, one, "round", "m", b"x" * 32, B)
     assert refused(wrong) == (Code.INVALID_ARGUMENT, "namespace")
-    assert refused(ask(ev.Join, one, "round", "m", NAMESPACE, B, [OTHER_SHARD]))[1] == "shards"
-    assert refused(ask(ev.Join, one, "round", "m", NAMESPACE, B[:31]))[1] == "keys"
+    assert refused(ask(rq.Join, one, "round", "m", NAMESPACE, B, [OTHER_SHARD]))[1] == "shards"
+    assert refused(ask(rq.Join, one, "round", "m", NAMESPACE, B[:31]))[1] == "keys"
     join(room, one, [B])
     assert refused(join(room, one, [C, B]))[1] == "member"
-    assert refused(ask(ev.Fork, one, "round", "nobody", "m")) == (Code.NOT_FOUND, "parent")
-    assert refused(ask(ev.Fork, one, "round", "a", "a"))[1] == "member"
-    assert refused(ask(ev.Dissolve, one, "round", 9))[1] == "mirrors"
-    assert refused(ask(ev.Dissolve, one, "other", 0)) == (Code.NOT_FOUND, "family")
+    assert refused(ask(rq.Fork, one, "round", "nobody", "m")) == (Code.NOT_FOUND, "parent")
+    assert refused(ask(rq.Fork, one, "round", "a", "a"))[1] == "member"
+    assert refused(ask(rq.Dissolve, one, "round", 9))[1] == "mirrors"
+    assert refused(ask(rq.Dissolve, one, "other", 0)) == (Code.NOT_FOUND, "family")
     room.check()
 
 
@@ -162,8 +163,8 @@ def test_names_are_a_tenants_own(room: World) -> None:
     one, two = room.connect(uid=1000), room.connect(uid=1001)
     declare(room, one, [A])
     assert refused(join(room, two, [B])) == (Code.NOT_FOUND, "family")
-    assert declare(room, two, [A]) == fx.DeclareResult(2, True, 1)
-    assert declare(room, one, [A], salt=b"s" * 32) == fx.DeclareResult(3, True, 1)
+    assert declare(room, two, [A]) == rs.DeclareResult(2, True, 1)
+    assert declare(room, one, [A], salt=b"s" * 32) == rs.DeclareResult(3, True, 1)
     assert len(room.core.family_views.rows(0, 10, now_ms=0, group=1000)) == 2
 
 
@@ -171,11 +172,11 @@ def test_a_family_of_one_and_one_of_a_thousand(room: World) -> None:
     one = room.connect()
     room.store(one, [A], length=DENSE)
     declare(room, one, [A])
-    assert join(room, one, [A], "only") == fx.JoinResult(1, 1)
+    assert join(room, one, [A], "only") == rs.JoinResult(1, 1)
     (only,) = room.core.family_views.members(room.core.families.by_id[1], 0, 10)
     assert (only.master, only.base, only.mirrors) == (True, 1, 0)
     for number in range(999):
-        assert join(room, one, [A, key(number)], f"m{number}") == fx.JoinResult(2, 1)
+        assert join(room, one, [A, key(number)], f"m{number}") == rs.JoinResult(2, 1)
     family = room.core.families.by_id[1]
     assert len(room.core.family_views.members(family, 0, 2000)) == 1000
     assert room.core.family_views.row(family, room.now).spans == 999
@@ -191,8 +192,8 @@ def test_a_family_has_limits() -> None:
     assert refused(join(world, one, [D], "c")) == (Code.EXHAUSTED, "member")
     assert refused(join(world, one, [B, C, D, E], "a")) == (Code.EXHAUSTED, "keys")
     # What the family names already takes no more room.
-    assert join(world, one, [B, C, D], "a") == fx.JoinResult(3, 0)
-    assert join(world, one, [B, C, D, A], "a") == fx.JoinResult(4, 0)
+    assert join(world, one, [B, C, D], "a") == rs.JoinResult(3, 0)
+    assert join(world, one, [B, C, D, A], "a") == rs.JoinResult(4, 0)
     assert refused(join(world, one, [C, E], "b")) == (Code.EXHAUSTED, "keys")
     world.check()
 
@@ -230,14 +231,14 @@ def test_two_families_share_a_master(room: World) -> None:
     one = mirrored(room, [A], [B])
     room.store(one, [C], length=DENSE)
     declare(room, one, [A], family="two")
-    room.ask(ev.Join, one, "two", "x", NAMESPACE, B + C)
+    room.ask(rq.Join, one, "two", "x", NAMESPACE, B + C)
     settle(room)
     assert len(room.mirrors) == 2
     assert room.core.status().base_spans == 1
     views = room.core.family_views
     assert [row.mirrors for row in views.rows(0, 9, now_ms=0)] == [1, 2]
     # The other still has that member: it stays.
-    room.ask(ev.Dissolve, one, "two", 0)
+    room.ask(rq.Dissolve, one, "two", 0)
     assert len(room.densifies) == 1
     room.settle()
     assert [record.key for record in room.mirrors] == [B]
@@ -313,13 +314,13 @@ def test_what_several_members_name_counts_for_each() -> None:
     world = World({0: 4}, max_family_names=10)
     one = world.connect()
     declare(world, one, [A])
-    assert join(world, one, [B, C, D], "a") == fx.JoinResult(3, 0)
-    assert join(world, one, [B, C, D], "b", [Run(0, 4, A, 0)]) == fx.JoinResult(3, 0)
+    assert join(world, one, [B, C, D], "a") == rs.JoinResult(3, 0)
+    assert join(world, one, [B, C, D], "b", [Run(0, 4, A, 0)]) == rs.JoinResult(3, 0)
     assert refused(join(world, one, [B, C, D, A], "c")) == (Code.EXHAUSTED, "keys")
     assert refused(join(world, one, [B, C], "c", [Run(0, 4, A, 0), Run(4, 4, A, 4)]))[1] == "keys"
-    fork = world.ask(ev.Fork, one, "round", "b", "d", b"", [])
+    fork = world.ask(rq.Fork, one, "round", "b", "d", b"", [])
     assert refused(fork) == (Code.EXHAUSTED, "keys")
-    assert join(world, one, [B, C, D, A], "b", [Run(0, 4, A, 0)]) == fx.JoinResult(4, 0)
+    assert join(world, one, [B, C, D, A], "b", [Run(0, 4, A, 0)]) == rs.JoinResult(4, 0)
     world.check()
 
 
@@ -329,10 +330,10 @@ def test_families_that_name_too_much_together_are_forgotten() -> None:
     declare(world, one, [A])
     join(world, one, [B, C, D])
     declare(world, one, [A], family="two")
-    world.ask(ev.Join, one, "two", "a", NAMESPACE, B + C + D, [SHARD], [])
+    world.ask(rq.Join, one, "two", "a", NAMESPACE, B + C + D, [SHARD], [])
     names = [row.name for row in world.core.family_views.rows(0, 10, now_ms=0)]
     assert names == ["two"]
-    world.ask(ev.Dissolve, one, "two", 0, b"")
+    world.ask(rq.Dissolve, one, "two", 0, b"")
     assert not world.core.families.group_names
     world.check()
 
@@ -354,7 +355,7 @@ def test_a_span_that_was_refused_is_tried_with_another_base(room: World) -> None
     assert not room.encodes, "the same base"
     declare(room, one, [C])
     not_worth(room)
-    room.ask(ev.Dissolve, one, "round", 0, b"")
+    room.ask(rq.Dissolve, one, "round", 0, b"")
     declare(room, one, [D])
     join(room, one, [B])
     settle(room)
@@ -380,7 +381,7 @@ def test_a_refusal_ends_with_its_span(room: World) -> None:
     declare(room, one, [A])
     join(room, one, [B])
     not_worth(room)
-    room.ask(ev.Dissolve, one, "round", 0, b"")
+    room.ask(rq.Dissolve, one, "round", 0, b"")
     slots = {row.key: row.slot for row in room.core.spans(now_ms=0)}
     room.send(ev.Evict([slots[B]]))
     room.store(one, [C], length=DENSE)

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import pytest
 from asking import A, B, C, D, E, reasons
-from test_mirrors import DENSE, declare, join, settle
+from mirror_cases import DENSE, declare, join, settle
 from world import World, key
 
 from kmesh_spand.core import effects as fx
 from kmesh_spand.core import events as ev
+from kmesh_spand.core import requests as rq
+from kmesh_spand.core import results as rs
 from kmesh_spand.core.codes import MirrorFate, Reason
 
 HOST, ONE, TWO = 0, 1, 2
@@ -31,8 +33,8 @@ def named(world: World, base: list[bytes], member: list[bytes]) -> int:
         world.store(session, [key("read")], tier=tier)
         world.acquire(session, [key("read")], tier=tier, recipes=True)
     world.release(session, list(world.leases))
-    assert isinstance(declare(world, session, base), fx.DeclareResult)
-    assert isinstance(join(world, session, member), fx.JoinResult)
+    assert isinstance(declare(world, session, base), rs.DeclareResult)
+    assert isinstance(join(world, session, member), rs.JoinResult)
     return session
 
 
@@ -153,7 +155,7 @@ def test_nothing_is_looked_for_where_there_is_enough_to_do(room: World, decoding
     join(room, session, [E, B], "e")
     join(room, session, [C, D], "f")
     assert room.core.families.waiting == [HOST]
-    room.ask(ev.Dissolve, session, "round", 0, b"")
+    room.ask(rq.Dissolve, session, "round", 0, b"")
     assert not room.core.families.waiting
     room.check()
 
@@ -207,7 +209,7 @@ def test_a_recipe_of_any_tier_is_no_base(room: World) -> None:
     stored(room, session, [A, B], TWO)
     settle(room)
     answer = declare(room, session, [B], family="other")
-    assert isinstance(answer, fx.Refused)
+    assert isinstance(answer, rs.Refused)
     assert answer.field == "base[0]"
 
 
@@ -215,8 +217,8 @@ def test_dissolve_makes_all_of_them_dense(room: World) -> None:
     session = named(room, [A], [B])
     stored(room, session, [A, B], HOST, ONE, TWO)
     settle(room)
-    answer = room.ask(ev.Dissolve, session, "round", MirrorFate.DENSE, b"")
-    assert answer == fx.DissolveResult(1, 3)
+    answer = room.ask(rq.Dissolve, session, "round", MirrorFate.DENSE, b"")
+    assert answer == rs.DissolveResult(1, 3)
     room.settle()
     assert not room.mirrors
     room.check()
@@ -228,7 +230,7 @@ def test_views_are_of_one_tier(room: World) -> None:
     stored(room, session, [B, C], HOST)
     settle(room)
     again = join(room, session, [B, C, D, E])
-    assert again == fx.JoinResult(4, 2), "spans that are there, wherever"
+    assert again == rs.JoinResult(4, 2), "spans that are there, wherever"
     views = room.core.family_views
     family = views.find(name="round", group=room.who(session)[0], every=False)
     assert family is not None

@@ -10,8 +10,9 @@ from world import NAMESPACE, OTHER_SHARD, SHARD, TOOL, World, key
 
 from kmesh.handles import Location
 from kmesh.layout import TILE_BYTES
-from kmesh_spand.core import effects as fx
 from kmesh_spand.core import events as ev
+from kmesh_spand.core import requests as rq
+from kmesh_spand.core import results as rs
 from kmesh_spand.core.codes import Code, Reason
 
 # Leases
@@ -147,7 +148,7 @@ def test_only_an_engine_that_leases_a_span_is_told_its_place(world: World) -> No
     ):
         assert world.core.place(session, lease, entry) is None, (session, lease, entry)
     # What somebody distrusts is not handed on.
-    world.ask(ev.ReportCorrupt, one, answer.lease, [0])
+    world.ask(rq.ReportCorrupt, one, answer.lease, [0])
     assert world.core.place(one, answer.lease, 0) is None
     world.release(one, [answer.lease])
     assert world.core.place(one, answer.lease, 2) is None
@@ -158,13 +159,13 @@ def test_a_reported_span_is_read_again_before_it_is_served(world: World) -> None
     one, two, tool = world.connect("e"), world.connect("e"), world.connect()
     world.store(one, [A, B])
     answer = world.acquire(one, [C, A, B])
-    assert refused(world.ask(ev.ReportCorrupt, tool, answer.lease, [1])) == (
+    assert refused(world.ask(rq.ReportCorrupt, tool, answer.lease, [1])) == (
         Code.NOT_FOUND,
         "lease",
     )
     # A worker of the engine may report what its scheduler leased.
-    assert world.ask(ev.ReportCorrupt, two, answer.lease, [0, 1, 1, 9, -1]) == (
-        fx.ReportCorruptResult(2)
+    assert world.ask(rq.ReportCorrupt, two, answer.lease, [0, 1, 1, 9, -1]) == (
+        rs.ReportCorruptResult(2)
     )
     assert reasons(world.acquire(one, [A])) == [Reason.PENDING]
     assert reasons(world.reserve(one, [A])) == [Reason.PENDING]
@@ -179,7 +180,7 @@ def test_every_report_leads_to_a_verification(world: World) -> None:
     world.store(one, [A])
     lease = world.acquire(one, [A]).lease
     for _ in range(3):
-        world.ask(ev.ReportCorrupt, one, lease, [0])
+        world.ask(rq.ReportCorrupt, one, lease, [0])
         assert len(world.verifies) == 1
         world.settle()
         assert reasons(world.acquire(one, [A])) == [0]
@@ -194,7 +195,7 @@ def test_bad_bytes_are_dropped_and_their_range_waits_for_the_last_reader(
     world.store(one, [A], length=8 * TILE_BYTES)
     lease = world.acquire(one, [A]).lease
     world.flip(0, 3)
-    world.ask(ev.ReportCorrupt, one, lease, [0])
+    world.ask(rq.ReportCorrupt, one, lease, [0])
     if released == "before":
         world.release(one, [lease])
     world.settle()
@@ -272,7 +273,7 @@ def test_views(world: World) -> None:
     assert (status.spans, status.slots, status.reservations) == (3, 4, 1)
     assert (status.leased_bytes, status.index_entries) == (TILE_BYTES, 3)
     assert status.slabs[0].used == 4 * TILE_BYTES
-    assert world.ask(ev.Abort, one, [number, number, 99]) == fx.AbortResult(1)
+    assert world.ask(rq.Abort, one, [number, number, 99]) == rs.AbortResult(1)
     world.wanted.clear()
     world.release(one, [lease])
     info = world.core.session_info(one)

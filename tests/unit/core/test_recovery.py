@@ -9,6 +9,8 @@ from world import OTHER_SHARD, World, key
 from kmesh.layout import TILE_BYTES
 from kmesh_spand.core import effects as fx
 from kmesh_spand.core import events as ev
+from kmesh_spand.core import requests as rq
+from kmesh_spand.core import results as rs
 from kmesh_spand.core.codes import Reason
 from kmesh_spand.core.core import Core
 from kmesh_spand.core.record import decode
@@ -207,9 +209,9 @@ def test_spans_above_the_populated_memory_are_not_evicted_in_vain(world: World) 
         jobs = [effect.job for effect in effects if isinstance(effect, fx.Verify)]
         for job in jobs:
             core.handle(ev.VerifyDone(job, True), 0)
-    reserve = ev.Reserve(1, 1, key("space"), OTHER_SHARD, C, [64], [0], [TILE_BYTES])
+    reserve = rq.Reserve(1, 1, key("space"), OTHER_SHARD, C, [64], [0], [TILE_BYTES])
     effects = core.handle(reserve, core.config.patience_ms)
-    assert effects == [fx.Reply(1, 1, fx.ReserveResult([Reason.POOL_FULL], [0]))]
+    assert effects == [fx.Reply(1, 1, rs.ReserveResult([Reason.POOL_FULL], [0]))]
     assert core.counters["evicted"] == 0
     core.check()
 

@@ -7,6 +7,7 @@ from asking import A, B, C, D, refused
 from world import NAMESPACE, OTHER_SHARD, SHARD, World
 
 from kmesh_spand.core import events as ev
+from kmesh_spand.core import requests as rq
 from kmesh_spand.core.codes import Code
 
 GOOD = dict(
@@ -38,10 +39,10 @@ GOOD = dict(
 def test_bad_reserves_are_refused(field: str, value: object, code: Code) -> None:
     world = World({0: 8}, max_batch=8)
     one = world.connect()
-    answer = world.ask(ev.Reserve, one, *{**GOOD, field: value}.values())
+    answer = world.ask(rq.Reserve, one, *{**GOOD, field: value}.values())
     assert refused(answer) == (code, field)
     assert world.core.counters["refused"] == 1
-    assert not any(world.ask(ev.Reserve, one, *GOOD.values()).reason)  # type: ignore[union-attr]
+    assert not any(world.ask(rq.Reserve, one, *GOOD.values()).reason)  # type: ignore[union-attr]
     world.wanted.clear()
     world.check()
 
@@ -59,21 +60,21 @@ def test_bad_reserves_are_refused(field: str, value: object, code: Code) -> None
 )
 def test_bad_acquires_are_refused(keys: bytes, shards: list[int], code: Code, field: str) -> None:
     world = World({0: 8}, max_batch=8)
-    assert refused(world.ask(ev.Acquire, world.connect(), keys, shards, False)) == (code, field)
+    assert refused(world.ask(rq.Acquire, world.connect(), keys, shards, False)) == (code, field)
 
 
 def test_requests_need_a_session_and_are_bounded() -> None:
     world = World({0: 8}, max_batch=2)
-    assert refused(world.core.handle(ev.Release(5, 1, [1]), 0)[0].result)[0] == (  # type: ignore[union-attr]
+    assert refused(world.core.handle(rq.Release(5, 1, [1]), 0)[0].result)[0] == (  # type: ignore[union-attr]
         Code.UNAUTHENTICATED
     )
     one = world.connect()
     three = [1, 2, 3]
-    assert refused(world.ask(ev.Release, one, three))[0] == Code.TOO_LARGE
-    assert refused(world.ask(ev.Abort, one, three))[0] == Code.TOO_LARGE
-    assert refused(world.ask(ev.Commit, one, three, three, 9))[0] == Code.TOO_LARGE
-    assert refused(world.ask(ev.ReportCorrupt, one, 1, three))[0] == Code.TOO_LARGE
-    assert refused(world.ask(ev.Commit, one, [1], [0, 0], 9)) == (
+    assert refused(world.ask(rq.Release, one, three))[0] == Code.TOO_LARGE
+    assert refused(world.ask(rq.Abort, one, three))[0] == Code.TOO_LARGE
+    assert refused(world.ask(rq.Commit, one, three, three, 9))[0] == Code.TOO_LARGE
+    assert refused(world.ask(rq.ReportCorrupt, one, 1, three))[0] == Code.TOO_LARGE
+    assert refused(world.ask(rq.Commit, one, [1], [0, 0], 9)) == (
         Code.INVALID_ARGUMENT,
         "staging_offset",
     )

@@ -7,6 +7,7 @@ from world import SHARD, World, heir_of, key
 
 from kmesh.layout import TILE_BYTES
 from kmesh_spand.core import events as ev
+from kmesh_spand.core import requests as rq
 from kmesh_spand.core import victims
 from kmesh_spand.core.codes import Reason
 from kmesh_spand.core.tenants import Tenancy
@@ -68,7 +69,7 @@ def test_a_slab_goes_with_its_last_span() -> None:
     (slot,) = (row.slot for row in world.core.spans(now_ms=world.now) if row.key == key(4))
     world.send(ev.Evict([slot]))
     world.flip(1, 0)
-    world.ask(ev.ReportCorrupt, session, lease, [0])
+    world.ask(rq.ReportCorrupt, session, lease, [0])
     world.settle()
     # It is not served any more, but leased.
     assert world.sealed == {0, 1}

@@ -8,8 +8,9 @@ from hypothesis import strategies as st
 from world import SHARD, World, key
 
 from kmesh.layout import TILE_BYTES
-from kmesh_spand.core import effects as fx
 from kmesh_spand.core import events as ev
+from kmesh_spand.core import requests as rq
+from kmesh_spand.core import results as rs
 from kmesh_spand.core.codes import Reason
 from kmesh_spand.core.policy import LRU
 from kmesh_spand.core.tenants import (
@@ -238,13 +239,13 @@ def test_salts_that_get_nothing_are_forgotten() -> None:
 def test_a_salt_is_a_digest(length: int) -> None:
     world = World({0: 1})
     session = world.connect()
-    answer = world.ask(ev.Acquire, session, key(1), [SHARD], False, bytes(length))
-    assert isinstance(answer, fx.Refused)
+    answer = world.ask(rq.Acquire, session, key(1), [SHARD], False, bytes(length))
+    assert isinstance(answer, rs.Refused)
     assert answer.field == "salt"
     answer = world.ask(
-        ev.Reserve, session, key(0), SHARD, key(1), [64], [0], [1], b"", bytes(length)
+        rq.Reserve, session, key(0), SHARD, key(1), [64], [0], [1], b"", bytes(length)
     )
-    assert isinstance(answer, fx.Refused)
+    assert isinstance(answer, rs.Refused)
     assert answer.field == "salt"
 
 

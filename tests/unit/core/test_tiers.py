@@ -6,6 +6,7 @@ from world import World, key
 
 from kmesh.layout import TILE_BYTES
 from kmesh_spand.core import events as ev
+from kmesh_spand.core import requests as rq
 from kmesh_spand.core.codes import Reason
 from kmesh_spand.core.tenants import Tenancy
 
@@ -126,7 +127,7 @@ def test_a_tier_whose_worker_is_down_keeps_no_other_from_being_verified() -> Non
         world.verify_ends(job)
     lease = world.acquire(session, [key(4), key(5)])
     assert lease.reason == [Reason.OK] * 2
-    world.ask(ev.ReportCorrupt, session, lease.lease, [0])
+    world.ask(rq.ReportCorrupt, session, lease.lease, [0])
     (job,) = [job for job, verify in world.verifies.items() if verify.slab in (0, 1)]
     world.verify_ends(job)
     assert world.core.counters["corrupt_false"] == 1

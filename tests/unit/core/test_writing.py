@@ -11,6 +11,8 @@ from world import NAMESPACE, SHARD, World, key
 from kmesh.layout import TILE_BYTES
 from kmesh_spand.core import effects as fx
 from kmesh_spand.core import events as ev
+from kmesh_spand.core import requests as rq
+from kmesh_spand.core import results as rs
 from kmesh_spand.core import victims
 from kmesh_spand.core.codes import Code, Reason
 from kmesh_spand.core.policy import LRU, Policy
@@ -97,9 +99,9 @@ def test_a_session_may_not_take_more_than_its_share() -> None:
     world.store(one, [A])
     world.reserve(one, [B])
     reserve = (NAMESPACE, SHARD, C + D, [64] * 2, [0] * 2, [1] * 2, b"")
-    assert refused(world.ask(ev.Reserve, one, *reserve)) == (Code.EXHAUSTED, "keys")
+    assert refused(world.ask(rq.Reserve, one, *reserve)) == (Code.EXHAUSTED, "keys")
     world.acquire(one, [A])
-    assert refused(world.ask(ev.Acquire, one, A, [SHARD], False)) == (Code.EXHAUSTED, "keys")
+    assert refused(world.ask(rq.Acquire, one, A, [SHARD], False)) == (Code.EXHAUSTED, "keys")
     world.check()
 
 
@@ -109,7 +111,7 @@ def test_a_session_may_not_lease_spans_without_end() -> None:
     world.store(one, [A])
     world.acquire(one, [A])
     lease = world.acquire(one, [A]).lease
-    assert refused(world.ask(ev.Acquire, one, A, [SHARD], False)) == (Code.EXHAUSTED, "keys")
+    assert refused(world.ask(rq.Acquire, one, A, [SHARD], False)) == (Code.EXHAUSTED, "keys")
     world.release(one, [lease])
     assert reasons(world.acquire(one, [A])) == [0]
     world.check()
@@ -120,7 +122,7 @@ def test_draining_lets_only_what_is_in_flight_finish(world: World) -> None:
     world.store(one, [A])
     number = world.reserve(one, [B]).reservation[0]
     world.send(ev.Drain())
-    answer = world.ask(ev.Reserve, one, NAMESPACE, SHARD, C, [64], [0], [1], b"")
+    answer = world.ask(rq.Reserve, one, NAMESPACE, SHARD, C, [64], [0], [1], b"")
     assert refused(answer) == (Code.DRAINING, "")
     assert world.commit(one, [number]) is None
     assert not world.core.idle
@@ -137,13 +139,13 @@ def test_draining_lets_only_what_is_in_flight_finish(world: World) -> None:
 def test_staging_offsets_are_checked_before_anything_is_copied(world: World, offset: int) -> None:
     one = world.connect()
     numbers = list(world.reserve(one, [A, B], length=100).reservation)
-    answer = world.ask(ev.Commit, one, numbers, [0, offset], 64 * 3 + 100)
+    answer = world.ask(rq.Commit, one, numbers, [0, offset], 64 * 3 + 100)
     assert refused(answer) == (Code.INVALID_ARGUMENT, "staging_offset[1]")
     assert not world.copies
-    answer = world.ask(ev.Commit, one, numbers, [0, 64 * 3], 64 * 3 + 100)
+    answer = world.ask(rq.Commit, one, numbers, [0, 64 * 3], 64 * 3 + 100)
     assert answer is None
     world.settle()
-    assert world.answer == fx.CommitResult([0, 0])
+    assert world.answer == rs.CommitResult([0, 0])
     world.check()
 
 
@@ -154,7 +156,7 @@ def test_commit_is_answered_once_after_its_last_copy(world: World) -> None:
     assert world.commit(one, [a, foreign, b, b, c]) is None
     jobs = sorted(world.copies)
     assert len(jobs) == 3
-    assert world.commit(one, [a]) == fx.CommitResult([Reason.STALE])
+    assert world.commit(one, [a]) == rs.CommitResult([Reason.STALE])
     world.copy_ends(jobs[2])
     world.abort(one, [a])
     world.wanted.pop(b)
@@ -166,14 +168,14 @@ def test_commit_is_answered_once_after_its_last_copy(world: World) -> None:
         fx.Reply(
             one,
             effects[0].request,
-            fx.CommitResult(  # type: ignore[union-attr]
+            rs.CommitResult(  # type: ignore[union-attr]
                 [Reason.ABORTED, Reason.STALE, Reason.COPY_FAILED, Reason.STALE, Reason.OK]
             ),
         )
     ]
     world.waiting.clear()
     assert reasons(world.acquire(one, [A, B, C])) == [Reason.MISS, Reason.MISS, 0]
-    assert world.commit(one, []) == fx.CommitResult([])
+    assert world.commit(one, []) == rs.CommitResult([])
     assert world.core.handle(ev.CopyDone(jobs[0], 5), 0) == []
     world.check()
 

@@ -13,6 +13,8 @@ from dataclasses import dataclass
 from kmesh.layout import TILE_BYTES, Shard, tiles
 from kmesh_spand.core import effects as fx
 from kmesh_spand.core import events as ev
+from kmesh_spand.core import requests as rq
+from kmesh_spand.core import results as rs
 from kmesh_spand.core.batch import Batch
 from kmesh_spand.core.codes import Arrival, FlightCause, Standing
 from kmesh_spand.core.config import CoreConfig, DiskConfig
@@ -129,8 +131,8 @@ class World:
         self.wipes: dict[int, int] = {}
         self.open: set[int] = set()
         self.closed: set[int] = set()
-        self.waiting: dict[tuple[int, int], fx.Result | None] = {}
-        self.answered: dict[tuple[int, int], fx.Result] = {}
+        self.waiting: dict[tuple[int, int], rs.Result | None] = {}
+        self.answered: dict[tuple[int, int], rs.Result] = {}
         self.wanted: dict[int, Wanted] = {}
         self.copies: dict[int, tuple[fx.Copy, int]] = {}
         self.verifies: dict[int, fx.Verify] = {}
@@ -143,7 +145,7 @@ class World:
         self.leases: dict[int, tuple[int, list[Held | None]]] = {}
         # Who leads which flight, and for what each session waits, as clients know it.
         self.led: dict[int, int] = {}
-        self.claims: dict[tuple[int, int], tuple[fx.ClaimResult, list[bytes]]] = {}
+        self.claims: dict[tuple[int, int], tuple[rs.ClaimResult, list[bytes]]] = {}
         self.waits: dict[tuple[int, int], int] = {}
         self.flipped: set[tuple[int, int]] = set()
 
@@ -156,7 +158,7 @@ class World:
             self._do(effect)
         return effects
 
-    def ask(self, kind: type, session: int, *args: object) -> fx.Result | None:
+    def ask(self, kind: type, session: int, *args: object) -> rs.Result | None:
         """Send a request; its answer, or None when that comes later."""
         self.request += 1
         self.waiting[session, self.request] = None
@@ -205,11 +207,11 @@ class World:
         salt: bytes = b"",
         tier: int = 0,
         recipes: bool = False,
-    ) -> fx.AcquireResult:
+    ) -> rs.AcquireResult:
         """Acquire, and check that what was leased are the bytes stored under those keys."""
         shards = shards or [SHARD]
-        answer = self.ask(ev.Acquire, session, b"".join(keys), shards, prefix, salt, tier, recipes)
-        assert isinstance(answer, fx.AcquireResult), answer
+        answer = self.ask(rq.Acquire, session, b"".join(keys), shards, prefix, salt, tier, recipes)
+        assert isinstance(answer, rs.AcquireResult), answer
         held: list[Held | None] = []
         based: dict[tuple[int, bytes], Held] = {}
         for base in answer.bases:
@@ -263,10 +265,10 @@ class World:
         self.check_bytes()
         return answer
 
-    def release(self, session: int, leases: list[int]) -> fx.ReleaseResult:
+    def release(self, session: int, leases: list[int]) -> rs.ReleaseResult:
         """Release."""
-        answer = self.ask(ev.Release, session, leases)
-        assert isinstance(answer, fx.ReleaseResult), answer
+        answer = self.ask(rq.Release, session, leases)
+        assert isinstance(answer, rs.ReleaseResult), answer
         for lease in leases:
             if lease in self.leases and self.leases[lease][0] == session:
                 del self.leases[lease]
@@ -283,11 +285,11 @@ class World:
         shard: int = SHARD,
         salt: bytes = b"",
         tier: int = 0,
-    ) -> fx.ReserveResult:
+    ) -> rs.ReserveResult:
         """Reserve spans of one size; ``sub_keys`` of each."""
         count = len(keys)
         answer = self.ask(
-            ev.Reserve,
+            rq.Reserve,
             session,
             NAMESPACE,
             shard,
@@ -300,7 +302,7 @@ class World:
             tier,
         )
         who = self.who(session, salt)
-        assert isinstance(answer, fx.ReserveResult), answer
+        assert isinstance(answer, rs.ReserveResult), answer
         for name, reason, number in zip(keys, answer.reason, answer.reservation, strict=True):
             assert bool(number) == (not reason)
             if number:
@@ -309,15 +311,15 @@ class World:
                 )
         return answer
 
-    def commit(self, session: int, numbers: list[int]) -> fx.Result | None:
+    def commit(self, session: int, numbers: list[int]) -> rs.Result | None:
         """Commit from offset 0, 64, …"""
         offsets = [64 * entry for entry in range(len(numbers))]
-        return self.ask(ev.Commit, session, numbers, offsets, STAGING)
+        return self.ask(rq.Commit, session, numbers, offsets, STAGING)
 
-    def abort(self, session: int, numbers: list[int]) -> fx.AbortResult:
+    def abort(self, session: int, numbers: list[int]) -> rs.AbortResult:
         """Abort."""
-        answer = self.ask(ev.Abort, session, numbers)
-        assert isinstance(answer, fx.AbortResult)
+        answer = self.ask(rq.Abort, session, numbers)
+        assert isinstance(answer, rs.AbortResult)
         for number in numbers:
             if number in self.wanted and self.wanted[number].session == session:
                 del self.wanted[number]
@@ -330,11 +332,11 @@ class World:
         shards: list[int] | None = None,
         salt: bytes = b"",
         place: str = "",
-    ) -> fx.ClaimResult:
+    ) -> rs.ClaimResult:
         """Claim; two sessions never lead one key."""
         shards = shards or [SHARD]
-        answer = self.ask(ev.Claim, session, b"".join(keys), shards, salt, 0, place)
-        assert isinstance(answer, fx.ClaimResult), answer
+        answer = self.ask(rq.Claim, session, b"".join(keys), shards, salt, 0, place)
+        assert isinstance(answer, rs.ClaimResult), answer
         if answer.standing == Standing.LEAD:
             assert answer.flight not in self.led
             assert 0 < answer.covered <= len(keys)
@@ -348,25 +350,25 @@ class World:
     def wait(
         self,
         session: int,
-        claim: fx.ClaimResult,
+        claim: rs.ClaimResult,
         shards: list[int] | None = None,
         place: str = "",
-    ) -> fx.Result | None:
+    ) -> rs.Result | None:
         """Await what a Claim found; None while it is not answered."""
         self.waits[session, self.request + 1] = claim.flight
         shards = shards or [SHARD]
         return self.ask(
-            ev.Await, session, claim.flight, claim.first, claim.covered, shards, 0, place
+            rq.Await, session, claim.flight, claim.first, claim.covered, shards, 0, place
         )
 
     def progress(
         self, session: int, flight: int, computed: int = 0, place: str = ""
-    ) -> fx.Progress | None:
+    ) -> rs.Progress | None:
         """Progress, asked or told; it never takes anything back while one session leads."""
         before = self.core.flights.by_id.get(flight)
         told = before.pace.computed if before is not None else 0
-        answer = self.ask(ev.AskProgress, session, flight, computed, place)
-        assert isinstance(answer, fx.ProgressResult), answer
+        answer = self.ask(rq.AskProgress, session, flight, computed, place)
+        assert isinstance(answer, rs.ProgressResult), answer
         far = answer.progress
         if far is None:
             assert before is None or before.who[0] != self.tenancy.group(self.uids[session])
@@ -381,8 +383,8 @@ class World:
 
     def leave(self, session: int, flight: int, only: int = 0) -> int:
         """Leave; all of the session's waits for that flight are answered."""
-        answer = self.ask(ev.Leave, session, flight, only)
-        assert isinstance(answer, fx.LeaveResult), answer
+        answer = self.ask(rq.Leave, session, flight, only)
+        assert isinstance(answer, rs.LeaveResult), answer
         mine = [at for at, n in self.waits.items() if (at[0], n) == (session, flight)]
         assert only or not mine
         return answer.left
@@ -392,8 +394,8 @@ class World:
         mine = self.led.get(flight) == session
         if mine:
             del self.led[flight]
-        answer = self.ask(ev.Land, session, flight, cause)
-        assert isinstance(answer, fx.LandResult), answer
+        answer = self.ask(rq.Land, session, flight, cause)
+        assert isinstance(answer, rs.LandResult), answer
         assert answer.ended <= mine
         return answer.ended
 
@@ -572,7 +574,7 @@ class World:
                     self.answered[session, request] = result
                 self.answer = result
                 flight = self.waits.pop((session, request), 0)
-                if flight and isinstance(result, fx.AwaitResult):
+                if flight and isinstance(result, rs.AwaitResult):
                     self._arrived(session, flight, result)
             case fx.Copy():
                 assert effect.session in self.open
@@ -651,7 +653,7 @@ class World:
                 self.closed.remove(session)
                 assert all(copy.session != session for copy, _ in self.copies.values())
 
-    def _arrived(self, session: int, flight: int, result: fx.AwaitResult) -> None:
+    def _arrived(self, session: int, flight: int, result: rs.AwaitResult) -> None:
         assert (result.arrival == Arrival.ENDED) == (result.cause != 0)
         if result.arrival == Arrival.LEAD:
             leader = self.led.get(flight)
