@@ -78,7 +78,7 @@ class GpuMover:
         self._restorer = gpu.restorer(layout, self._settings)
         round_settings = RoundSettings(max_ctas=max_ctas or None)
         self._rounds = gpu.round_restorer(layout, round_settings) if recipes else None
-        self._bringer = Bringer(gpu, self.begin, self.end) if recipes else None
+        self._bringer = Bringer(gpu, self._memory.join, self.end) if recipes else None
         self._stream, self._behind = gpu.stream(), gpu.event()
         self._store = GpuStore(gpu, layout, self._settings, buffer_bytes) if buffer_bytes else None
         self._under_way: list[Launched] = []
