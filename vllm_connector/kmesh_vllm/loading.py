@@ -14,6 +14,7 @@ from kmesh.layout import Shard
 from kmesh.session import Session
 from kmesh_vllm.config import Settings
 from kmesh_vllm.counts import Counts
+from kmesh_vllm.epochs import Epochs
 from kmesh_vllm.identity import Identity
 from kmesh_vllm.loadjob import Clerk, LoadJob, State
 from kmesh_vllm.metadata import LoadPlan, LoadReport
@@ -70,7 +71,7 @@ class Loader:
         self._mover = mover
         self._identity = identity
         self._clerk = Clerk(mover, cache, identity, mine, counts)
-        self._current = current
+        self._epochs = Epochs(current)
         self._timeout = settings.load_timeout_ms / 1000
         self._counts = counts
         self._clock = clock
@@ -79,12 +80,15 @@ class Loader:
         self._moving: list[tuple[Moving, list[LoadJob]]] = []
         #: Loads that have ended, but whose memory is still to be given back by a thread of ours.
         self._lending: list[LoadJob] = []
-        self._epoch = 0
         self._closing = False
         #: A thread of ours has made a load ready, or has ended one.
         self._news = threading.Event()
         self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="kmesh-load")
         self._waiters = ThreadPoolExecutor(_THREADS, thread_name_prefix="kmesh-wait")
+
+    def changed(self, session: Session | None) -> None:
+        """A session is new, or was lost. Never waits."""
+        self._epochs.changed(session)
 
     def start(self, plans: Sequence[LoadPlan]) -> None:
         """Begins the loads of a step; ``finished`` says when each has ended."""
@@ -183,16 +187,15 @@ class Loader:
 
     def _at_once(self, job: LoadJob, sibling: LoadJob | None) -> bool:
         """Makes a job ready if nothing has to be waited for."""
-        session = self._current()
-        if session is None or session.epoch != job.plan.epoch:
-            return False
         try:
+            session = self._epochs.session_of(job.plan.epoch)
+            if session is None:
+                return False
             if not self._clerk.write(job, lambda n: self._mover.attached(session, n), sibling):
                 return False
         except Exception as wrong:
             self._failed(job, wrong)
             return True
-        self._epoch = session.epoch
         job.state = State.READY
         return True
 
@@ -267,7 +270,7 @@ class Loader:
         """
         if job.state is not State.WAITING:
             return False
-        session = self._session_of(job.plan.epoch, waits)
+        session = self._session_of(job, waits)
         if job.plan.mirrors and not job.decoded:
             # Of a load that has waited for this thread, less is left: decoding takes time too.
             left = job.deadline - self._timeout / 2 - self._clock() if waits else 0.0
@@ -362,27 +365,24 @@ class Loader:
             for job in jobs:
                 self._fail(job, (State.MOVING,), "load_failed_error")
 
-    def _session_of(self, epoch: int, waits: bool) -> Session:
-        """The live session, if it is of this epoch.
+    def _session_of(self, job: LoadJob, waits: bool) -> Session:
+        """The live session, if it is of the load's epoch.
 
-        The scheduler's session may be a moment ahead of this worker's, so that is waited for.
+        The scheduler's session may be a moment ahead of this worker's, so that is waited for, from
+        the load's beginning on: those that queue behind others do not wait again.
 
         Raises:
             _Lacking: there is none just now, and it may not be waited for.
             ConnectionClosed: the daemon that gave the lease is gone, and its memory with it.
         """
-        until = time.monotonic() + min(_CATCH_UP, self._timeout / 2)
+        until = job.deadline - self._timeout + min(_CATCH_UP, self._timeout / 2)
         while True:
-            session = self._current()
+            session = self._epochs.session_of(job.plan.epoch)
             if session is not None:
-                self._epoch = session.epoch
-                if session.epoch == epoch:
-                    return session
-            elif self._epoch == epoch:
-                raise ConnectionClosed("the daemon that gave the lease is gone")
+                return session
             if not waits:
                 raise _Lacking
-            if time.monotonic() >= until:
+            if self._clock() >= until:
                 raise ConnectionClosed("no session with the daemon that gave the lease")
             time.sleep(0.02)
 
