@@ -211,6 +211,9 @@ class GpuMover:
         assert self._store is not None
         self._store.prepare(staging)
 
+    def touch_staging(self, staging: Staging) -> None:
+        pass  # The GPU writes it, and all of its pages were registered.
+
     def begin(self) -> int:
         return self._memory.begin()
 
