@@ -13,7 +13,7 @@ from kmesh.cuda.device import Device
 from kmesh.cuda.driver import Attribute
 from kmesh.cuda.proof import prove
 from kmesh.cuda.slabs import DeviceSlab, DeviceSlabs
-from kmesh.errors import CudaError, KMeshError, NotFound, UnsupportedError
+from kmesh.errors import ConnectionClosed, CudaError, KMeshError, NotFound, UnsupportedError
 from kmesh.handles import HandleKind
 from kmesh.session import Session
 
@@ -155,6 +155,9 @@ class GpuMemory:
         with self._lock:
             known = self._known
             if known is None or known.session is not session:
+                if session.closed:
+                    # A thread that comes late with it takes the live session's memory from nobody.
+                    raise ConnectionClosed("the session that gave the slabs has ended")
                 if known is not None:
                     self._ended.append((self._begun, known))
                 known = self._known = _Known(session, self._device)

@@ -15,7 +15,13 @@ from mini_engine import WAIT, MiniEngine, until
 from kmesh import _host
 from kmesh.cuda import proof
 from kmesh.cuda.driver import Attribute
-from kmesh.errors import CudaError, DeadlineExceeded, NotFound, UnsupportedError
+from kmesh.errors import (
+    ConnectionClosed,
+    CudaError,
+    DeadlineExceeded,
+    NotFound,
+    UnsupportedError,
+)
 from kmesh.handles import HandleKind
 from kmesh.session import Session
 from kmesh.testing import FakeDaemon
@@ -268,6 +274,25 @@ def test_what_is_brought_for_a_load_keeps_what_the_load_had(
             assert memory.close()
             gpu.close()
             del session.index
+
+
+def test_a_thread_that_comes_late_with_an_ended_session_takes_nothing_away(
+    daemon: FakeDaemon,
+) -> None:
+    gpu = FakeGpu()
+    with daemon.connect() as old, daemon.connect() as session:
+        memory = GpuMemory(gpu.device, lambda: session)
+        try:
+            slab = memory.attach(session, 0)
+            old.close()
+            with pytest.raises(ConnectionClosed):
+                memory.attach(old, 0)
+            assert memory.attached(session, 0) is slab
+            assert not memory._ended
+        finally:
+            assert memory.close()
+            gpu.close()
+            del old.index, session.index
 
 
 def test_host_memory_that_the_gpu_can_not_read(
