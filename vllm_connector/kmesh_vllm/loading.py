@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import threading
 import time
@@ -132,7 +133,9 @@ class Loader:
             self._leave(job)
             if job.lends:
                 self._lending.append(job)
-                self._threads.submit(job.close)
+                # For want of a thread it is done by the next one, or at the end.
+                with contextlib.suppress(RuntimeError):
+                    self._threads.submit(job.close)
             requests.add(request)
             if job.bad:
                 bad_blocks |= self._clerk.bad_blocks(job)
@@ -217,7 +220,18 @@ class Loader:
         with self._lock:
             for job in jobs:
                 job.users += 1
-        self._threads.submit(self._run, jobs, waits=False)
+        self._hand(self._threads, jobs, waits=False)
+
+    def _hand(self, pool: ThreadPoolExecutor, jobs: Sequence[LoadJob], *, waits: bool) -> None:
+        """Has a thread of a pool make jobs ready; those for which there is none fail."""
+        try:
+            pool.submit(self._run, jobs, waits=waits)
+        except RuntimeError as lacking:
+            for job in jobs:
+                self._failed(job, OSError(str(lacking)))
+                # A pool that lacks a thread has taken them all the same, and leaves them later.
+                if self._closing:
+                    self._leave(job)
 
     def _run(self, jobs: Sequence[LoadJob], *, waits: bool) -> None:
         written: list[LoadJob] = []
@@ -238,17 +252,9 @@ class Loader:
         for job in jobs:
             # Each by itself: what one lacks is not the others' to wait for.
             if job in lacking:
-                self._wait(job)
+                self._hand(self._waiters, (job,), waits=True)
             else:
                 self._leave(job)
-
-    def _wait(self, job: LoadJob) -> None:
-        """Has a thread make a job ready that may wait for what is lacking."""
-        try:
-            self._waiters.submit(self._run, (job,), waits=True)
-        except RuntimeError as wrong:
-            self._failed(job, wrong)
-            self._leave(job)
 
     def _leave(self, job: LoadJob) -> None:
         """One reads a job's memory no longer."""
@@ -382,7 +388,7 @@ class Loader:
                 return session
             if not waits:
                 raise _Lacking
-            if self._clock() >= until:
+            if self._closing or self._clock() >= until:
                 raise ConnectionClosed("no session with the daemon that gave the lease")
             time.sleep(0.02)
 
