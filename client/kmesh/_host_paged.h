@@ -87,6 +87,10 @@ static uint64_t km_part_reads(const km_part *s, uint64_t row) {
         end = runs * head, runs = 1;
         if (s->heads == s->src_heads) end *= planes, planes = 1;
     }
+    // So is, to tiles, what lies so near that none is between: the rest take one tile each at least.
+    if (step - (end - begin) < KM_TILE && runs > 1) end += (runs - 1) * step, runs = 1;
+    if (runs == 1 && pitch - (end - begin) < KM_TILE && planes > 1)
+        end += (planes - 1) * pitch, planes = 1;
     uint64_t at = 2 * s->src_layer_begin * pitch + s->src_head_begin * head, read = 0, next = 0;
     for (uint64_t plane = 0; plane < planes; plane++, at += pitch)
         for (uint64_t run = 0; run < runs; run++) {

@@ -326,11 +326,9 @@ def claim(
         first=answer.first,
         covered=answer.covered,
         ahead=answer.ahead,
-        landed=answer.landed,
-        age_ms=answer.age_ms,
         shards=tuple(shards),
         place=place,
-        progress=_progress(answer.progress) if answer.HasField("progress") else None,
+        progress=_progress(answer.progress),
     )
 
 

@@ -119,8 +119,6 @@ class FakeFlights:
             first=first,
             covered=covered,
             ahead=first + covered - flight.frontier,
-            landed=flight.frontier - flight.begin,
-            age_ms=int((self._clock() - flight.began) * 1000),
             progress=self._progress(flight, place),
         )
 

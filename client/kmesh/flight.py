@@ -78,10 +78,8 @@ class Claim:
         first: position of the first claimed key in the flight.
         covered: leading keys that the flight brings.
         ahead: keys that have yet to land until all of those have (COMPUTING).
-        landed: keys that the present leader has landed (COMPUTING).
-        age_ms: since it began (COMPUTING).
         shards, place: as claimed.
-        progress: of the flight (LEAD, COMPUTING); None: the daemon is too old to tell.
+        progress: of the flight (LEAD, COMPUTING).
     """
 
     standing: Standing
@@ -89,11 +87,9 @@ class Claim:
     first: int
     covered: int
     ahead: int
-    landed: int
-    age_ms: int
     shards: tuple[Shard, ...]
     place: str = ""
-    progress: Progress | None = None
+    progress: Progress = Progress()
 
 
 @dataclass(frozen=True, slots=True)

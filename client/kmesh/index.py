@@ -81,6 +81,9 @@ def poison(fd: int) -> None:
     It needs neither memory nor a mapping, so that it can be said when there is none.
     """
     os.pwrite(fd, struct.pack("<I", 1), _POISONED)
+    # Last: whoever remembers answers looks again when it changes, and must find it poisoned then.
+    version = int.from_bytes(os.pread(fd, 8, _VERSION), "little")
+    os.pwrite(fd, struct.pack("<Q", version + 1 & _U64), _VERSION)
 
 
 class IndexWriter:
@@ -136,6 +139,7 @@ class IndexWriter:
     def poison(self) -> None:
         """Readers find nothing from here on."""
         _host.store(self._base + _POISONED, 32, 1)
+        self.bump()
 
 
 class Probe(NamedTuple):
@@ -178,7 +182,7 @@ class IndexReader:
 
     @property
     def version(self) -> int:
-        """Grows with each batch of changes."""
+        """Grows with each batch of changes, and when the index is poisoned."""
         return _host.load(self._base + _VERSION, 64)
 
     @property

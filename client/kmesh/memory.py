@@ -13,6 +13,7 @@ from kmesh.index import IndexReader
 from kmesh.layout import TILE_BYTES, slab_capacity, sums_bytes, whole_pages
 from kmesh.lease import Lease
 from kmesh.mapping import Mapping
+from kmesh.pages import touch
 from kmesh.v1 import common_pb2, sessions_pb2
 from kmesh.wire import Answer
 
@@ -130,6 +131,12 @@ class Staging:
     def view(self) -> memoryview:
         """All of it, writable; the view keeps the mapping alive."""
         return self._mapping.view()
+
+    def touch(self) -> None:
+        """Has this process map all of its pages, so that who writes it does not wait for that; may
+        take long."""
+        with self.view():
+            touch(self.address, self.size, writable=True)
 
 
 def attach_index(epoch: int) -> Procedure[IndexReader]:

@@ -219,8 +219,6 @@ def to_message(result: results.Result, name: str) -> Message:
                 first=result.first,
                 covered=result.covered,
                 ahead=result.ahead,
-                landed=result.landed,
-                age_ms=result.age_ms,
             )
             if result.flight:
                 claimed.progress.CopyFrom(_progress(result.progress))

@@ -233,7 +233,7 @@ def _check_leases(store: SpanStore, book: SessionBook, arriving: Sequence[int]) 
     for tenant in store.tenants:
         mine = [row for row in evictable if store.tenant_of(row) is tenant]
         assert tenant.evictable == len(mine)
-        assert all(0 <= rows <= store.table.rows for rows in tenant.passed.values())
+        assert all(0 < rows <= store.table.rows for rows in tenant.passed.values())
         if type(tenant.order) in (LRU, S3FIFO):
             assert sorted(tenant.order.victims()) == mine
     for session in book.sessions.values():

@@ -275,13 +275,14 @@ class Evictor:
 
         Starts from each victim in turn and takes its neighbours along, free ones first, then
         the less recently used one, until the window is wide enough or both sides are held. Where
-        that is not enough, spans go with the mirrors that refer to them. Victims are looked at from
-        where the last request for as much that found no room left off.
+        that is not enough, spans go with the mirrors that refer to them. Once a request for as much
+        has found no room, victims are looked at from where the last one left off.
         """
         store = self._store
         for row in self._victims.of(tenant, beyond=count, passing=store.sealed):
             window = self._window(row, count, store.may_evict)
             if window is not None:
+                self._victims.in_reach(tenant, count)
                 return window
         of_base, removable = store.mirrors.of_base, store.mirrors.removable
         for row in self._bases(tenant):

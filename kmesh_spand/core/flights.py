@@ -129,8 +129,6 @@ class Flights:
             first,
             covered,
             ahead=first + covered - flight.frontier,
-            landed=flight.frontier - flight.begin,
-            age_ms=self._store.now_ms - flight.pace.began_ms,
             progress=self._progress(flight, place),
         )
 

@@ -99,8 +99,6 @@ class ClaimResult:
     first: int = 0
     covered: int = 0
     ahead: int = 0
-    landed: int = 0
-    age_ms: int = 0
     progress: Progress = Progress()
 
 

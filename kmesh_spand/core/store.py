@@ -327,7 +327,7 @@ class SpanStore(Holding):
         self.counters["evicted"] += 1
         self.counters["evicted_bytes"] += self.table.length[row]
         tenant = self.tenant_of(row)
-        tenant.passed.clear()
+        tenant.evicting()
         tenant.counters["evicted"] += 1
         tenant.counters["evicted_bytes"] += self.table.length[row]
         self._evicted(row)

@@ -138,7 +138,7 @@ class Tenant:
         quota: tiles, 0 for no limit. order: of eviction.
         tiles: of all its ranges. evictable: rows in ``order``.
         passed: by tiles, how many rows the next look for that much room passes over, as they made
-            none the last time.
+            none the last time; not 0.
         decodes: somebody has asked for recipes there; in host memory that makes no difference.
         spans, stored_bytes: of spans with a catalog record; spaces: the same by namespace number.
     """
@@ -165,6 +165,11 @@ class Tenant:
     def takes_recipes(self) -> bool:
         """Whether any are made of its spans there."""
         return self.decodes or not self.tier
+
+    def evicting(self) -> None:
+        """A row leaves the order, perhaps before those that are passed over."""
+        if self.passed:
+            self.passed = {count: rows - 1 for count, rows in self.passed.items() if rows > 1}
 
 
 class TenantBook:

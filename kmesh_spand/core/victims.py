@@ -19,7 +19,7 @@ class Victims:
     """Reads tenants' orders of eviction, and never changes them.
 
     Attributes:
-        end: where in the order the last look ended that was read to its end.
+        end: behind which row of the order the last look ended.
     """
 
     def __init__(self, store: SpanStore) -> None:
@@ -64,6 +64,7 @@ class Victims:
                 looked += 1
                 if not fault:
                     store.policy_faults = (0, 0)
+                self.end = begin + tried
                 yield row
         except Exception:
             fault = True
@@ -77,7 +78,19 @@ class Victims:
 
         After the end of the order, and far behind its beginning, it begins anew.
         """
-        tenant.passed[count] = end if end < min(tenant.evictable, _PASSED * MAX_TRIES) else 0
+        if 0 < end < min(tenant.evictable, _PASSED * MAX_TRIES):
+            tenant.passed[count] = end
+        else:
+            tenant.passed.pop(count, None)
+
+    def in_reach(self, tenant: Tenant, count: int) -> None:
+        """The last row that was looked at makes room for ``count`` tiles.
+
+        If looks were in vain before, the next one begins there: it would be in vain again among
+        those that these have passed.
+        """
+        if count in tenant.passed:
+            self.in_vain(tenant, count, self.end - 1)
 
     def _may_evict(self, row: int, tenant: Tenant) -> bool:
         return self._store.may_evict(row) and self._store.tenant_of(row) is tenant

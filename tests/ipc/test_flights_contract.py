@@ -58,7 +58,7 @@ def test_one_computes_and_the_others_find_it(connect: Connect) -> None:
     found = other.claim(keys[:64] + os.urandom(32), [SHARD])
     assert found.standing is Standing.COMPUTING
     assert (found.flight, found.first, found.covered) == (mine.flight, 0, 2)
-    assert (found.ahead, found.landed, found.shards) == (2, 0, (SHARD,))
+    assert (found.ahead, found.progress.landed, found.shards) == (2, 0, (SHARD,))
     # Another salt's keys are other keys.
     assert other.claim(keys[:32], [SHARD], salt=b"s" * 32).standing is Standing.LEAD
     waiting = other.await_flight_async(found, 30)
@@ -68,7 +68,7 @@ def test_one_computes_and_the_others_find_it(connect: Connect) -> None:
     assert not waiting.done()
     assert other.claim(keys, [SHARD]).standing is Standing.STORED
     behind = other.claim(keys[32:], [SHARD])
-    assert (behind.first, behind.covered, behind.ahead, behind.landed) == (1, 2, 2, 1)
+    assert (behind.first, behind.covered, behind.ahead, behind.progress.landed) == (1, 2, 2, 1)
     assert put_spans(leader, staging, reserve(keys[32:64]), [bytes(1000)]) == [0]
     assert waiting.result(30).arrival is Arrival.LANDED
     with other.acquire(keys, [SHARD]) as lease:

@@ -210,13 +210,20 @@ def test_a_full_table_ends_its_probes() -> None:
     pair.close()
 
 
-def test_a_poisoned_index_has_nothing(pair: Pair) -> None:
+@pytest.mark.parametrize("how", ["by fd", "by its writer"])
+def test_a_poisoned_index_has_nothing(pair: Pair, how: str) -> None:
+    """Also for those who remember what it had at its last version."""
     keys = keys_of(3)
     for i, t in enumerate(tags(keys, [SHARD])):
         pair.writer.insert(t, i)
+    pair.writer.bump()
     assert pair.reader.probe(keys, [SHARD]).hits == 3
-    poison(pair.fd)
+    if how == "by fd":
+        poison(pair.fd)
+    else:
+        pair.writer.poison()
     assert pair.reader.poisoned
+    assert pair.reader.version == 2
     hits, slots = pair.reader.probe(keys, [SHARD])
     assert (hits, list(slots)) == (0, [0, 0, 0])
 

@@ -12,13 +12,13 @@ from typing import Any
 
 import numpy as np
 import pytest
-from cpu_gpu import instead_of_cupy
+from cpu_gpu import NOT_READY, instead_of_cupy
 from paged_reference import Engine, Stored
 
 from kmesh.kernels import device as devices
 from kmesh.kernels.chooser import Route
 from kmesh.kernels.copying import Copier
-from kmesh.kernels.cuda import Memory, Restorer, Settings
+from kmesh.kernels.cuda import Memory, Restorer, Settings, Storer
 from kmesh.kernels.plan import Load, Request
 
 SETTINGS = Settings(chunk_bytes=1 << 20)
@@ -39,6 +39,7 @@ class Runtime:
         held: what was made and not given back.
         running: streams with work that nobody has waited for.
         copied: the stream of each copy.
+        waits: what was waited for.
         refuse: names of the functions that fail, with the number of calls that go well before.
     """
 
@@ -46,6 +47,7 @@ class Runtime:
         self.held: dict[int, str] = {}
         self.running: set[int] = set()
         self.copied: list[int] = []
+        self.waits: list[int] = []
         self.refuse: dict[str, int] = {}
         self.status = 2
         self._last = 0
@@ -87,10 +89,15 @@ class Runtime:
     def eventRecord(self, event: int, _stream: int) -> None:
         assert self.held[event] == "event"
 
-    def eventSynchronize(self, _event: int) -> None:
+    def eventSynchronize(self, event: int) -> None:
+        self.waits.append(event)
         self.running.discard(0)
 
+    def eventQuery(self, _event: int) -> int:
+        return NOT_READY if self.running else 0
+
     def streamSynchronize(self, stream: int) -> None:
+        self.waits.append(stream)
         self.running.discard(stream)
 
     def getDevice(self) -> int:
@@ -236,6 +243,44 @@ def test_a_restore_that_fails_reads_nothing_any_more(
     assert pending.route is Route.COPY
     pending.wait()
     restorer.close()
+
+
+def test_a_refusal_is_not_waited_for(gpu: Gpu, engine: Engine) -> None:
+    """The stream may have other work before it, and copies can't be called back."""
+    restorer, runtime = Restorer(engine.layout, settings=SETTINGS), gpu.runtime
+    restorer.restore([load()], 0, memory=Memory.HOST, route=Route.COPY).wait()
+    runtime.running.clear()
+    runtime.waits.clear()
+    launched = len(gpu.launched)
+    bad = Load(load().records, [Request(np.arange(128), delta=5)])
+    for memory in Memory:
+        with pytest.raises(ValueError, match="nothing says how"):
+            restorer.restore([bad], 0, memory=memory, route=Route.KERNEL)
+    pending = restorer.restore([bad], 0, memory=Memory.HOST, route=Route.COPY)
+    assert (runtime.waits, len(gpu.launched)) == ([], launched)
+    assert (pending.route, pending.read_bytes, pending.done()) == (Route.COPY, 0, False)
+    runtime.running.clear()
+    for _ in range(2):
+        with pytest.raises(ValueError, match="nothing says how"):
+            pending.wait()
+        assert pending.done()
+    assert len(runtime.waits) == 1
+    held = dict(runtime.held)
+    for route in Route:
+        restorer.restore([load()], 0, memory=Memory.HOST, route=route).wait()
+    assert runtime.held == held
+    restorer.close()
+
+
+def test_a_store_without_memory_for_its_job_waits_for_nothing(gpu: Gpu, engine: Engine) -> None:
+    storer = Storer(engine.layout, settings=SETTINGS)
+    gpu.runtime.refuse = {"pinned": 0}
+    job = load()
+    with pytest.raises(Refused):
+        storer.store(job.records, job.requests[0], 0, memory=Memory.HOST)
+    assert gpu.runtime.waits == []
+    gpu.runtime.refuse.clear()
+    storer.close()
 
 
 def test_a_job_is_not_behind_all_that_the_copy_engine_could_be_asked_for(

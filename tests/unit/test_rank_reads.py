@@ -13,6 +13,7 @@ import one_thread
 import pytest
 from cpu_gpu import Gpu, instead_of_cupy
 from hypothesis import given, settings
+from hypothesis import strategies as st
 from kernel_cases import Case, cases
 from paged_reference import Engine, Stored, summed
 
@@ -71,6 +72,35 @@ def test_nothing_is_read_of_no_heads_or_no_layers(none: dict[str, int]) -> None:
     if "src_heads" in none:
         none = {**none, "length": 0}
     assert part_reads(replace(part, **none).pack(), ROW).tolist() == [0]
+
+
+@pytest.mark.parametrize("some", [{"token_end": 32}, {"src_head_begin": 1, "heads": 3}])
+def test_what_lies_near_is_counted_at_once(some: dict[str, int]) -> None:
+    """However many layers there are, of which a part of each is wanted."""
+    layers = 2**40
+    part = Stored.make(1, LAYERS, 4, 64, ROW).part(src_layers=layers, layers=layers, **some)
+    part = replace(part, length=2 * layers * 4 * 64 * ROW)
+    assert part_reads(part.pack(), ROW).tolist() == [part.length]
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    tokens=st.integers(1, 300), cut=st.tuples(st.integers(0, 299), st.integers(0, 300)),
+    heads=st.integers(1, 6), some=st.tuples(st.integers(0, 5), st.integers(1, 6)),
+    row=st.sampled_from([64, 256, 1024]),
+)  # fmt: skip
+def test_runs_that_are_near_and_far(
+    tokens: int, cut: tuple[int, int], heads: int, some: tuple[int, int], row: int
+) -> None:
+    begin, end = min(cut[0], tokens), min(max(cut), tokens)
+    first = min(some[0], heads - 1)
+    part = SpanPart(
+        address=0, sums_address=0, root=0, length=2 * 3 * heads * tokens * row, tokens=tokens,
+        token_begin=begin, token_end=end, position=0, src_heads=heads, src_head_begin=first,
+        dst_head_begin=0, heads=min(some[1], heads - first), src_layers=3, src_layer_begin=1,
+        dst_layer_begin=0, layers=2,
+    )  # fmt: skip
+    assert part_reads(part.pack(), row).tolist() == [touched(part, row)]
 
 
 def ranks(

@@ -40,8 +40,8 @@ class Bringer:
     """For threads of ours, which wait; one at a time gets its turn.
 
     Args:
-        begin, end: as of ``movers.Mover``: what is read stays, also if the GPU hangs and whoever
-            waits for it gives up.
+        begin, end: as ``GpuMemory.join`` and ``end``: what is read for a load stays, also if the
+            GPU hangs and the load, which began before its turn, has failed and ended.
     """
 
     def __init__(self, gpu: Gpu, begin: Callable[[], int], end: Callable[[int], None]) -> None:

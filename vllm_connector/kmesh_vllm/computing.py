@@ -299,7 +299,7 @@ class Computing:
         self._rest.disturb()
         if state.began is None:
             state.began = self._clock(), computed
-        if part is not None and part.role is Role.LEADING and part.far is not None:
+        if part is not None and part.role is Role.LEADING:
             self._under_way.add(state, state.reached)
         if part is not None and state.reached >= prompt:
             # Siblings find its blocks from now on.

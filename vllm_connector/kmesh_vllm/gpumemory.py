@@ -6,13 +6,14 @@ import contextlib
 import logging
 import os
 import threading
+from collections import Counter
 from collections.abc import Callable
 
 from kmesh.cuda.device import Device
 from kmesh.cuda.driver import Attribute
 from kmesh.cuda.proof import prove
 from kmesh.cuda.slabs import DeviceSlab, DeviceSlabs
-from kmesh.errors import CudaError, KMeshError, NotFound, UnsupportedError
+from kmesh.errors import ConnectionClosed, CudaError, KMeshError, NotFound, UnsupportedError
 from kmesh.handles import HandleKind
 from kmesh.session import Session
 
@@ -60,10 +61,10 @@ class GpuMemory:
         self._current = current
         self._lock = threading.Lock()
         self._known: _Known | None = None
-        # Loads are numbered as they begin. With what is to go: the first number that has no part
-        # in it.
+        # Loads are numbered as they begin; of each number, how often it has yet to end. With what
+        # is to go: the first number that has no part in it.
         self._begun = 0
-        self._loads: set[int] = set()
+        self._loads: Counter[int] = Counter()
         self._ended: list[tuple[int, _Known]] = []
         self._gone: list[tuple[int, _Known, int]] = []
         self._closed = threading.Event()
@@ -101,13 +102,24 @@ class GpuMemory:
         with self._lock:
             number = self._begun
             self._begun += 1
-            self._loads.add(number)
+            self._loads[number] += 1
+        return number
+
+    def join(self) -> int:
+        """Something is begun for loads under way: what any of them was given stays until ``end``.
+        Returns the number of the first of them, which is to end once more."""
+        with self._lock:
+            number = self._first()
+            self._loads[number] += 1
         return number
 
     def end(self, load: int) -> None:
         """A load has ended."""
         with self._lock:
-            self._loads.remove(load)
+            self._loads[load] -= 1
+            if self._loads[load]:
+                return
+            del self._loads[load]
             if not (self._ended or self._gone):
                 return
             first = self._first()
@@ -143,6 +155,9 @@ class GpuMemory:
         with self._lock:
             known = self._known
             if known is None or known.session is not session:
+                if session.closed:
+                    # A thread that comes late with it takes the live session's memory from nobody.
+                    raise ConnectionClosed("the session that gave the slabs has ended")
                 if known is not None:
                     self._ended.append((self._begun, known))
                 known = self._known = _Known(session, self._device)

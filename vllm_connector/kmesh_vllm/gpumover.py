@@ -78,7 +78,7 @@ class GpuMover:
         self._restorer = gpu.restorer(layout, self._settings)
         round_settings = RoundSettings(max_ctas=max_ctas or None)
         self._rounds = gpu.round_restorer(layout, round_settings) if recipes else None
-        self._bringer = Bringer(gpu, self.begin, self.end) if recipes else None
+        self._bringer = Bringer(gpu, self._memory.join, self.end) if recipes else None
         self._stream, self._behind = gpu.stream(), gpu.event()
         self._store = GpuStore(gpu, layout, self._settings, buffer_bytes) if buffer_bytes else None
         self._under_way: list[Launched] = []
@@ -210,6 +210,9 @@ class GpuMover:
     def prepare_staging(self, staging: Staging) -> None:
         assert self._store is not None
         self._store.prepare(staging)
+
+    def touch_staging(self, staging: Staging) -> None:
+        pass  # The GPU writes it, and all of its pages were registered.
 
     def begin(self) -> int:
         return self._memory.begin()

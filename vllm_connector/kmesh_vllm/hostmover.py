@@ -107,6 +107,9 @@ class HostMover:
     def prepare_staging(self, staging: Staging) -> None:
         pass
 
+    def touch_staging(self, staging: Staging) -> None:
+        staging.touch()
+
     def begin(self) -> int:
         return 0
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import threading
 import time
@@ -14,6 +15,7 @@ from kmesh.layout import Shard
 from kmesh.session import Session
 from kmesh_vllm.config import Settings
 from kmesh_vllm.counts import Counts
+from kmesh_vllm.epochs import Epochs
 from kmesh_vllm.identity import Identity
 from kmesh_vllm.loadjob import Clerk, LoadJob, State
 from kmesh_vllm.metadata import LoadPlan, LoadReport
@@ -70,7 +72,7 @@ class Loader:
         self._mover = mover
         self._identity = identity
         self._clerk = Clerk(mover, cache, identity, mine, counts)
-        self._current = current
+        self._epochs = Epochs(current)
         self._timeout = settings.load_timeout_ms / 1000
         self._counts = counts
         self._clock = clock
@@ -79,12 +81,15 @@ class Loader:
         self._moving: list[tuple[Moving, list[LoadJob]]] = []
         #: Loads that have ended, but whose memory is still to be given back by a thread of ours.
         self._lending: list[LoadJob] = []
-        self._epoch = 0
         self._closing = False
         #: A thread of ours has made a load ready, or has ended one.
         self._news = threading.Event()
         self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="kmesh-load")
         self._waiters = ThreadPoolExecutor(_THREADS, thread_name_prefix="kmesh-wait")
+
+    def changed(self, session: Session | None) -> None:
+        """A session is new, or was lost. Never waits."""
+        self._epochs.changed(session)
 
     def start(self, plans: Sequence[LoadPlan]) -> None:
         """Begins the loads of a step; ``finished`` says when each has ended."""
@@ -128,7 +133,9 @@ class Loader:
             self._leave(job)
             if job.lends:
                 self._lending.append(job)
-                self._threads.submit(job.close)
+                # For want of a thread it is done by the next one, or at the end.
+                with contextlib.suppress(RuntimeError):
+                    self._threads.submit(job.close)
             requests.add(request)
             if job.bad:
                 bad_blocks |= self._clerk.bad_blocks(job)
@@ -183,16 +190,15 @@ class Loader:
 
     def _at_once(self, job: LoadJob, sibling: LoadJob | None) -> bool:
         """Makes a job ready if nothing has to be waited for."""
-        session = self._current()
-        if session is None or session.epoch != job.plan.epoch:
-            return False
         try:
+            session = self._epochs.session_of(job.plan.epoch)
+            if session is None:
+                return False
             if not self._clerk.write(job, lambda n: self._mover.attached(session, n), sibling):
                 return False
         except Exception as wrong:
             self._failed(job, wrong)
             return True
-        self._epoch = session.epoch
         job.state = State.READY
         return True
 
@@ -214,7 +220,18 @@ class Loader:
         with self._lock:
             for job in jobs:
                 job.users += 1
-        self._threads.submit(self._run, jobs, waits=False)
+        self._hand(self._threads, jobs, waits=False)
+
+    def _hand(self, pool: ThreadPoolExecutor, jobs: Sequence[LoadJob], *, waits: bool) -> None:
+        """Has a thread of a pool make jobs ready; those for which there is none fail."""
+        try:
+            pool.submit(self._run, jobs, waits=waits)
+        except RuntimeError as lacking:
+            for job in jobs:
+                self._failed(job, OSError(str(lacking)))
+                # A pool that lacks a thread has taken them all the same, and leaves them later.
+                if self._closing:
+                    self._leave(job)
 
     def _run(self, jobs: Sequence[LoadJob], *, waits: bool) -> None:
         written: list[LoadJob] = []
@@ -235,17 +252,9 @@ class Loader:
         for job in jobs:
             # Each by itself: what one lacks is not the others' to wait for.
             if job in lacking:
-                self._wait(job)
+                self._hand(self._waiters, (job,), waits=True)
             else:
                 self._leave(job)
-
-    def _wait(self, job: LoadJob) -> None:
-        """Has a thread make a job ready that may wait for what is lacking."""
-        try:
-            self._waiters.submit(self._run, (job,), waits=True)
-        except RuntimeError as wrong:
-            self._failed(job, wrong)
-            self._leave(job)
 
     def _leave(self, job: LoadJob) -> None:
         """One reads a job's memory no longer."""
@@ -267,7 +276,7 @@ class Loader:
         """
         if job.state is not State.WAITING:
             return False
-        session = self._session_of(job.plan.epoch, waits)
+        session = self._session_of(job, waits)
         if job.plan.mirrors and not job.decoded:
             # Of a load that has waited for this thread, less is left: decoding takes time too.
             left = job.deadline - self._timeout / 2 - self._clock() if waits else 0.0
@@ -362,27 +371,24 @@ class Loader:
             for job in jobs:
                 self._fail(job, (State.MOVING,), "load_failed_error")
 
-    def _session_of(self, epoch: int, waits: bool) -> Session:
-        """The live session, if it is of this epoch.
+    def _session_of(self, job: LoadJob, waits: bool) -> Session:
+        """The live session, if it is of the load's epoch.
 
-        The scheduler's session may be a moment ahead of this worker's, so that is waited for.
+        The scheduler's session may be a moment ahead of this worker's, so that is waited for, from
+        the load's beginning on: those that queue behind others do not wait again.
 
         Raises:
             _Lacking: there is none just now, and it may not be waited for.
             ConnectionClosed: the daemon that gave the lease is gone, and its memory with it.
         """
-        until = time.monotonic() + min(_CATCH_UP, self._timeout / 2)
+        until = job.deadline - self._timeout + min(_CATCH_UP, self._timeout / 2)
         while True:
-            session = self._current()
+            session = self._epochs.session_of(job.plan.epoch)
             if session is not None:
-                self._epoch = session.epoch
-                if session.epoch == epoch:
-                    return session
-            elif self._epoch == epoch:
-                raise ConnectionClosed("the daemon that gave the lease is gone")
+                return session
             if not waits:
                 raise _Lacking
-            if time.monotonic() >= until:
+            if self._closing or self._clock() >= until:
                 raise ConnectionClosed("no session with the daemon that gave the lease")
             time.sleep(0.02)
 

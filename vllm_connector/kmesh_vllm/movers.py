@@ -245,6 +245,10 @@ class Mover(Protocol):
             KMeshError, OSError: it can't be written from here.
         """
 
+    def touch_staging(self, staging: Staging) -> None:
+        """Has such staging ready for writing, so that ``put`` does not wait for its pages; may take
+        long."""
+
     def begin(self) -> int:
         """A load begins: memory that it gets stays until ``end``, also if its session ends.
 

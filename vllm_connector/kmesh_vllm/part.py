@@ -5,7 +5,7 @@ from __future__ import annotations
 import enum
 from collections.abc import Callable
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from kmesh.flight import Arrival, Arrived, Claim, FlightCause, Progress, Standing
 from kmesh.session import Session
@@ -40,7 +40,7 @@ class Part:
         deadline: when it waits no longer for the answer to its claim.
         future: of that answer, or of the flight's end.
         claim: the answer.
-        far: how far the flight is, by what the daemon said last, if it knows; far_at: when it did.
+        far: how far the flight is, by what the daemon said last; far_at: when it did.
         asked: of the question how far it is, while one is open.
         told: keys that this engine said it had computed.
         wait: the number of its wait.
@@ -59,7 +59,7 @@ class Part:
     deadline: float
     future: Future[Claim] | Future[Arrived]
     claim: Claim | None = None
-    far: Progress | None = None
+    far: Progress = field(default_factory=Progress)
     far_at: float = 0.0
     asked: Future[Progress | None] | None = None
     told: int = 0

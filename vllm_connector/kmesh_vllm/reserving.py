@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import threading
 import time
@@ -58,6 +59,7 @@ class Reserver:
         mover: that will write to the staging.
         mine: the heads that this rank holds.
         device: UUID of the GPU in whose memory is stored, or empty: in host memory.
+        later: has that thread do something when it has answered.
     """
 
     def __init__(
@@ -69,6 +71,7 @@ class Reserver:
         settings: Settings,
         counts: Counts,
         device: str,
+        later: Callable[[Callable[[], None]], object],
     ) -> None:
         self._mover = mover
         self._identity = identity
@@ -78,6 +81,7 @@ class Reserver:
         self._settings = settings
         self._counts = counts
         self._device = device
+        self._later = later
         self._given: tuple[Session, Staging] | None = None
         self._staging: tuple[Session, Staging | None, StagingRing] | None = None
         self._ask_at = 0.0
@@ -176,6 +180,9 @@ class Reserver:
         except (KMeshError, OSError) as wrong:
             logger.warning("nothing is stored yet: staging memory: %s", str(wrong))
             return None
+        # A first store of a few spans does not wait for all of it. None is too late for the end.
+        with contextlib.suppress(RuntimeError):
+            self._later(lambda: self._mover.touch_staging(staging))
         return staging
 
     def _ask(self, session: Session) -> Staging | None:

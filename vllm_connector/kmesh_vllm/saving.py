@@ -66,7 +66,9 @@ class Saver:
         self._pending: tuple[Future[Step | None], int] | None = None
         self._late: Future[Step | None] | None = None
         self._freed = threading.Event()
-        self._reserver = Reserver(mover, identity, mine, current, settings, counts, device)
+        self._reserver = Reserver(
+            mover, identity, mine, current, settings, counts, device, self._thread.submit
+        )
 
     def begin(self, plans: Sequence[StorePlan]) -> None:
         """Reserves the spans of a step, in the background."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from kmesh.errors import KMeshError
-from kmesh.flight import Progress
 from kmesh_vllm.config import Settings
 from kmesh_vllm.part import Part
 from kmesh_vllm.rates import Rates
@@ -36,7 +35,7 @@ def thinks(part: Part, now: float, tell: Callable[[object], None]) -> bool:
     if now < part.think:
         return False
     part.think = now + THINK_SECONDS
-    if asked is not None or part.far is None:
+    if asked is not None:
         return True
     try:
         part.asked = part.session.progress_async(claim.flight, claim.place)
@@ -70,14 +69,7 @@ def outlook(
     news = max(found - part.found, 0)
     if news and part.landing is None:
         part.landing = now
-    # Of a daemon that is too old to say it, how long the leader was quiet is not known.
-    far = part.far or Progress(
-        begin=claim.first + claim.covered - claim.ahead - claim.landed,
-        landed=claim.landed,
-        age_ms=claim.age_ms,
-        quiet_ms=claim.age_ms,
-    )
-    since = now - (part.far_at if part.far is not None else part.since)
+    far, since = part.far, now - part.far_at
     frontier = max(far.begin + far.landed, claim.first + news // span)
     waited = state.waited + now - part.since
     return Outlook(

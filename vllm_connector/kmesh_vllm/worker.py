@@ -99,6 +99,7 @@ class WorkerHalf:
         mover = self._mover = self._make_mover(cache)
         common = (mover, cache, self._identity, self._mine, lambda: self._client.session)
         self._loader = Loader(*common, self._settings, self.counts)
+        self._client.on_change(self._loader.changed)
         device = mover.devices[0] if self._settings.tier == "gpu" else ""
         if self._stores:
             self._saver = Saver(*common, self._settings, self.counts, device)

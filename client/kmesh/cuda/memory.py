@@ -6,7 +6,6 @@ Each object undoes what it did, also when a later step of its making fails.
 from __future__ import annotations
 
 import contextlib
-import ctypes
 from collections.abc import Iterator
 from contextlib import ExitStack
 from types import TracebackType
@@ -15,13 +14,10 @@ from kmesh import _host
 from kmesh.cuda.device import Device
 from kmesh.cuda.driver import Attribute
 from kmesh.errors import ConfigError, CudaError, UnsupportedError
+from kmesh.pages import touch
 
 #: New drivers refuse registrations of 512 GiB and more.
 REGISTER_BYTES = 64 << 30
-
-_MADV_POPULATE_READ, _MADV_POPULATE_WRITE = 22, 23
-_libc = ctypes.CDLL(None)
-_libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
 
 
 @contextlib.contextmanager
@@ -207,8 +203,7 @@ class Registration:
         self._device = device
         self._parts: list[int] = []
         # The driver takes several times as long for pages that this mapping has not touched yet.
-        # Kernels that don't know this (before 5.14) leave it to the driver.
-        _libc.madvise(address, size, _MADV_POPULATE_WRITE if writable else _MADV_POPULATE_READ)
+        touch(address, size, writable=writable)
         with device.current() as driver, _steps() as undo:
             undo.callback(self._parts.clear)
             for part in range(address, address + size, chunk):

@@ -129,24 +129,30 @@ class Pending(Started[list[list[bytes]]]):
     """A restore that was started.
 
     ``wait`` gives for each load, for each of its requests, a ``Status`` for each part, one byte
-    each.
+    each; it raises as ``plan.write``, if that was seen late. Then no page was written.
 
     Attributes:
         route: what brings payloads in host memory.
         read_bytes: of payloads that are read where they lie: by the kernel the tiles that hold
             what is wanted, by the copy engine all.
+
+    Args:
+        job: or why there is none.
     """
 
     def __init__(
-        self, device: Device, slot: Slot, job: plan.Job, route: Route, read_bytes: int
+        self, device: Device, slot: Slot, job: plan.Job | Exception, route: Route, read_bytes: int
     ) -> None:
-        super().__init__(device, slot)
+        refused = job if isinstance(job, Exception) else None
+        super().__init__(device, slot, refused)
         self._job = job
         self.route = route
         self.read_bytes = read_bytes
 
     def _read(self, slot: Slot) -> list[list[bytes]]:
-        return self._job.statuses(slot.results(self._job.parts, np.uint32))
+        job = self._job
+        assert not isinstance(job, Exception)
+        return job.statuses(slot.results(job.parts, np.uint32))
 
 
 def _whole(loads: Sequence[Load]) -> int:
@@ -224,7 +230,8 @@ class Restorer:
                 says what was done.
 
         Raises:
-            UnsupportedError, ValueError: as ``plan.write``; nothing was started.
+            UnsupportedError, ValueError: as ``plan.write``; nothing was started. What is seen when
+                copies are under way is raised by ``Pending.wait``. Neither is waited for here.
         """
         requests = max([len(load.requests) for load in loads], default=0)
         grid = self._grid(memory, requests)
@@ -237,8 +244,9 @@ class Restorer:
         with self._device:
             if route is Route.COPY and (copier := self._buffers.get()):
                 return self._by_copies(loads, requests, stream, copier)
-            with self._device.job(stream) as slot:
+            with self._device.slot() as slot:
                 job = self._write(slot, loads, grid)
+            with self._device.job(stream, slot):
                 slot.upload(job.upload_bytes, stream)
                 slot.expect(job.parts)
                 self._launch(job, slot, grid, (0, job.parts), stream)
@@ -279,8 +287,13 @@ class Restorer:
         # What is first on the bus is on its way before the job is written.
         trip = copier.start(loads)
         try:
-            with self._device.job(stream) as slot:
-                job = self._write(slot, trip.loads, grid)
+            with self._device.slot() as slot:
+                try:
+                    job = self._write(slot, trip.loads, grid)
+                except Exception as wrong:
+                    slot.record(copier.stream)
+                    return Pending(self._device, slot, wrong, Route.COPY, 0)
+            with self._device.job(stream, slot):
                 self._device.bring("restore", slot, job.upload_bytes, stream)
                 slot.expect(job.parts)
                 for parts in trip.chunks(stream):
@@ -356,11 +369,15 @@ class Storer:
         Args:
             records: parts, as an array of ``plan.RECORD``; root and sums_address mean nothing.
             memory: where the payloads are.
+
+        Raises:
+            UnsupportedError: as ``plan.write``; nothing was started.
         """
         blocks = self._settings.grid(self._device, memory, requests=8).blocks
         with self._device:
-            with self._device.job(stream) as slot:
+            with self._device.slot() as slot:
                 job = plan.write(self._layout, [Load(records, [request])], allocate=slot.reserve)
+            with self._device.job(stream, slot):
                 slot.upload(job.upload_bytes, stream)
                 slot.expect(2 * job.tiles)
                 blocks = max(min(blocks, job.items), 1)

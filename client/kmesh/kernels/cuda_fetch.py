@@ -79,8 +79,9 @@ class Fetcher:
         size, count = int(ends[-1]) * UNIT, len(pieces)
         device = self._device
         with device:
-            with device.job(stream) as slot:
+            with device.slot() as slot:
                 slot.reserve(pieces.nbytes)[: pieces.nbytes] = pieces.view(np.uint8)
+            with device.job(stream, slot):
                 slot.upload(pieces.nbytes, stream)
                 slot.expect(size // 4)
                 blocks = min(count, _BLOCKS * device.multiprocessors)

@@ -61,40 +61,29 @@ class RoundSettings:
 
 
 class PendingRound(Started[RoundStatuses]):
-    """A round that was started. ``wait`` says what became of members and bases.
+    """A round that was started. ``wait`` says what became of members and bases; it raises
+    ``UnsupportedError``, as ``rounds.write``, if that was seen late. Then no page was written.
 
     Attributes:
         read_bytes: that its kernel reads, sums left out.
         route: what brings what is in host memory.
 
     Args:
-        job: why there is none, if that was seen when payloads were on their way already: then it
-            has ended when they are there, and no page is written.
+        job: or why there is none.
     """
 
     def __init__(
         self, device: Device, slot: Slot, job: rounds.RoundJob | Exception, route: Route
     ) -> None:
-        super().__init__(device, slot)
+        refused = job if isinstance(job, Exception) else None
+        super().__init__(device, slot, refused)
         self._job = job
         self.read_bytes = 0 if isinstance(job, Exception) else job.read_bytes
         self.route = route
 
-    def wait(self) -> RoundStatuses:
-        """Waits for the end; says what became of members and bases.
-
-        Raises:
-            UnsupportedError: as ``rounds.write``; no page was written.
-        """
-        statuses = super().wait()
-        if isinstance(self._job, Exception):
-            raise self._job
-        return statuses
-
     def _read(self, slot: Slot) -> RoundStatuses:
         job = self._job
-        if isinstance(job, Exception):
-            return RoundStatuses(b"", b"")
+        assert not isinstance(job, Exception)
         return job.statuses(slot.results(job.parts, np.uint32))
 
 

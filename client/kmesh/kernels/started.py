@@ -15,11 +15,14 @@ class Started(ABC, Generic[T]):
 
     Args:
         slot: its memory, which goes back to the device when the result was read.
+        refused: why there is no job, if that was seen when payloads were on their way already:
+            then it has ended when they are there, and nothing is written.
     """
 
-    def __init__(self, device: Device, slot: Slot) -> None:
+    def __init__(self, device: Device, slot: Slot, refused: Exception | None = None) -> None:
         self._device = device
         self._slot: Slot | None = slot
+        self._refused = refused
         self._result: T
 
     def done(self) -> bool:
@@ -27,12 +30,19 @@ class Started(ABC, Generic[T]):
         return self._slot is None or self._slot.done()
 
     def wait(self) -> T:
-        """Waits for the end; says what it came to, also when asked again."""
+        """Waits for the end; says what it came to, also when asked again.
+
+        Raises:
+            Exception: why there was no job.
+        """
         if self._slot is not None:
             self._slot.wait()
-            self._result = self._read(self._slot)
+            if self._refused is None:
+                self._result = self._read(self._slot)
             self._device.release(self._slot)
             self._slot = None
+        if self._refused is not None:
+            raise self._refused
         return self._result
 
     @abstractmethod

@@ -25,49 +25,49 @@ _sym_db = _symbol_database.Default()
 from kmesh.v1 import common_pb2 as kmesh_dot_v1_dot_common__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x16kmesh/v1/flights.proto\x12\x08kmesh.v1\x1a\x15kmesh/v1/common.proto\"j\n\x0c\x43laimRequest\x12\x0c\n\x04keys\x18\x01 \x01(\x0c\x12\x1f\n\x06shards\x18\x02 \x03(\x0b\x32\x0f.kmesh.v1.Shard\x12\x0c\n\x04salt\x18\x03 \x01(\x0c\x12\x0e\n\x06\x64\x65vice\x18\n \x01(\t\x12\r\n\x05place\x18\x04 \x01(\t\"\x85\x01\n\x0e\x46lightProgress\x12\r\n\x05\x62\x65gin\x18\x01 \x01(\r\x12\x0e\n\x06landed\x18\x02 \x01(\r\x12\x10\n\x08\x63omputed\x18\x03 \x01(\r\x12\x0e\n\x06\x61ge_ms\x18\x04 \x01(\x04\x12\x10\n\x08quiet_ms\x18\x05 \x01(\x04\x12\x10\n\x08pause_ms\x18\x06 \x01(\x04\x12\x0e\n\x06\x62\x65side\x18\x07 \x01(\x08\"\xc0\x01\n\rClaimResponse\x12$\n\x08standing\x18\x01 \x01(\x0e\x32\x12.kmesh.v1.Standing\x12\x0e\n\x06\x66light\x18\x02 \x01(\x04\x12\r\n\x05\x66irst\x18\x03 \x01(\r\x12\x0f\n\x07\x63overed\x18\x04 \x01(\r\x12\r\n\x05\x61head\x18\x05 \x01(\r\x12\x0e\n\x06landed\x18\x06 \x01(\r\x12\x0e\n\x06\x61ge_ms\x18\x07 \x01(\x04\x12*\n\x08progress\x18\x08 \x01(\x0b\x32\x18.kmesh.v1.FlightProgress\"|\n\x0c\x41waitRequest\x12\x0e\n\x06\x66light\x18\x01 \x01(\x04\x12\r\n\x05\x66irst\x18\x02 \x01(\r\x12\x0f\n\x07\x63overed\x18\x03 \x01(\r\x12\x1f\n\x06shards\x18\x04 \x03(\x0b\x32\x0f.kmesh.v1.Shard\x12\x0c\n\x04wait\x18\x05 \x01(\x04\x12\r\n\x05place\x18\x06 \x01(\t\"Y\n\rAwaitResponse\x12\"\n\x07\x61rrival\x18\x01 \x01(\x0e\x32\x11.kmesh.v1.Arrival\x12$\n\x05\x63\x61use\x18\x02 \x01(\x0e\x32\x15.kmesh.v1.FlightCause\",\n\x0cLeaveRequest\x12\x0e\n\x06\x66light\x18\x01 \x01(\x04\x12\x0c\n\x04wait\x18\x02 \x01(\x04\"\x1d\n\rLeaveResponse\x12\x0c\n\x04left\x18\x01 \x01(\r\"C\n\x0bLandRequest\x12\x0e\n\x06\x66light\x18\x01 \x01(\x04\x12$\n\x05\x63\x61use\x18\x02 \x01(\x0e\x32\x15.kmesh.v1.FlightCause\"\x1d\n\x0cLandResponse\x12\r\n\x05\x65nded\x18\x01 \x01(\x08\"B\n\x0fProgressRequest\x12\x0e\n\x06\x66light\x18\x01 \x01(\x04\x12\x10\n\x08\x63omputed\x18\x02 \x01(\r\x12\r\n\x05place\x18\x03 \x01(\t\">\n\x10ProgressResponse\x12*\n\x08progress\x18\x01 \x01(\x0b\x32\x18.kmesh.v1.FlightProgress\"7\n\x12ListFlightsRequest\x12\r\n\x05limit\x18\x01 \x01(\r\x12\x12\n\npage_token\x18\x02 \x01(\t\"\xa7\x01\n\nFlightInfo\x12\x0e\n\x06\x66light\x18\x01 \x01(\x04\x12\r\n\x05state\x18\x02 \x01(\t\x12\x0e\n\x06tenant\x18\x03 \x01(\t\x12\x0e\n\x06leader\x18\x04 \x01(\x04\x12\x0c\n\x04keys\x18\x05 \x01(\r\x12\x0e\n\x06landed\x18\x06 \x01(\r\x12\x0f\n\x07waiters\x18\x07 \x01(\r\x12\x0e\n\x06\x64\x65\x61ths\x18\x08 \x01(\r\x12\x0e\n\x06\x61ge_ms\x18\t \x01(\x04\x12\x0b\n\x03key\x18\n \x01(\x0c\"\x86\x01\n\tFetchInfo\x12\r\n\x05\x66\x65tch\x18\x01 \x01(\x04\x12\r\n\x05state\x18\x02 \x01(\t\x12\x0e\n\x06tenant\x18\x03 \x01(\t\x12\x0e\n\x06leader\x18\x04 \x01(\x04\x12\x0f\n\x07waiters\x18\x05 \x01(\r\x12\r\n\x05\x62ytes\x18\x06 \x01(\x04\x12\x0e\n\x06\x61ge_ms\x18\x07 \x01(\x04\x12\x0b\n\x03key\x18\x08 \x01(\x0c\"{\n\x13ListFlightsResponse\x12%\n\x07\x66lights\x18\x01 \x03(\x0b\x32\x14.kmesh.v1.FlightInfo\x12\x17\n\x0fnext_page_token\x18\x02 \x01(\t\x12$\n\x07\x66\x65tches\x18\x03 \x03(\x0b\x32\x13.kmesh.v1.FetchInfo*w\n\x08Standing\x12\x18\n\x14STANDING_UNSPECIFIED\x10\x00\x12\x11\n\rSTANDING_LEAD\x10\x01\x12\x16\n\x12STANDING_COMPUTING\x10\x02\x12\x13\n\x0fSTANDING_STORED\x10\x03\x12\x11\n\rSTANDING_NONE\x10\x04*[\n\x07\x41rrival\x12\x17\n\x13\x41RRIVAL_UNSPECIFIED\x10\x00\x12\x12\n\x0e\x41RRIVAL_LANDED\x10\x01\x12\x10\n\x0c\x41RRIVAL_LEAD\x10\x02\x12\x11\n\rARRIVAL_ENDED\x10\x03*\xfb\x01\n\x0b\x46lightCause\x12\x1c\n\x18\x46LIGHT_CAUSE_UNSPECIFIED\x10\x00\x12\x15\n\x11\x46LIGHT_CAUSE_DONE\x10\x01\x12\x18\n\x14\x46LIGHT_CAUSE_ABORTED\x10\x02\x12\x1a\n\x16\x46LIGHT_CAUSE_PREEMPTED\x10\x03\x12\x1b\n\x17\x46LIGHT_CAUSE_NOT_STORED\x10\x04\x12\x17\n\x13\x46LIGHT_CAUSE_CLOSED\x10\x05\x12\x19\n\x15\x46LIGHT_CAUSE_BACK_OFF\x10\x06\x12\x19\n\x15\x46LIGHT_CAUSE_DRAINING\x10\x07\x12\x15\n\x11\x46LIGHT_CAUSE_LEFT\x10\x08\x32N\n\x07\x46lights\x12\x43\n\x04List\x12\x1c.kmesh.v1.ListFlightsRequest\x1a\x1d.kmesh.v1.ListFlightsResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x16kmesh/v1/flights.proto\x12\x08kmesh.v1\x1a\x15kmesh/v1/common.proto\"j\n\x0c\x43laimRequest\x12\x0c\n\x04keys\x18\x01 \x01(\x0c\x12\x1f\n\x06shards\x18\x02 \x03(\x0b\x32\x0f.kmesh.v1.Shard\x12\x0c\n\x04salt\x18\x03 \x01(\x0c\x12\x0e\n\x06\x64\x65vice\x18\n \x01(\t\x12\r\n\x05place\x18\x04 \x01(\t\"\x85\x01\n\x0e\x46lightProgress\x12\r\n\x05\x62\x65gin\x18\x01 \x01(\r\x12\x0e\n\x06landed\x18\x02 \x01(\r\x12\x10\n\x08\x63omputed\x18\x03 \x01(\r\x12\x0e\n\x06\x61ge_ms\x18\x04 \x01(\x04\x12\x10\n\x08quiet_ms\x18\x05 \x01(\x04\x12\x10\n\x08pause_ms\x18\x06 \x01(\x04\x12\x0e\n\x06\x62\x65side\x18\x07 \x01(\x08\"\xac\x01\n\rClaimResponse\x12$\n\x08standing\x18\x01 \x01(\x0e\x32\x12.kmesh.v1.Standing\x12\x0e\n\x06\x66light\x18\x02 \x01(\x04\x12\r\n\x05\x66irst\x18\x03 \x01(\r\x12\x0f\n\x07\x63overed\x18\x04 \x01(\r\x12\r\n\x05\x61head\x18\x05 \x01(\r\x12*\n\x08progress\x18\x08 \x01(\x0b\x32\x18.kmesh.v1.FlightProgressJ\x04\x08\x06\x10\x07J\x04\x08\x07\x10\x08\"|\n\x0c\x41waitRequest\x12\x0e\n\x06\x66light\x18\x01 \x01(\x04\x12\r\n\x05\x66irst\x18\x02 \x01(\r\x12\x0f\n\x07\x63overed\x18\x03 \x01(\r\x12\x1f\n\x06shards\x18\x04 \x03(\x0b\x32\x0f.kmesh.v1.Shard\x12\x0c\n\x04wait\x18\x05 \x01(\x04\x12\r\n\x05place\x18\x06 \x01(\t\"Y\n\rAwaitResponse\x12\"\n\x07\x61rrival\x18\x01 \x01(\x0e\x32\x11.kmesh.v1.Arrival\x12$\n\x05\x63\x61use\x18\x02 \x01(\x0e\x32\x15.kmesh.v1.FlightCause\",\n\x0cLeaveRequest\x12\x0e\n\x06\x66light\x18\x01 \x01(\x04\x12\x0c\n\x04wait\x18\x02 \x01(\x04\"\x1d\n\rLeaveResponse\x12\x0c\n\x04left\x18\x01 \x01(\r\"C\n\x0bLandRequest\x12\x0e\n\x06\x66light\x18\x01 \x01(\x04\x12$\n\x05\x63\x61use\x18\x02 \x01(\x0e\x32\x15.kmesh.v1.FlightCause\"\x1d\n\x0cLandResponse\x12\r\n\x05\x65nded\x18\x01 \x01(\x08\"B\n\x0fProgressRequest\x12\x0e\n\x06\x66light\x18\x01 \x01(\x04\x12\x10\n\x08\x63omputed\x18\x02 \x01(\r\x12\r\n\x05place\x18\x03 \x01(\t\">\n\x10ProgressResponse\x12*\n\x08progress\x18\x01 \x01(\x0b\x32\x18.kmesh.v1.FlightProgress\"7\n\x12ListFlightsRequest\x12\r\n\x05limit\x18\x01 \x01(\r\x12\x12\n\npage_token\x18\x02 \x01(\t\"\xa7\x01\n\nFlightInfo\x12\x0e\n\x06\x66light\x18\x01 \x01(\x04\x12\r\n\x05state\x18\x02 \x01(\t\x12\x0e\n\x06tenant\x18\x03 \x01(\t\x12\x0e\n\x06leader\x18\x04 \x01(\x04\x12\x0c\n\x04keys\x18\x05 \x01(\r\x12\x0e\n\x06landed\x18\x06 \x01(\r\x12\x0f\n\x07waiters\x18\x07 \x01(\r\x12\x0e\n\x06\x64\x65\x61ths\x18\x08 \x01(\r\x12\x0e\n\x06\x61ge_ms\x18\t \x01(\x04\x12\x0b\n\x03key\x18\n \x01(\x0c\"\x86\x01\n\tFetchInfo\x12\r\n\x05\x66\x65tch\x18\x01 \x01(\x04\x12\r\n\x05state\x18\x02 \x01(\t\x12\x0e\n\x06tenant\x18\x03 \x01(\t\x12\x0e\n\x06leader\x18\x04 \x01(\x04\x12\x0f\n\x07waiters\x18\x05 \x01(\r\x12\r\n\x05\x62ytes\x18\x06 \x01(\x04\x12\x0e\n\x06\x61ge_ms\x18\x07 \x01(\x04\x12\x0b\n\x03key\x18\x08 \x01(\x0c\"{\n\x13ListFlightsResponse\x12%\n\x07\x66lights\x18\x01 \x03(\x0b\x32\x14.kmesh.v1.FlightInfo\x12\x17\n\x0fnext_page_token\x18\x02 \x01(\t\x12$\n\x07\x66\x65tches\x18\x03 \x03(\x0b\x32\x13.kmesh.v1.FetchInfo*w\n\x08Standing\x12\x18\n\x14STANDING_UNSPECIFIED\x10\x00\x12\x11\n\rSTANDING_LEAD\x10\x01\x12\x16\n\x12STANDING_COMPUTING\x10\x02\x12\x13\n\x0fSTANDING_STORED\x10\x03\x12\x11\n\rSTANDING_NONE\x10\x04*[\n\x07\x41rrival\x12\x17\n\x13\x41RRIVAL_UNSPECIFIED\x10\x00\x12\x12\n\x0e\x41RRIVAL_LANDED\x10\x01\x12\x10\n\x0c\x41RRIVAL_LEAD\x10\x02\x12\x11\n\rARRIVAL_ENDED\x10\x03*\xfb\x01\n\x0b\x46lightCause\x12\x1c\n\x18\x46LIGHT_CAUSE_UNSPECIFIED\x10\x00\x12\x15\n\x11\x46LIGHT_CAUSE_DONE\x10\x01\x12\x18\n\x14\x46LIGHT_CAUSE_ABORTED\x10\x02\x12\x1a\n\x16\x46LIGHT_CAUSE_PREEMPTED\x10\x03\x12\x1b\n\x17\x46LIGHT_CAUSE_NOT_STORED\x10\x04\x12\x17\n\x13\x46LIGHT_CAUSE_CLOSED\x10\x05\x12\x19\n\x15\x46LIGHT_CAUSE_BACK_OFF\x10\x06\x12\x19\n\x15\x46LIGHT_CAUSE_DRAINING\x10\x07\x12\x15\n\x11\x46LIGHT_CAUSE_LEFT\x10\x08\x32N\n\x07\x46lights\x12\x43\n\x04List\x12\x1c.kmesh.v1.ListFlightsRequest\x1a\x1d.kmesh.v1.ListFlightsResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'kmesh.v1.flights_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_STANDING']._serialized_start=1513
-  _globals['_STANDING']._serialized_end=1632
-  _globals['_ARRIVAL']._serialized_start=1634
-  _globals['_ARRIVAL']._serialized_end=1725
-  _globals['_FLIGHTCAUSE']._serialized_start=1728
-  _globals['_FLIGHTCAUSE']._serialized_end=1979
+  _globals['_STANDING']._serialized_start=1493
+  _globals['_STANDING']._serialized_end=1612
+  _globals['_ARRIVAL']._serialized_start=1614
+  _globals['_ARRIVAL']._serialized_end=1705
+  _globals['_FLIGHTCAUSE']._serialized_start=1708
+  _globals['_FLIGHTCAUSE']._serialized_end=1959
   _globals['_CLAIMREQUEST']._serialized_start=59
   _globals['_CLAIMREQUEST']._serialized_end=165
   _globals['_FLIGHTPROGRESS']._serialized_start=168
   _globals['_FLIGHTPROGRESS']._serialized_end=301
   _globals['_CLAIMRESPONSE']._serialized_start=304
-  _globals['_CLAIMRESPONSE']._serialized_end=496
-  _globals['_AWAITREQUEST']._serialized_start=498
-  _globals['_AWAITREQUEST']._serialized_end=622
-  _globals['_AWAITRESPONSE']._serialized_start=624
-  _globals['_AWAITRESPONSE']._serialized_end=713
-  _globals['_LEAVEREQUEST']._serialized_start=715
-  _globals['_LEAVEREQUEST']._serialized_end=759
-  _globals['_LEAVERESPONSE']._serialized_start=761
-  _globals['_LEAVERESPONSE']._serialized_end=790
-  _globals['_LANDREQUEST']._serialized_start=792
-  _globals['_LANDREQUEST']._serialized_end=859
-  _globals['_LANDRESPONSE']._serialized_start=861
-  _globals['_LANDRESPONSE']._serialized_end=890
-  _globals['_PROGRESSREQUEST']._serialized_start=892
-  _globals['_PROGRESSREQUEST']._serialized_end=958
-  _globals['_PROGRESSRESPONSE']._serialized_start=960
-  _globals['_PROGRESSRESPONSE']._serialized_end=1022
-  _globals['_LISTFLIGHTSREQUEST']._serialized_start=1024
-  _globals['_LISTFLIGHTSREQUEST']._serialized_end=1079
-  _globals['_FLIGHTINFO']._serialized_start=1082
-  _globals['_FLIGHTINFO']._serialized_end=1249
-  _globals['_FETCHINFO']._serialized_start=1252
-  _globals['_FETCHINFO']._serialized_end=1386
-  _globals['_LISTFLIGHTSRESPONSE']._serialized_start=1388
-  _globals['_LISTFLIGHTSRESPONSE']._serialized_end=1511
-  _globals['_FLIGHTS']._serialized_start=1981
-  _globals['_FLIGHTS']._serialized_end=2059
+  _globals['_CLAIMRESPONSE']._serialized_end=476
+  _globals['_AWAITREQUEST']._serialized_start=478
+  _globals['_AWAITREQUEST']._serialized_end=602
+  _globals['_AWAITRESPONSE']._serialized_start=604
+  _globals['_AWAITRESPONSE']._serialized_end=693
+  _globals['_LEAVEREQUEST']._serialized_start=695
+  _globals['_LEAVEREQUEST']._serialized_end=739
+  _globals['_LEAVERESPONSE']._serialized_start=741
+  _globals['_LEAVERESPONSE']._serialized_end=770
+  _globals['_LANDREQUEST']._serialized_start=772
+  _globals['_LANDREQUEST']._serialized_end=839
+  _globals['_LANDRESPONSE']._serialized_start=841
+  _globals['_LANDRESPONSE']._serialized_end=870
+  _globals['_PROGRESSREQUEST']._serialized_start=872
+  _globals['_PROGRESSREQUEST']._serialized_end=938
+  _globals['_PROGRESSRESPONSE']._serialized_start=940
+  _globals['_PROGRESSRESPONSE']._serialized_end=1002
+  _globals['_LISTFLIGHTSREQUEST']._serialized_start=1004
+  _globals['_LISTFLIGHTSREQUEST']._serialized_end=1059
+  _globals['_FLIGHTINFO']._serialized_start=1062
+  _globals['_FLIGHTINFO']._serialized_end=1229
+  _globals['_FETCHINFO']._serialized_start=1232
+  _globals['_FETCHINFO']._serialized_end=1366
+  _globals['_LISTFLIGHTSRESPONSE']._serialized_start=1368
+  _globals['_LISTFLIGHTSRESPONSE']._serialized_end=1491
+  _globals['_FLIGHTS']._serialized_start=1961
+  _globals['_FLIGHTS']._serialized_end=2039
 # @@protoc_insertion_point(module_scope)

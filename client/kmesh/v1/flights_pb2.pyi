@@ -226,8 +226,6 @@ class ClaimResponse(_message.Message):
     FIRST_FIELD_NUMBER: _builtins.int
     COVERED_FIELD_NUMBER: _builtins.int
     AHEAD_FIELD_NUMBER: _builtins.int
-    LANDED_FIELD_NUMBER: _builtins.int
-    AGE_MS_FIELD_NUMBER: _builtins.int
     PROGRESS_FIELD_NUMBER: _builtins.int
     standing: Global___Standing.ValueType
     flight: _builtins.int
@@ -239,16 +237,10 @@ class ClaimResponse(_message.Message):
     """
     covered: _builtins.int
     ahead: _builtins.int
-    """COMPUTING only.
-    keys that have yet to land until all covered ones have
-    """
-    landed: _builtins.int
-    """keys that its present leader has landed"""
-    age_ms: _builtins.int
-    """since its present leader began"""
+    """COMPUTING: keys that have yet to land until all covered ones have"""
     @_builtins.property
     def progress(self) -> Global___FlightProgress:
-        """LEAD, COMPUTING. Absent: the daemon is too old for Progress."""
+        """LEAD, COMPUTING"""
 
     def __init__(
         self,
@@ -258,13 +250,11 @@ class ClaimResponse(_message.Message):
         first: _builtins.int = ...,
         covered: _builtins.int = ...,
         ahead: _builtins.int = ...,
-        landed: _builtins.int = ...,
-        age_ms: _builtins.int = ...,
         progress: Global___FlightProgress | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["progress", b"progress"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["age_ms", b"age_ms", "ahead", b"ahead", "covered", b"covered", "first", b"first", "flight", b"flight", "landed", b"landed", "progress", b"progress", "standing", b"standing"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["ahead", b"ahead", "covered", b"covered", "first", b"first", "flight", b"flight", "progress", b"progress", "standing", b"standing"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

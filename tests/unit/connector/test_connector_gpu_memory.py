@@ -12,13 +12,21 @@ from fake_gpu_streams import FakeGpu
 from gpu_cases import DIGEST, Make, promised, prompt, stored_by, warm
 from mini_engine import WAIT, MiniEngine, until
 
+from kmesh import _host
 from kmesh.cuda import proof
 from kmesh.cuda.driver import Attribute
-from kmesh.errors import CudaError, NotFound, UnsupportedError
+from kmesh.errors import (
+    ConnectionClosed,
+    CudaError,
+    DeadlineExceeded,
+    NotFound,
+    UnsupportedError,
+)
 from kmesh.handles import HandleKind
 from kmesh.session import Session
 from kmesh.testing import FakeDaemon
-from kmesh_vllm import gpumemory, gpumover
+from kmesh_vllm import bringing, gpumemory, gpumover
+from kmesh_vllm.bringing import Bringer
 from kmesh_vllm.gpumemory import GpuMemory
 
 
@@ -228,6 +236,63 @@ def test_what_is_to_go_waits_for_no_load_that_began_later(daemon: FakeDaemon, ho
             assert memory.close()
             gpu.close()
             del session.index
+
+
+def test_what_is_brought_for_a_load_keeps_what_the_load_had(
+    daemon: FakeDaemon, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The slab was given up between the load's beginning and its turn; then the GPU hangs, and the
+    load ends."""
+    gpu = FakeGpu()
+    monkeypatch.setattr(bringing, "_DEVICE_WAIT", 0.01)
+    with daemon.connect() as session:
+        memory = GpuMemory(gpu.device, lambda: session)
+        bringer = Bringer(gpu, memory.join, memory.end)
+        try:
+            load = memory.begin()
+            slab = memory.attach(session, 0)
+            session._slabs.forget([0])
+            until(lambda: memory._gone, WAIT)
+            gpu.held = True
+            with pytest.raises(DeadlineExceeded):
+                bringer.data(slab.address, 64)
+            memory.end(load)
+            later = memory.begin()
+            memory.changed()
+            until(lambda: not memory._wake.is_set(), WAIT)
+            assert len(gpu.driver._registered) == 1, "memory went while it was read"
+            gpu.held = False
+            gpu.run()
+            # The next turn lets it go.
+            other = bytearray(64)
+            bringer.data(_host.address(other), 64)
+            until(lambda: not gpu.driver._registered, WAIT)
+            memory.end(later)
+            assert not memory._loads
+        finally:
+            bringer.close()
+            assert memory.close()
+            gpu.close()
+            del session.index
+
+
+def test_a_thread_that_comes_late_with_an_ended_session_takes_nothing_away(
+    daemon: FakeDaemon,
+) -> None:
+    gpu = FakeGpu()
+    with daemon.connect() as old, daemon.connect() as session:
+        memory = GpuMemory(gpu.device, lambda: session)
+        try:
+            slab = memory.attach(session, 0)
+            old.close()
+            with pytest.raises(ConnectionClosed):
+                memory.attach(old, 0)
+            assert memory.attached(session, 0) is slab
+            assert not memory._ended
+        finally:
+            assert memory.close()
+            gpu.close()
+            del old.index, session.index
 
 
 def test_host_memory_that_the_gpu_can_not_read(

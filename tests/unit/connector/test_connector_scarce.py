@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import threading
 from collections.abc import Callable
 
 import pytest
@@ -65,3 +66,36 @@ def test_staging_that_can_not_be_mapped(
     assert (daemon.spans, daemon.reservations) == (0, 0)
     # The step was computed all the same.
     assert one.wrong(7, BLOCKS, 0, 128) == []
+
+
+@pytest.mark.parametrize("pool", ["kmesh-load", "kmesh-wait"])
+def test_a_load_for_which_there_is_no_thread(
+    engine: Make, daemon: FakeDaemon, caplog: pytest.LogCaptureFixture, pool: str
+) -> None:
+    """The step goes on without it; the next load finds one."""
+    one, other, start = engine("a"), engine("b"), threading.Thread.start
+
+    def refused(thread: threading.Thread) -> None:
+        if thread.name.startswith(pool):
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    for turn in range(2):
+        name, tokens = f"{turn}", prompt(128)[turn:]
+        one.scheduler.add(name, tokens, DIGEST)
+        assert one.match(name, 0, len(tokens)) == 0
+        one.prefill(name, 7, [1, 2, 3, 4], 0, len(tokens))
+        until(lambda: daemon.spans == 2 + 2 * turn)  # noqa: B023
+        one.scheduler.finished(name)
+        other.scheduler.add(name, tokens, DIGEST)
+        assert other.match(name, 0, len(tokens)) == 96
+        with pytest.MonkeyPatch.context() as patch:
+            if not turn:
+                patch.setattr(threading.Thread, "start", refused)
+            outcome = other.load(name, BLOCKS[:3], 96)
+        assert outcome.bad_blocks == (set() if turn else set(BLOCKS[:3]))
+        other.scheduler.finished(name)
+        until(lambda: daemon.leases == 0)
+    assert other.workers[0].counts.take()["load_failed_error"] == 1
+    assert other.wrong(7, BLOCKS[:3], 0, 96) == []
+    assert caplog.messages == ["a load failed: can't start new thread"]

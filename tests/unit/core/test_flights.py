@@ -24,8 +24,6 @@ def test_the_first_leads_and_the_others_wait_until_it_has_landed(world: World) -
         0,
         2,
         ahead=2,
-        landed=0,
-        age_ms=70,
         progress=rs.Progress(age_ms=70, quiet_ms=70),
     )
     waiting = join(world, other, [A, B, D])
@@ -34,7 +32,7 @@ def test_the_first_leads_and_the_others_wait_until_it_has_landed(world: World) -
     assert answer(world, other, waiting) is None
     assert world.claim(other, [A, B]).standing == Standing.STORED
     found = world.claim(other, [B, C, D])
-    assert (found.first, found.covered, found.ahead, found.landed) == (1, 2, 2, 1)
+    assert (found.first, found.covered, found.ahead, found.progress.landed) == (1, 2, 2, 1)
     world.store(leader, [B])
     assert answer(world, other, waiting) == LANDED
     assert world.core.counters["flight_landed"] == 0

@@ -226,6 +226,26 @@ def test_victims_without_room_beside_them_hide_no_others_for_long(
 
 
 @pytest.mark.parametrize("policy", [LRU, S3FIFO])
+def test_victims_without_room_beside_them_are_in_vain_once(
+    monkeypatch: pytest.MonkeyPatch, policy: type[Policy]
+) -> None:
+    """What is evicted behind them gives them no room; those that it does are found in time."""
+    monkeypatch.setattr(victims, "MAX_TRIES", 4)
+    world, one, two = full(policy)
+    held = [world.acquire(two, [key(n)]).lease for n in range(0, 10, 2)]
+    wide = {"length": 2 * TILE_BYTES}
+    told = [reasons(world.reserve(one, [key(("wide", n))], **wide)) for n in range(4)]
+    assert told == [[Reason.POOL_FULL], [0], [0], [0]]
+    seen = world.acquire(one, [key(n) for n in range(9)])
+    assert not any(reasons(seen))
+    world.release(one, [seen.lease])
+    world.release(two, held)
+    told = [reasons(world.reserve(one, [key(("late", n))], **wide)) for n in range(2)]
+    assert told == [[0], [0]]
+    world.check()
+
+
+@pytest.mark.parametrize("policy", [LRU, S3FIFO])
 def test_a_look_that_finds_no_room_leaves_the_order_as_it_is(
     monkeypatch: pytest.MonkeyPatch, policy: type[Policy]
 ) -> None:

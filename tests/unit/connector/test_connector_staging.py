@@ -1,0 +1,42 @@
+"""Staging that a worker is given: its pages are there before a step would wait for each of them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from mini_engine import until
+from test_connector_halves import Make, prompt, stored_by
+
+from kmesh.testing import FakeDaemon
+
+
+def mapped(address: int) -> int:
+    """Bytes of the mapping that begins there whose pages this process has touched."""
+    lines = iter(Path("/proc/self/smaps").read_text().splitlines())
+    assert any(line.startswith(f"{address:08x}-") for line in lines)
+    return next(int(line.split()[1]) << 10 for line in lines if line.startswith("Rss:"))
+
+
+def test_a_first_store_has_all_pages_of_staging_touched_behind_it(
+    engine: Make, daemon: FakeDaemon
+) -> None:
+    one = engine("a")
+    stored_by(one, daemon, prompt(128))
+    saver = one.workers[0]._saver
+    assert saver is not None
+    given = saver._reserver._given
+    assert given is not None
+    staging = given[1]
+    assert staging.size == one.settings.staging_bytes
+    until(lambda: mapped(staging.address) == staging.size)
+
+
+def test_what_the_staging_holds_stays_when_it_is_touched(daemon: FakeDaemon) -> None:
+    with daemon.connect() as session:
+        staging = session.staging(5 << 20)
+        with staging.view() as view:
+            view[:: 1 << 16] = bytes(range(80))
+            staging.touch()
+            assert mapped(staging.address) == staging.size
+            assert bytes(view[:: 1 << 16]) == bytes(range(80))
+        del staging
