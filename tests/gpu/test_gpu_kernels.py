@@ -204,7 +204,7 @@ def test_a_restore_that_is_refused_leaves_the_next_one_alone(
     restorer = Restorer(gpu.layout)
     for _ in range(5):
         with pytest.raises(ValueError, match="nothing says how"):
-            restorer.restore([turned], stream, memory=Memory.HOST, route=route)
+            restorer.restore([turned], stream, memory=Memory.HOST, route=route).wait()
     pending = restorer.restore([good], stream, memory=Memory.HOST, route=route)
     assert pending.wait() == [[b"\0"]]
     assert pending.route is route

@@ -36,7 +36,8 @@ def test_pieces_come_in_their_order(gpu: Gpu, turns: list[list[tuple[int, int]]]
         assert one.done()
         assert one.wait() is one.wait()
     fetcher.close()
-    assert {name for name, _, _ in gpu.launched} == {"kmesh_round_fetch"}
+    launched = {name for name, _, _ in gpu.launched}
+    assert launched == {"kmesh_round_upload", "kmesh_round_fetch"}
 
 
 @pytest.mark.parametrize("wrong", ["address", "size"])

@@ -247,7 +247,7 @@ class Restorer:
             with self._device.slot() as slot:
                 job = self._write(slot, loads, grid)
             with self._device.job(stream, slot):
-                slot.upload(job.upload_bytes, stream)
+                self._device.bring("restore", slot, job.upload_bytes, stream)
                 slot.expect(job.parts)
                 self._launch(job, slot, grid, (0, job.parts), stream)
             return Pending(self._device, slot, job, Route.KERNEL, job.read_bytes)
@@ -378,7 +378,7 @@ class Storer:
             with self._device.slot() as slot:
                 job = plan.write(self._layout, [Load(records, [request])], allocate=slot.reserve)
             with self._device.job(stream, slot):
-                slot.upload(job.upload_bytes, stream)
+                self._device.bring("store", slot, job.upload_bytes, stream)
                 slot.expect(2 * job.tiles)
                 blocks = max(min(blocks, job.items), 1)
                 name = f"kmesh_store_{job.vector}"

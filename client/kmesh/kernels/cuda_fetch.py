@@ -82,7 +82,7 @@ class Fetcher:
             with device.slot() as slot:
                 slot.reserve(pieces.nbytes)[: pieces.nbytes] = pieces.view(np.uint8)
             with device.job(stream, slot):
-                slot.upload(pieces.nbytes, stream)
+                device.bring("round", slot, pieces.nbytes, stream)
                 slot.expect(size // 4)
                 blocks = min(count, _BLOCKS * device.multiprocessors)
                 device.launch("round", "kmesh_round_fetch", blocks, 0, slot, (0, count), stream)

@@ -155,7 +155,7 @@ class RoundRestorer:
             with device.slot() as slot:
                 job = self._write(slot, round, self._settings.slow_ctas)
             with device.job(stream, slot):
-                slot.upload(job.upload_bytes, stream)
+                device.bring("round", slot, job.upload_bytes, stream)
                 slot.expect(job.parts)
                 self._launch(job, slot, (0, job.parts), stream)
             return PendingRound(device, slot, job, Route.KERNEL)

@@ -2,13 +2,12 @@
 // which items there are, and where each of their rows belongs.
 #pragma once
 #include "turning.cuh"
+#include "upload.cuh"
 
 // Of a stage.
 enum { ITEM_BYTES = 16384 };
 
 enum Result { DONE = 0, BAD_ROOT = 1, BAD_TILE = 2 };
-// Parts of the job that one launch moves.
-struct Range { u32 begin, end; };
 // Items, or units, of this block: every one in `stride`, from `begin` on.
 struct Lot { u32 begin, end, stride; };
 
@@ -300,18 +299,3 @@ __device__ inline void finish(const Job *job, u32 *results, Range range, u8 *sha
         tell_host(results + p, DONE);
 #endif
 }
-
-// A job, of so many vectors, from where the host wrote it. The copy engine would bring it behind all
-// that it has been asked for.
-__device__ inline void upload(Vec16 *job, const Vec16 *written, Range vectors) {
-    const u32 step = threads() * blocks();
-    for (u32 i = vectors.begin + block() * threads() + thread(); i < vectors.end; i += step)
-        job[i] = load_once(written + i);
-}
-
-#ifndef KM_UPLOAD_ENTRY
-#define KM_UPLOAD_ENTRY(name)                                                            \
-    extern "C" __global__ void name(Vec16 *job, const Vec16 *written, Range vectors) { \
-        upload(job, written, vectors);                                                   \
-    }
-#endif

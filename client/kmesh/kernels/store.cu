@@ -1,5 +1,6 @@
 // Paged KV to span payloads, with the sums of what was written.
 #include "paged.cuh"
+#include "upload.cuh"
 
 template <typename V>
 __device__ inline void gather(const Job *job, const Item &item, Sums *sums) {
@@ -54,6 +55,8 @@ __device__ inline void store(const Job *job, u64 *results, u32 *last) {
         *(volatile u64 *)(results + t) = sums[t];
     system_fence();
 }
+
+KM_UPLOAD_ENTRY(kmesh_store_upload)
 
 #ifndef KM_ENTRY
 #define KM_ENTRY(name, vector)                                                                \
