@@ -153,11 +153,13 @@ class Holding(Grounds):
         except Exception:
             self.policy_failed()
 
-    def _enter(self, row: int) -> None:
-        try:
-            self.tenant_of(row).order.enter(row, self.table.name_of(row))
-        except Exception:
-            self.policy_failed()
+    def _enter(self, rows: Sequence[int]) -> None:
+        order = self.tenant_of(rows[0]).order
+        for row in rows:
+            try:
+                order.enter(row, self.table.name_of(row))
+            except Exception:
+                self.policy_failed()
 
     def _evicted(self, row: int) -> None:
         try:
