@@ -29,12 +29,13 @@ static const host_named ground_named[] = {
     {"words 0", 8}, {"words 1", 8}, {"words 2", 8}, {"words 3", 8}, {"index", 4},
     {"owner", 4},   {"scope", 2},   {"space", 4},   {"tokens", 2},  {"start", 4},
     {"slab", 2},    {"tile", 4},    {"length", 4},  {"root", 8},    {"born", 4},
+    {"used", 4},
 };
 static const host_named arrivals_named[] = {
     {"data", 1},   {"slots", 4}, {"kinds", 4},  {"which", 4},
     {"scopes", 2}, {"folds", 8}, {"spaces", 4},
 };
-enum { GROUND_COLUMNS = 15, ARRIVALS_COLUMNS = 7, GROUND_INDEX = 4, GROUND_OWNER = 5 };
+enum { GROUND_COLUMNS = 16, ARRIVALS_COLUMNS = 7, GROUND_INDEX = 4, GROUND_OWNER = 5 };
 
 // What the columns mean, or what is wrong with them.
 static const char *ground_open(const km_column *c, km_ground *ground) {
@@ -53,6 +54,7 @@ static const char *ground_open(const km_column *c, km_ground *ground) {
                           .length = c[12].at,
                           .root = c[13].at,
                           .born = c[14].at,
+                          .used = c[15].at,
                           .rows = rows,
                           .mask = c[4].count - 1,
                           .tiles = c[5].count};

@@ -31,7 +31,7 @@ typedef struct {
     uint16_t *slab;
     uint32_t *tile, *length;
     uint64_t *root;
-    uint32_t *born;
+    uint32_t *born, *used;
     size_t rows;
     uint64_t mask, tiles;
 } km_ground;
@@ -114,6 +114,7 @@ static int km_place_one(const km_ground *ground, const km_arrivals *in, const km
     ground->length[row] = record.length;
     ground->root[row] = record.root;
     ground->born[row] = record.born < terms->tick ? record.born : (uint32_t)terms->tick;
+    ground->used[row] = (uint32_t)terms->tick;
     return 1;
 }
 

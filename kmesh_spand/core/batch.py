@@ -37,6 +37,7 @@ class Ground(NamedTuple):
     length: array[int]
     root: array[int]
     born: array[int]
+    used: array[int]
 
 
 class Arrivals(NamedTuple):
@@ -216,6 +217,7 @@ def _place(ground: Ground, arrivals: Arrivals, terms: Terms, number: int) -> boo
     ground.length[row] = length
     ground.root[row] = root
     ground.born[row] = min(born, terms.tick)
+    ground.used[row] = terms.tick
     return True
 
 

@@ -154,12 +154,10 @@ class Holding(Grounds):
             self.policy_failed()
 
     def _enter(self, rows: Sequence[int]) -> None:
-        order = self.tenant_of(rows[0]).order
-        for row in rows:
-            try:
-                order.enter(row, self.table.name_of(row))
-            except Exception:
-                self.policy_failed()
+        try:
+            self.tenant_of(rows[0]).order.enter_all(rows, self.table.name_of)
+        except Exception:
+            self.policy_failed()
 
     def _evicted(self, row: int) -> None:
         try:

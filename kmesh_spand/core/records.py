@@ -29,6 +29,7 @@ class Records:
         data: the records, ``RECORD_BYTES`` each.
 
     Attributes:
+        states: ``State`` of each record.
         kinds: of each record, which of ``pairs`` it has.
         pairs: distinct (shard code, namespace).
     """
@@ -36,6 +37,7 @@ class Records:
     def __init__(self, slots: Sequence[int] = (), data: bytes = b"") -> None:
         self.slots = slots if isinstance(slots, array) else array("I", slots)
         self.data = data
+        self.states = bytearray(data[_STATE::RECORD_BYTES])
         numbers: dict[tuple[int, bytes], int] = _Numbers()
         self.kinds = array("I", map(numbers.__getitem__, _KIND.iter_unpack(data)))
         self.pairs = list(numbers)
@@ -53,15 +55,6 @@ class Records:
             return self
         kept = sum(slot < slots for slot in self.slots)
         return Records(self.slots[:kept], self.data[: kept * RECORD_BYTES])
-
-    def state(self, number: int) -> int:
-        """``State`` of one."""
-        return self.data[number * RECORD_BYTES + _STATE]
-
-    @property
-    def states(self) -> bytes:
-        """``State`` of each."""
-        return self.data[_STATE::RECORD_BYTES]
 
     @property
     def generations(self) -> list[int]:

@@ -22,6 +22,11 @@ from kmesh_spand.core.tags import mix, scope
 from kmesh_spand.core.tenants import Tenant
 from kmesh_spand.core.verify import Verifier
 
+# Tables for ``bytes.translate``: which states are of spans and of aliases, and what is 0.
+_SPANS = bytes(state == State.COMMITTED for state in range(256))
+_ALIASES = bytes(state == State.ALIAS for state in range(256))
+_OTHERS = bytes(value == 0 for value in range(256))
+
 
 class Recovery:
     """Places recovered records slab by slab, as the slabs become known.
@@ -110,12 +115,12 @@ class Recovery:
             self._records, self._dense = Records(), []
 
     def _place(self, number: int, waiting: Rows, tenant: Tenant) -> None:
-        states = [self._records.state(each) for each in waiting]
-        spans = array("I", compress(waiting, [state == State.COMMITTED for state in states]))
+        states = self._store.table.batch.gather_bytes(waiting, self._records.states)
+        spans = array("I", compress(waiting, states.translate(_SPANS)))
         held = self._spans(number, spans, tenant)
-        self._drop_all(compress(spans, [not each for each in held]))
+        self._drop_all(compress(spans, held.translate(_OTHERS)))
         self._store.slabs[number].rescan()
-        for each in compress(waiting, [state == State.ALIAS for state in states]):
+        for each in compress(waiting, states.translate(_ALIASES)):
             self._alias(each, tenant)
 
     def _spans(self, number: int, spans: Rows, tenant: Tenant) -> bytearray:

@@ -164,15 +164,14 @@ class SpanStore(Holding):
         return new
 
     def recover(self, rows: Rows) -> None:
-        """``move`` free rows with RECOVER: placed spans of one slab, whose ``born`` is known."""
+        """``move`` free rows with RECOVER: spans of one slab that were just placed."""
         if not rows:
             return
-        table, batch, tick = self.table, self.table.batch, self.tick
+        table, batch = self.table, self.table.batch
         assert batch.gather_bytes(rows, table.state).count(State.FREE) == len(rows)
         new = TRANSITIONS[State.FREE, Trigger.RECOVER]
         for row in rows:
             table.state[row] = new
-            table.used[row] = tick
         self.by_state[State.FREE] -= len(rows)
         self.by_state[new] += len(rows)
         self._enter(rows)

@@ -141,6 +141,7 @@ class SpanTable:
             self.length,
             self.root,
             self.born,
+            self.used,
         )
 
     def name_of(self, row: int) -> int:

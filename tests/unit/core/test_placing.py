@@ -281,7 +281,7 @@ def ground(**columns: array[int]) -> Ground:
         (words, zeros("Q"), zeros("Q"), zeros("Q")),
         zeros("I", 8),
         zeros("I", TILES),
-        *(zeros(kind) for kind in "HIHIHIIQI"),
+        *(zeros(kind) for kind in "HIHIHIIQII"),
     )
     return made._replace(**columns)
 

@@ -76,10 +76,9 @@ def test_what_is_read_is_what_each_slot_says(
     assert list(found.slots) == list(good)
     assert [found[number] for number in range(len(found))] == list(good.values())
     assert list(damaged) == [slot for slot in range(count) if slots[slot][0] and slot not in good]
-    assert list(found.states) == [found.state(number) for number in range(len(found))]
     for number, (slot, record) in enumerate(good.items()):
         assert found.data[number * RECORD_BYTES :][:RECORD_BYTES] == slots[slot]
-        assert found.state(number) == record.state
+        assert found.states[number] == record.state
         assert found.generations[number] == record.generation
         assert found.slabs[number] == record.slab
         assert found.dense[number] == record.dense
