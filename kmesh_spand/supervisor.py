@@ -428,6 +428,16 @@ class Supervisor:
             logger.error("control could not start")
             self._failed = 1
         self._control_at = self._control_backoff.died(now)
+        self._prepare()
+
+    def _prepare(self) -> None:
+        """The next control loads its code while the worker goes, which has much to unmap."""
+        if self._stop_signal or self._halting or self._failed:
+            return
+        try:
+            self._prepared = Prepared(self._holdings.storage.drop_writable)
+        except OSError as failed:
+            logger.warning("the next control is prepared later: %s", failed)
 
     # The daemon that follows: ``handover.House``.
 
