@@ -83,6 +83,13 @@ class ControlKeeper:
         """This is the way to it: non-blocking, and ours from now on."""
         self.sock, self._outbox = sock, Outbox(sock)
 
+    def prepare(self, held: Holdings) -> None:
+        """Has the next one load its code while the store worker goes, which has much to unmap."""
+        try:
+            self._prepared = Prepared(held.storage.drop_writable)
+        except OSError as failed:
+            logger.warning("the next control is prepared later: %s", failed)
+
     def put_off(self, now: float) -> None:
         """It died, or could not be started: the next one is due later."""
         self.start_at = self._backoff.died(now)

@@ -346,6 +346,8 @@ class Supervisor:
         if not self._control.worked and status >= 0 and not self._stop_signal:
             logger.error("control could not start")
             self._failed = 1
+        if not (self._stop_signal or self._halting or self._failed):
+            self._control.prepare(self._holdings)
 
     # The daemon that follows: ``handover.House``.
 

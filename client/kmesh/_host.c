@@ -9,6 +9,7 @@
 #include <stdlib.h>
 
 #include "_host_args.h"
+#include "_host_arrivals.h"
 #include "_host_batch.h"
 #include "_host_chunks.h"
 #include "_host_codec.h"
@@ -399,6 +400,7 @@ static PyMethodDef host_methods[] = {
     {"rows_unpin", host_rows_unpin, METH_VARARGS, NULL},
     {"rows_link", host_rows_link, METH_VARARGS, NULL},
     {"rows_unlink", host_rows_unlink, METH_VARARGS, NULL},
+    {"rows_place", host_rows_place, METH_VARARGS, NULL},
     {"leased_spans", host_leased_spans, METH_VARARGS, NULL},
     {"leased_extents", host_leased_extents, METH_VARARGS, NULL},
     {"leased_parts", host_leased_parts, METH_VARARGS, NULL},

@@ -294,6 +294,26 @@ def chain_keys(
             known key.
     """
 
+def rows_place(
+    ground: tuple[Buffer, ...],
+    arrivals: tuple[Buffer, ...],
+    terms: tuple[int, int, int, int, int],
+    held: Buffer,
+    /,
+) -> None:
+    """Places records in the columns of a table; see ``Batch.place`` of ``kmesh_spand.core.batch``.
+
+    Args:
+        ground: as ``Ground`` there, the four columns of words first.
+        arrivals, terms: as ``Arrivals`` and ``Terms`` there.
+        held: a byte for each record that is to be placed; becomes 1 or 0.
+
+    Raises:
+        ValueError: items of a wrong size or number, a term that can't be, a record, slot or kind
+            outside of the columns (nothing is placed then), or the index names a row without
+            columns (what was placed by then, stays).
+    """
+
 def leased_spans(
     slab: Buffer,
     offset: Buffer,

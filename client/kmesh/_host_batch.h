@@ -8,7 +8,7 @@
 
 // Rows as u32, and what else a batch was given, each of its own item size.
 typedef struct {
-    Py_buffer views[8];
+    Py_buffer views[24];
     int count;
 } host_batch;
 

@@ -6,7 +6,7 @@ from array import array
 from collections.abc import Sequence
 
 from kmesh import _host
-from kmesh_spand.core.batch import KEY_BYTES, Batch, Rows, Words
+from kmesh_spand.core.batch import KEY_BYTES, Arrivals, Batch, Ground, Rows, Terms, Words
 
 _BYTES = {kind: bytes(array(kind).itemsize) for kind in "BHIQ"}
 
@@ -55,6 +55,11 @@ class NativeBatch(Batch):
 
     def unlink(self, after: array[int], before: array[int], rows: Sequence[int]) -> None:
         _host.rows_unlink(after, before, _rows(rows))
+
+    def place(self, ground: Ground, arrivals: Arrivals, terms: Terms) -> bytearray:
+        held = bytearray(len(arrivals.which))
+        _host.rows_place((*ground.words, *ground[1:]), arrivals, terms, held)
+        return held
 
 
 def _zeros(kind: str, count: int) -> array[int]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import gc
-import itertools
 import logging
 import os
 import socket
@@ -40,7 +39,8 @@ from kmesh_spand.core import events
 from kmesh_spand.core.config import CoreConfig
 from kmesh_spand.core.core import Core
 from kmesh_spand.core.policies import make_policy
-from kmesh_spand.core.record import RECORD_BYTES, Record, decode
+from kmesh_spand.core.record import RECORD_BYTES
+from kmesh_spand.core.records import read
 from kmesh_spand.core.tenants import OWNER_BYTES, SlabOwner, decode_owner
 from kmesh_spand.memory import reopen_read_only
 from kmesh_spand.settings import GRPC_SOCKET, METRICS_SOCKET, Settings
@@ -250,14 +250,18 @@ class Control:
             await rpc.set_healthy(healthy)
 
     def _recover(self) -> None:
-        found, damaged = _records(self._catalog.view(), self._settings.max_spans)
-        self._handler.core.counters["recovered_dropped"] += damaged
+        catalog = self._catalog.view()
+        found, damaged = read(catalog, self._settings.max_spans)
+        for slot in damaged:
+            # It would be counted again by the next life.
+            catalog[slot * RECORD_BYTES : (slot + 1) * RECORD_BYTES] = bytes(RECORD_BYTES)
+        self._handler.core.counters["recovered_dropped"] += len(damaged)
         self._event(events.Recovered(found))
         for number, slab in list(self._growth.slabs.items()):
             owner = self._owner(number)
             self._event(events.SlabAdded(number, slab.capacity, owner, sealed=slab.sealed))
         if found:
-            logger.info("catalog read", extra={"records": len(found), "damaged": damaged})
+            logger.info("catalog read", extra={"records": len(found), "damaged": len(damaged)})
 
     def _owner(self, slab: int) -> SlabOwner | None:
         """What an earlier life wrote."""
@@ -359,25 +363,6 @@ def _tracer(settings: Settings, version: str) -> Tracer | None:
     from kmesh_spand.tracing import Tracer
 
     return Tracer(settings.trace, version)
-
-
-def _records(catalog: memoryview, count: int) -> tuple[list[tuple[int, Record]], int]:
-    """Records with their slots, and the number of slots with something that is none.
-
-    What is damaged is erased: it would be counted again by the next life.
-    """
-    found, damaged = [], 0
-    # Few slots or none are in use, of a million that there may be.
-    marks = catalog[: count * RECORD_BYTES : RECORD_BYTES].tobytes()
-    for slot in itertools.compress(range(count), marks):
-        at = slot * RECORD_BYTES
-        record = decode(catalog[at : at + RECORD_BYTES])
-        if record is not None:
-            found.append((slot, record))
-        else:
-            catalog[at : at + RECORD_BYTES] = bytes(RECORD_BYTES)
-            damaged += 1
-    return found, damaged
 
 
 def _export(storage: Shared, gpus: Gpus) -> Exported:

@@ -89,6 +89,11 @@ class Slab:
         before, self.populated = self.populated, max(self.populated, min(tiles, self.tiles))
         self._scan(before, self.populated)
 
+    def recount(self) -> int:
+        """``used``, counted anew after owners were written from outside; ``rescan`` must follow."""
+        self.used = self.tiles - self.owner.count(0)
+        return self.used
+
     def rescan(self) -> None:
         """Find the free ranges anew, after ``take``."""
         self._size_at.clear()

@@ -9,12 +9,65 @@ from __future__ import annotations
 import struct
 from array import array
 from collections.abc import Sequence
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
+
+from kmesh.layout import TILE_BYTES
+from kmesh_spand.core.record import RECORD_BYTES
 
 KEY_BYTES = 32
+#: Of a record: tokens, start, born, offset, length, root, key. See ``record``.
+_PLACED = struct.Struct("<8xII8xIQI12xQ4Q36x")
 
 Rows: TypeAlias = "array[int]"
 Words: TypeAlias = "tuple[array[int], array[int], array[int], array[int]]"
+
+
+class Ground(NamedTuple):
+    """Columns in which spans are placed: of a ``SpanTable``, its hash, and a slab's owners."""
+
+    words: Words
+    places: array[int]
+    owner: array[int]
+    scope: array[int]
+    space: array[int]
+    tokens: array[int]
+    start: array[int]
+    slab: array[int]
+    tile: array[int]
+    length: array[int]
+    root: array[int]
+    born: array[int]
+    used: array[int]
+
+
+class Arrivals(NamedTuple):
+    """Records (see ``records.Records``) of spans in one slab, which are to be placed.
+
+    Attributes:
+        data, slots, kinds: of all records.
+        which: numbers of those that are to be placed, in order.
+        scopes, folds, spaces: for each kind, its numbers of scope and namespace, and what a key is
+            XORed with to find its place. Scope 0: none of that kind holds.
+    """
+
+    data: bytes
+    slots: Rows
+    kinds: Rows
+    which: Rows
+    scopes: array[int]
+    folds: array[int]
+    spaces: array[int]
+
+
+class Terms(NamedTuple):
+    """What a record must keep to: the slab, sizes in tokens, how far a key may lie from its
+    place, and what time it is."""
+
+    slab: int
+    span_tokens: int
+    sub_tokens: int
+    limit: int
+    tick: int
 
 
 class Batch:
@@ -114,3 +167,69 @@ class Batch:
             left, right = before[row], after[row]
             after[left] = right
             before[right] = left
+
+    def place(self, ground: Ground, arrivals: Arrivals, terms: Terms) -> bytearray:
+        """Writes to the columns and to the hash what arrives and holds, one after the other.
+
+        A span does not hold that has impossible sizes, that is in part outside of the slab or
+        where another one is, that has another one's key, or whose key finds no place.
+
+        Returns whether each of ``arrivals.which`` holds, as 1 or 0. Of one that does not, nothing
+        is written.
+        """
+        held = bytearray(len(arrivals.which))
+        for at, number in enumerate(arrivals.which):
+            held[at] = _place(ground, arrivals, terms, number)
+        return held
+
+
+def _place(ground: Ground, arrivals: Arrivals, terms: Terms, number: int) -> bool:
+    tokens, start, born, offset, length, root, *key = _PLACED.unpack_from(
+        arrivals.data, number * RECORD_BYTES
+    )
+    row, kind = arrivals.slots[number] + 1, arrivals.kinds[number]
+    scope = arrivals.scopes[kind]
+    first, uneven = divmod(offset, TILE_BYTES)
+    end = first - -length // TILE_BYTES
+    if (
+        not scope
+        or uneven
+        or not length
+        or not 0 < tokens <= terms.span_tokens
+        or tokens % terms.sub_tokens
+        or end > len(ground.owner)
+        or any(ground.owner[first:end])
+    ):
+        return False
+    place = _free_place(ground, key, key[0] ^ arrivals.folds[kind], scope, terms.limit)
+    if place < 0:
+        return False
+    ground.owner[first:end] = array("I", [row]) * (end - first)
+    ground.places[place] = row
+    for column, word in zip(ground.words, key, strict=True):
+        column[row] = word
+    ground.scope[row] = scope
+    ground.space[row] = arrivals.spaces[kind]
+    ground.tokens[row] = tokens
+    ground.start[row] = start
+    ground.slab[row] = terms.slab
+    ground.tile[row] = first
+    ground.length[row] = length
+    ground.root[row] = root
+    ground.born[row] = min(born, terms.tick)
+    ground.used[row] = terms.tick
+    return True
+
+
+def _free_place(ground: Ground, key: Sequence[int], home: int, scope: int, limit: int) -> int:
+    """Where a key goes; -1 if it is there already, or there is no room near its place."""
+    mask = len(ground.places) - 1
+    for place in range(home, home + limit):
+        row = ground.places[place & mask]
+        if not row:
+            return place & mask
+        if ground.scope[row] == scope and all(
+            column[row] == word for column, word in zip(ground.words, key, strict=True)
+        ):
+            return -1
+    return -1

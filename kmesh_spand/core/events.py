@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 from kmesh_spand.core.diskfile import SpanFile
 from kmesh_spand.core.mirrors import RecipeFacts
-from kmesh_spand.core.record import Record
+from kmesh_spand.core.records import Records
 from kmesh_spand.core.requests import Request
 from kmesh_spand.core.tenants import SlabOwner
 
@@ -162,12 +162,12 @@ class Populated:
 
 @dataclass(frozen=True, slots=True)
 class Recovered:
-    """Records of an earlier epoch, (slot, record), read from the catalog; sent once, first.
+    """Records of an earlier epoch, read from the catalog; sent once, first.
 
     Their payloads are served only after a verification of each.
     """
 
-    records: Sequence[tuple[int, Record]] = field(default_factory=tuple)
+    records: Records = field(default_factory=Records)
 
 
 @dataclass(frozen=True, slots=True)

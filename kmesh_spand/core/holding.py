@@ -153,9 +153,9 @@ class Holding(Grounds):
         except Exception:
             self.policy_failed()
 
-    def _enter(self, row: int) -> None:
+    def _enter(self, rows: Sequence[int]) -> None:
         try:
-            self.tenant_of(row).order.enter(row, self.table.name_of(row))
+            self.tenant_of(rows[0]).order.enter_all(rows, self.table.name_of)
         except Exception:
             self.policy_failed()
 

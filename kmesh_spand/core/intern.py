@@ -62,6 +62,10 @@ class Interner(Generic[V]):
         self._holders[number] += 1
         return number
 
+    def hold(self, number: int, count: int) -> None:
+        """So many holders more of a number that is held."""
+        self._holders[number] += count
+
     def drop(self, number: int) -> None:
         """One holder fewer; the number is free again after the last."""
         value = self.value(number)

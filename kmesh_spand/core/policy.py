@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from array import array
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 from kmesh_spand.core.batch import Batch
 
@@ -29,6 +29,11 @@ class Policy(ABC):
     def enter(self, row: int, name: int) -> None:
         """A row that is in no order holds something new; ``name``: 64 bits that tell what."""
         return
+
+    def enter_all(self, rows: Sequence[int], name_of: Callable[[int], int]) -> None:
+        """``enter`` for each of these rows."""
+        for row in rows:
+            self.enter(row, name_of(row))
 
     def used(self, row: int) -> None:
         """What a row that is in no order holds was of use."""
@@ -71,6 +76,9 @@ class LRU(Policy):
         for column in (made._next, made._before):
             column.append(made._head)
         return made
+
+    def enter_all(self, rows: Sequence[int], name_of: Callable[[int], int]) -> None:
+        """Nothing: what a row holds makes no difference."""
 
     def add(self, rows: Sequence[int]) -> None:
         """O(len(rows)); a row must not be in the list."""

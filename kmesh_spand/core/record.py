@@ -33,6 +33,10 @@ _BODY = struct.Struct("<4sHBxIIIIIQIIQQ32s32s")
 _CRC = struct.Struct("<I")
 _WRITTEN = {State.FREE: State.FREE, State.COMMITTED: State.COMMITTED, State.ALIAS: State.ALIAS}
 _NOTHING = bytes(32)
+#: The first eight bytes of each record, as u64.
+HEADS = frozenset(
+    int.from_bytes(struct.pack("<4sHBx", MAGIC, VERSION, state), "little") for state in _WRITTEN
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,13 +85,18 @@ class Record:
 
 def decode(data: bytes | bytearray | memoryview) -> Record | None:
     """The record, or None for anything that is not one (never written, torn, damaged)."""
-    if len(data) != RECORD_BYTES or bytes(data[:4]) != MAGIC:
+    if len(data) != RECORD_BYTES or int.from_bytes(data[:8], "little") not in HEADS:
         return None
     if _CRC.unpack_from(data, _BODY.size)[0] != zlib.crc32(data[: _BODY.size]):
         return None
+    return unpack(data)
+
+
+def unpack(data: bytes | bytearray | memoryview) -> Record:
+    """A record of which it is known that it is one."""
     (
         _,
-        version,
+        _,
         number,
         tokens,
         start,
@@ -102,9 +111,7 @@ def decode(data: bytes | bytearray | memoryview) -> Record | None:
         key,
         namespace,
     ) = _BODY.unpack_from(data)
-    state = _WRITTEN.get(number)
-    if version != VERSION or state is None:
-        return None
+    state = _WRITTEN[number]
     return Record(
         state=state,
         generation=generation,

@@ -2,19 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from array import array
+from collections import Counter
+from collections.abc import Collection, Iterable
+from itertools import compress
 
 from kmesh.layout import TILE_BYTES, Shard, tiles
 from kmesh_spand.core.allocator import QUARANTINE
+from kmesh_spand.core.batch import Arrivals, Rows, Terms
 from kmesh_spand.core.codes import Cause
 from kmesh_spand.core.config import CoreConfig
 from kmesh_spand.core.effects import PutRecord, SpanEnded
 from kmesh_spand.core.record import Record
-from kmesh_spand.core.states import State, Trigger
+from kmesh_spand.core.records import Records
+from kmesh_spand.core.states import State
 from kmesh_spand.core.store import SpanStore
-from kmesh_spand.core.tags import scope
+from kmesh_spand.core.table import PROBE_LIMIT
+from kmesh_spand.core.tags import mix, scope
 from kmesh_spand.core.tenants import Tenant
 from kmesh_spand.core.verify import Verifier
+
+# Tables for ``bytes.translate``: which states are of spans and of aliases, and what is 0.
+_SPANS = bytes(state == State.COMMITTED for state in range(256))
+_ALIASES = bytes(state == State.ALIAS for state in range(256))
+_OTHERS = bytes(value == 0 for value in range(256))
 
 
 class Recovery:
@@ -22,34 +33,53 @@ class Recovery:
 
     What does not hold is dropped, counted, and its record erased: impossible geometry, a range
     that another record already has, a key that another record already has, an alias whose
-    span is not the one that it names.
+    span is not the one that it names. In each slab the spans come first, in order of their slots,
+    then what does not hold of them is dropped, then aliases come.
+
+    Spans are placed many at a time (``Batch.place``); only what is dropped, and aliases, become
+    objects.
     """
 
     def __init__(self, store: SpanStore, config: CoreConfig, verifier: Verifier) -> None:
         self._store = store
         self._verifier = verifier
         self._config = config
-        self._waiting: dict[int, list[tuple[int, Record]]] = {}
+        self._records = Records()
+        self._dense: list[int] = []
+        # By kind of record, while its slab's are placed: numbers of scope and namespace, and what
+        # keys are XORed with. Scope 0 is none.
+        self._scopes, self._folds, self._spaces = array("H"), array("Q"), array("I")
+        # Numbers of records by slab.
+        self._waiting: dict[int, Rows] = {}
 
     @property
     def waiting(self) -> int:
         """Records of slabs that are not known yet."""
         return sum(map(len, self._waiting.values()))
 
-    def start(self, records: Sequence[tuple[int, Record]]) -> None:
+    def start(self, found: Records) -> None:
         """Take the catalog over. Once, before anything is reserved."""
         store, table = self._store, self._store.table
-        held: list[int] = []
-        seen: set[int] = set()
-        for slot, record in records:
-            if not 0 <= slot < self._config.max_spans or slot in seen:
-                store.counters["recovered_dropped"] += 1
-                continue
-            seen.add(slot)
-            table.generation[slot + 1] = record.generation
-            if record.state is not State.FREE:
+        self._records = records = found.below(self._config.max_spans)
+        store.counters["recovered_dropped"] += len(found) - len(records)
+        dense = records.dense
+        self._dense = dense if any(dense) else []
+        kinds = len(records.pairs)
+        self._scopes = array("H", bytes(2 * kinds))
+        self._folds = array("Q", bytes(8 * kinds))
+        self._spaces = array("I", bytes(4 * kinds))
+        held = array("I")
+        columns = zip(
+            records.slots, records.generations, records.states, records.slabs, strict=True
+        )
+        for number, (slot, generation, state, slab) in enumerate(columns):
+            table.generation[slot + 1] = generation
+            if state:
                 held.append(slot + 1)
-                self._waiting.setdefault(record.slab, []).append((slot + 1, record))
+                waiting = self._waiting.get(slab)
+                if waiting is None:
+                    waiting = self._waiting[slab] = array("I")
+                waiting.append(number)
         table.claim_rows(held)
         store.grace = bool(held)
         for number in list(self._waiting):
@@ -58,20 +88,17 @@ class Recovery:
 
     def place(self, number: int) -> None:
         """Place the records of a slab that is known now."""
-        waiting = self._waiting.pop(number, [])
-        tenant = self._store.slabs[number].tenant
-        if tenant is None:
-            # Nobody may see bytes of which nobody knows whose they are.
-            self._store.slabs[number].lost |= bool(waiting)
-            for row, record in waiting:
-                self._drop(row, record)
+        waiting = self._waiting.pop(number, None)
+        if waiting is None:
             return
-        spans = [item for item in waiting if item[1].state is State.COMMITTED]
-        aliases = [item for item in waiting if item[1].state is State.ALIAS]
-        placed = {row: record for row, record in spans if self._span(row, record, tenant)}
-        self._store.slabs[number].rescan()
-        for row, record in aliases:
-            self._alias(row, record, placed.get(record.primary), tenant)
+        slab = self._store.slabs[number]
+        if slab.tenant is None:
+            # Nobody may see bytes of which nobody knows whose they are.
+            slab.lost = True
+            self._drop_all(waiting)
+        else:
+            self._place(number, waiting, slab.tenant)
+        self._forget()
 
     def give_up(self, expected: Collection[int] = ()) -> None:
         """Drop the records of slabs that never came, and are not expected any more."""
@@ -80,61 +107,108 @@ class Recovery:
 
     def drop(self, number: int) -> None:
         """Drop the records of a slab that never comes."""
-        for row, record in self._waiting.pop(number, []):
-            self._drop(row, record)
+        self._drop_all(self._waiting.pop(number, ()))
+        self._forget()
 
-    def _span(self, row: int, record: Record, tenant: Tenant) -> bool:
-        store, table, config = self._store, self._store.table, self._config
-        where = scope(tenant.number, record.shard)
-        first, uneven = divmod(record.offset, TILE_BYTES)
-        if (
-            uneven
-            or not 0 < record.length <= 0xFFFF_FFFF
-            or not 0 < record.tokens <= config.span_tokens
-            or record.tokens % config.sub_tokens
-            or not _is_shard(record.shard)
-            or table.scopes.full(where)
-            or table.find(record.key, where)
-            or table.place_for(record.key, where) is None
-            or not store.slabs[record.slab].take(first, tiles(record.length), row)
-        ):
-            return self._drop(row, record)
-        tenant.tiles += tiles(record.length)
-        store.name(row, record.key, where, record.namespace)
-        table.tokens[row] = record.tokens
-        table.start[row] = record.start
-        table.slab[row] = record.slab
-        table.tile[row] = first
-        table.length[row] = record.length
-        table.root[row] = record.root
-        if record.dense:
-            store.mirrors.recovered(row, record.dense)
-        store.move(row, Trigger.RECOVER)
-        table.born[row] = min(record.born, store.tick)
-        if not tenant.tier:
+    def _forget(self) -> None:
+        if not self._waiting:
+            self._records, self._dense = Records(), []
+
+    def _place(self, number: int, waiting: Rows, tenant: Tenant) -> None:
+        states = self._store.table.batch.gather_bytes(waiting, self._records.states)
+        spans = array("I", compress(waiting, states.translate(_SPANS)))
+        held = self._spans(number, spans, tenant)
+        self._drop_all(compress(spans, held.translate(_OTHERS)))
+        self._store.slabs[number].rescan()
+        for each in compress(waiting, states.translate(_ALIASES)):
+            self._alias(each, tenant)
+
+    def _spans(self, number: int, spans: Rows, tenant: Tenant) -> bytearray:
+        """Places spans of a slab; returns which of them hold."""
+        store, table, records = self._store, self._store.table, self._records
+        batch, slab = table.batch, store.slabs[number]
+        kinds = batch.gather(spans, records.kinds)
+        known = self._take_names(kinds, tenant)
+        arrivals = Arrivals(
+            records.data,
+            records.slots,
+            records.kinds,
+            spans,
+            self._scopes,
+            self._folds,
+            self._spaces,
+        )
+        config = self._config
+        terms = Terms(number, config.span_tokens, config.sub_tokens, PROBE_LIMIT, store.tick)
+        held = batch.place(table.ground(slab.owner), arrivals, terms)
+        self._give_names(known, Counter(compress(kinds, held)))
+        tenant.tiles += slab.recount()
+        placed = array("I", compress(spans, held))
+        rows = array("I", [slot + 1 for slot in batch.gather(placed, records.slots)])
+        if self._dense:
+            for row, each in zip(rows, placed, strict=True):
+                if self._dense[each]:
+                    store.mirrors.recovered(row, self._dense[each])
+        table.keyed += len(rows)
+        store.recover(rows)
+        if rows and not tenant.tier:
             store.recovered_tick = store.tick
-        self._verifier.recovered(row)
-        store.counters["recovered"] += 1
-        return True
+        self._verifier.recovered(rows)
+        store.counters["recovered"] += len(rows)
+        return held
 
-    def _alias(self, row: int, record: Record, span: Record | None, tenant: Tenant) -> bool:
+    def _take_names(self, kinds: Iterable[int], tenant: Tenant) -> list[int]:
+        """Gives scope and namespace of each kind a number, until ``_give_names``.
+
+        Returns kinds that have one. Others name an impossible shard, or one too many.
+        """
+        table, known = self._store.table, []
+        for kind in dict.fromkeys(kinds):
+            shard, namespace = self._records.pairs[kind]
+            where = scope(tenant.number, shard)
+            if _is_shard(shard) and not table.scopes.full(where):
+                self._scopes[kind] = table.scopes.take(where)
+                self._spaces[kind] = table.spaces.take(namespace)
+                self._folds[kind] = mix(where)
+                known.append(kind)
+        return known
+
+    def _give_names(self, known: Iterable[int], holders: Counter[int]) -> None:
+        """Numbers are held by rows now, so many of each kind."""
+        table = self._store.table
+        for kind in known:
+            for names, numbers in ((table.scopes, self._scopes), (table.spaces, self._spaces)):
+                names.hold(numbers[kind], holders[kind])
+                names.drop(numbers[kind])
+            self._scopes[kind] = 0
+
+    def _alias(self, number: int, tenant: Tenant) -> None:
         store, table, config = self._store, self._store.table, self._config
+        record, row = self._records[number], self._records.slots[number] + 1
+        span = record.primary
         if (
-            span is None
-            or span.offset != record.offset
-            or span.root != record.root
-            or span.shard != record.shard
-            or span.namespace != record.namespace
-            or not 0 < record.tokens < span.tokens
+            span > config.max_spans
+            # All of this slab's that are in this state were placed just now.
+            or table.state[span] != State.RECOVERED
+            or table.slab[span] != record.slab
+            or table.tile[span] * TILE_BYTES != record.offset
+            or table.root[span] != record.root
+            or store.shard(span) != record.shard
+            or table.spaces.value(table.space[span]) != record.namespace
+            or not 0 < record.tokens < table.tokens[span]
             or record.tokens % config.sub_tokens
             or table.find(record.key, scope(tenant.number, record.shard))
-            or not store.alias(row, record.primary, record.key, record.tokens)
+            or not store.alias(row, span, record.key, record.tokens)
         ):
-            return self._drop(row, record)
-        return True
+            self._drop(number)
 
-    def _drop(self, row: int, dropped: Record) -> bool:
+    def _drop_all(self, numbers: Iterable[int]) -> None:
+        for number in numbers:
+            self._drop(number)
+
+    def _drop(self, number: int) -> None:
         store = self._store
+        dropped, row = self._records[number], self._records.slots[number] + 1
         store.counters["recovered_dropped"] += 1
         slab = store.slabs.get(dropped.slab)
         tenant = slab.tenant if slab is not None else None
@@ -145,7 +219,6 @@ class Recovery:
         record = Record(state=State.FREE, generation=store.table.generation[row])
         store.out.append(PutRecord(row - 1, record.encode()))
         store.table.give_row(row)
-        return False
 
     def _tell(self, record: Record) -> None:
         store = self._store

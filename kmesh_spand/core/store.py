@@ -7,7 +7,7 @@ from typing import Protocol
 
 from kmesh.layout import TILE_BYTES, tiles
 from kmesh_spand.core.allocator import QUARANTINE
-from kmesh_spand.core.batch import Batch
+from kmesh_spand.core.batch import Batch, Rows
 from kmesh_spand.core.codes import Cause
 from kmesh_spand.core.effects import (
     Effect,
@@ -32,7 +32,7 @@ from kmesh_spand.core.states import (
     Trigger,
 )
 from kmesh_spand.core.tags import shard_of, tag
-from kmesh_spand.core.tenants import Tenancy, TenantBook
+from kmesh_spand.core.tenants import Tenancy, Tenant, TenantBook
 
 __all__ = ["TICK_SHIFT", "SpanStore", "Watch"]
 
@@ -142,7 +142,7 @@ class SpanStore(Holding):
         if new in STORED and old not in STORED:
             if not handed_on:
                 table.born[row] = table.used[row] = self.tick
-            self._enter(row)
+            self._enter([row])
             self._count_stored(row, 1)
             if old is not State.FREE:
                 self._put_records(row)
@@ -162,6 +162,29 @@ class SpanStore(Holding):
             self._give_row(row)
             self.mirrors.freed(row)
         return new
+
+    def recover(self, rows: Rows) -> None:
+        """``move`` free rows with RECOVER: spans of one slab that were just placed."""
+        if not rows:
+            return
+        table, batch = self.table, self.table.batch
+        assert batch.gather_bytes(rows, table.state).count(State.FREE) == len(rows)
+        new = TRANSITIONS[State.FREE, Trigger.RECOVER]
+        for row in rows:
+            table.state[row] = new
+        self.by_state[State.FREE] -= len(rows)
+        self.by_state[new] += len(rows)
+        self._enter(rows)
+        lengths, spaces = batch.gather(rows, table.length), batch.gather(rows, table.space)
+        stored: dict[int, list[int]] = {}
+        for space, length in zip(spaces, lengths, strict=True):
+            stored.setdefault(space, []).append(length)
+        for space, each in stored.items():
+            self._count(self.tenant_of(rows[0]), space, len(each), sum(each))
+        if self.mirrors.by_row:
+            for row in rows:
+                self.mirrors.count(row, 1)
+        self._allow(rows)
 
     def take_over(self, old: int, new: int) -> None:
         """A draft becomes what a committed span was: under its names, at once for who looks."""
@@ -201,18 +224,20 @@ class SpanStore(Holding):
 
     def _count_stored(self, row: int, sign: int) -> None:
         space, length = self.table.space[row], self.table.length[row]
-        tenant = self.tenant_of(row)
-        tenant.spans += sign
-        tenant.stored_bytes += sign * length
+        self._count(self.tenant_of(row), space, sign, sign * length)
+        self.mirrors.count(row, sign)
+
+    def _count(self, tenant: Tenant, space: int, spans: int, size: int) -> None:
+        tenant.spans += spans
+        tenant.stored_bytes += size
         held = tenant.spaces.setdefault(space, [0, 0])
-        held[0] += sign
-        held[1] += sign * length
+        held[0] += spans
+        held[1] += size
         if not held[0]:
             del tenant.spaces[space]
-        self.stored_bytes += sign * length
-        self.mirrors.count(row, sign)
-        self.space_spans[space] = self.space_spans.get(space, 0) + sign
-        self.space_bytes[space] = self.space_bytes.get(space, 0) + sign * length
+        self.stored_bytes += size
+        self.space_spans[space] = self.space_spans.get(space, 0) + spans
+        self.space_bytes[space] = self.space_bytes.get(space, 0) + size
         if not self.space_spans[space]:
             del self.space_spans[space], self.space_bytes[space]
 

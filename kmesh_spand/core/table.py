@@ -10,8 +10,9 @@ from __future__ import annotations
 import struct
 from array import array
 from collections.abc import Iterator, Sequence
+from itertools import compress
 
-from kmesh_spand.core.batch import KEY_BYTES, Batch, Rows, Words
+from kmesh_spand.core.batch import KEY_BYTES, Batch, Ground, Rows, Words
 from kmesh_spand.core.intern import Interner
 from kmesh_spand.core.states import State
 from kmesh_spand.core.tags import mix
@@ -102,8 +103,10 @@ class SpanTable:
     def claim_rows(self, taken: Sequence[int]) -> None:
         """Take given rows, of a table that has none yet (recovery)."""
         self.rows = max(taken, default=0)
-        held = set(taken)
-        self._free = array("I", (row for row in range(self.rows, 0, -1) if row not in held))
+        free = bytearray(b"\1") * (self.rows + 1)
+        for row in taken:
+            free[row] = 0
+        self._free = array("I", compress(range(self.rows, 0, -1), reversed(free)))
 
     def give_row(self, row: int) -> None:
         """Clear a row (its generation stays) and make it free."""
@@ -122,6 +125,24 @@ class SpanTable:
         """The 32 bytes of a row's key."""
         first, second, third, fourth = self.words
         return _KEY.pack(first[row], second[row], third[row], fourth[row])
+
+    def ground(self, owner: array[int]) -> Ground:
+        """Where spans are placed, in a slab with these owners. ``keyed`` is the caller's."""
+        return Ground(
+            self.words,
+            self._index,
+            owner,
+            self.scope,
+            self.space,
+            self.tokens,
+            self.start,
+            self.slab,
+            self.tile,
+            self.length,
+            self.root,
+            self.born,
+            self.used,
+        )
 
     def name_of(self, row: int) -> int:
         """64 bits that tell (key, scope) of a row from others."""

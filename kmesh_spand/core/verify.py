@@ -7,6 +7,7 @@ from collections import Counter, OrderedDict
 from collections.abc import Iterator
 
 from kmesh.layout import TILE_BYTES
+from kmesh_spand.core.batch import Rows
 from kmesh_spand.core.codes import Cause
 from kmesh_spand.core.effects import Verify
 from kmesh_spand.core.mirrors import RecipeFacts
@@ -30,8 +31,8 @@ class _Backlog:
     def __iter__(self) -> Iterator[int]:
         return iter(self._rows[self._first :])
 
-    def add(self, row: int) -> None:
-        self._rows.append(row)
+    def add(self, rows: Rows) -> None:
+        self._rows += rows
 
     def take(self) -> int:
         row = self._rows[self._first]
@@ -65,9 +66,10 @@ class Verifier:
         self._busy: Counter[int] = Counter()
         self.jobs: dict[int, int] = {}
 
-    def recovered(self, row: int) -> None:
-        """A row became RECOVERED: it is verified when its turn comes."""
-        self._backlogs.setdefault(self._tier(row), _Backlog()).add(row)
+    def recovered(self, rows: Rows) -> None:
+        """Rows of one slab became RECOVERED: they are verified when their turn comes."""
+        if rows:
+            self._backlogs.setdefault(self._tier(rows[0]), _Backlog()).add(rows)
 
     def want(self, row: int) -> None:
         """Verify a RECOVERED or SUSPECT row before those that nobody asked for."""

@@ -290,6 +290,7 @@ def test_what_is_left_of_a_handover_that_failed_has_no_other_beside_it(
     held = supervisor._holdings = Holdings(chosen, "test", FdStore({}))
     started: list[float] = []
     monkeypatch.setattr(supervisor, "_start_control", started.append)
+    monkeypatch.setattr("kmesh_spand.controlkeeper.Prepared", lambda _: None)
     monkeypatch.setattr("kmesh_spand.supervisor._HALT_SECONDS", 0.01)
     kill = os.kill
     try:
@@ -343,6 +344,8 @@ def test_a_worker_that_the_kernel_holds_keeps_nobody_waiting_but_control(
     held = supervisor._holdings = Holdings(chosen, "test", FdStore({}))
     started: list[float] = []
     monkeypatch.setattr(supervisor, "_start_control", started.append)
+    prepared: list[object] = []
+    monkeypatch.setattr("kmesh_spand.controlkeeper.Prepared", prepared.append)
     now = time.monotonic()
     kill = os.kill
     try:
@@ -356,6 +359,8 @@ def test_a_worker_that_the_kernel_holds_keeps_nobody_waiting_but_control(
                 supervisor._reap()
                 assert supervisor._control.pid == 0
                 assert supervisor._control.start_at is not None
+                # The next control loads its code meanwhile.
+                assert len(prepared) == 1
                 supervisor._control.start_at = now
                 supervisor._start_due()
                 supervisor._reap()
@@ -378,5 +383,43 @@ def test_a_worker_that_the_kernel_holds_keeps_nobody_waiting_but_control(
             for one in (control, worker):
                 # They were reaped above.
                 one.returncode = 0
+    finally:
+        held.close()
+
+
+@pytest.mark.parametrize("ends", ["stopped", "handed over", "no process is left"])
+def test_no_control_is_prepared_that_nobody_needs(
+    socket_dir: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    ends: str,
+) -> None:
+    chosen = settings(socket_dir)
+    supervisor = Supervisor(chosen, "test", None)  # type: ignore[arg-type]
+    held = supervisor._holdings = Holdings(chosen, "test", FdStore({}))
+    asked: list[object] = []
+
+    def refuse(forget: object) -> None:
+        asked.append(forget)
+        raise BlockingIOError(errno.EAGAIN, os.strerror(errno.EAGAIN))
+
+    monkeypatch.setattr("kmesh_spand.controlkeeper.Prepared", refuse)
+    try:
+        with subprocess.Popen(["sleep", "600"]) as control:
+            supervisor._control.pid, supervisor._control.worked = control.pid, True
+            supervisor._control.start_at = None
+            if ends == "handed over":
+                assert supervisor.halt() == ""
+            else:
+                supervisor._stop_signal = signal.SIGTERM if ends == "stopped" else 0
+                control.kill()
+                os.waitid(os.P_PID, control.pid, os.WEXITED | os.WNOWAIT)
+                supervisor._reap()
+            # It was reaped above.
+            control.returncode = 0
+        assert len(asked) == (ends == "no process is left")
+        assert ("prepared later" in caplog.text) == (ends == "no process is left")
+        assert supervisor._control._prepared is None
+        assert (supervisor._control.start_at is None) == (ends == "handed over")
     finally:
         held.close()

@@ -13,7 +13,6 @@ from kmesh_spand.core import requests as rq
 from kmesh_spand.core import results as rs
 from kmesh_spand.core.codes import Reason
 from kmesh_spand.core.core import Core
-from kmesh_spand.core.record import decode
 from kmesh_spand.core.tenants import decode_owner
 
 
@@ -120,9 +119,9 @@ def test_records_that_contradict_each_other_are_dropped(world: World) -> None:
 
 def test_slabs_and_slots_that_are_gone_take_their_records_along(world: World) -> None:
     world.store(world.connect(), [A, B, C, D])
-    records = [(slot, decode(data)) for slot, data in world.catalog.items()]
+    records, _ = world.read_catalog()
     core = Core(type(world.config)(max_spans=2))
-    core.handle(ev.Recovered([(s, r) for s, r in records if r]), 0)
+    core.handle(ev.Recovered(records), 0)
     assert core.counters["recovered_dropped"] == 2
     core.check()
     effects = core.handle(ev.GraceEnded(), 0)
@@ -136,9 +135,9 @@ def test_slabs_and_slots_that_are_gone_take_their_records_along(world: World) ->
 
 def test_records_of_a_slab_that_is_expected_wait_for_it(world: World) -> None:
     world.store(world.connect(), [A, B])
-    records = [(slot, decode(data)) for slot, data in world.catalog.items()]
+    records, _ = world.read_catalog()
     core = Core(world.config)
-    core.handle(ev.Recovered([(s, r) for s, r in records if r]), 0)
+    core.handle(ev.Recovered(records), 0)
     core.handle(ev.GraceEnded(frozenset({0})), 0)
     assert core.counters["recovered_dropped"] == 0
     core.handle(ev.SlabAdded(0, 8 * TILE_BYTES, decode_owner(world.owners[0])), 0)
@@ -196,9 +195,9 @@ def test_an_alias_that_does_not_fit_its_span_is_dropped(
 def test_spans_above_the_populated_memory_are_not_evicted_in_vain(world: World) -> None:
     """Evicting them gives no range that may be handed out yet."""
     world.store(world.connect(), [A, B], length=4 * TILE_BYTES)
-    records = [(slot, decode(data)) for slot, data in world.catalog.items()]
+    records, _ = world.read_catalog()
     core = Core(world.config)
-    core.handle(ev.Recovered([(slot, record) for slot, record in records if record]), 0)
+    core.handle(ev.Recovered(records), 0)
     for event in (
         ev.SlabAdded(0, 8 * TILE_BYTES),
         ev.Populated(0, 2 * TILE_BYTES),

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
+from array import array
 from dataclasses import dataclass
 
 from kmesh.layout import TILE_BYTES, Shard, tiles
@@ -22,8 +23,9 @@ from kmesh_spand.core.core import Core
 from kmesh_spand.core.holding import TICK_SHIFT
 from kmesh_spand.core.mirrors import BaseFact, RecipeFacts
 from kmesh_spand.core.policy import Policy
-from kmesh_spand.core.record import Record
+from kmesh_spand.core.record import RECORD_BYTES, Record
 from kmesh_spand.core.record import decode as _decode
+from kmesh_spand.core.records import Records, read
 from kmesh_spand.core.states import State
 from kmesh_spand.core.tags import tag
 from kmesh_spand.core.tenants import OWNER_BYTES, OwnerState, Tenancy
@@ -528,13 +530,20 @@ class World:
         self.memory[slab, tile] = FLIPPED
         self.flipped.add((slab, tile))
 
+    def read_catalog(self) -> tuple[Records, array[int]]:
+        """The catalog, as it is read after a restart, and damaged slots."""
+        written = bytearray((max(self.catalog, default=0) + 1) * RECORD_BYTES)
+        for slot, data in self.catalog.items():
+            written[slot * RECORD_BYTES : (slot + 1) * RECORD_BYTES] = data
+        return read(memoryview(written), len(written) // RECORD_BYTES)
+
     def restart(self, catalog: dict[int, bytes] | None = None) -> None:
         """A new epoch over the same memory, with the catalog as given."""
         self.catalog = dict(self.catalog if catalog is None else catalog)
         self._reset(None)
-        records = [(slot, decode(data)) for slot, data in sorted(self.catalog.items())]
-        self.catalog = {slot: self.catalog[slot] for slot, record in records if record is not None}
-        self.send(ev.Recovered([(slot, item) for slot, item in records if item is not None]))
+        found, _ = self.read_catalog()
+        self.catalog = {slot: self.catalog[slot] for slot in found.slots}
+        self.send(ev.Recovered(found))
         host = {slab for slab in self.sizes if not self.tiers.get(slab)}
         self.sealed = host if self.hardened else set()
         fresh, self.given_up = self.given_up, {}
