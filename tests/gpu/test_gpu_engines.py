@@ -123,7 +123,8 @@ def looking(start: Start) -> Engine:
 @pytest.fixture(scope="module")
 def on_gpu(start: Start) -> tuple[Engine, Engine]:
     """Two engines that store in the daemon's memory on their GPU."""
-    return start({"tier": "gpu"}, hash_seed=3), start({"tier": "gpu"}, hash_seed=4)
+    words = {"tier": "gpu", "gpu_recipes": True}
+    return start(words, hash_seed=3), start(words, hash_seed=4)
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -256,8 +256,8 @@ def asked(engine: MiniEngine, name: str) -> list[tuple[str, bool]]:
 def test_recipes_are_asked_for_where_the_workers_restore_them(
     engine: Callable[..., MiniEngine], daemon: Daemon
 ) -> None:
-    """On the engine's own GPU, until its kernel for them turns out not to compile; on another one
-    the daemon makes them dense."""
+    """On the engine's own GPU, if it is to, until its kernel for them turns out not to compile; on
+    another one the daemon makes them dense."""
     stored_by(engine("a", tier="gpu"), daemon, prompt(256), 7, "first")
     beside = FakeGpu(
         FakeDriver(FakeCard(UUIDS[1], peers=frozenset({UUIDS[0]})), FakeCard(UUIDS[0]))
@@ -270,11 +270,13 @@ def test_recipes_are_asked_for_where_the_workers_restore_them(
             raise UnsupportedError("no registers")
 
     unable.refuse = refuse
-    own, other = engine("b", tier="gpu"), engine("c", tier="gpu", gpu=beside)
-    late = engine("d", tier="gpu", gpu=unable)
-    for each in (own, other, late):
+    words = {"tier": "gpu", "gpu_recipes": True}
+    own, other = engine("b", **words), engine("c", gpu=beside, **words)
+    late, plain = engine("d", gpu=unable, **words), engine("e", tier="gpu")
+    for each in (own, other, late, plain):
         tell(each)
     assert asked(own, "r") == [(UUIDS[0], True)]
+    assert asked(plain, "r") == [(UUIDS[0], False)]
     assert asked(other, "r") == [(UUIDS[0], False)]
     assert asked(late, "r") == [(UUIDS[0], True)]
     assert late.workers[0].report() is None

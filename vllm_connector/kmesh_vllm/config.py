@@ -38,6 +38,8 @@ class Settings:
         max_ctas: thread blocks that a restore may have on a GPU; 0: as many as are of use.
         calibrate: measure at start what an engine's GPU does with host memory, and choose by that
             how restores get there.
+        gpu_recipes: take spans in a GPU's memory as recipes, where families have them: that saves
+            memory there, and their restores take longer.
         weights_digest: what the weights are, instead of a digest of their files.
         min_restore_tokens: restores of fewer tokens are left to prefill.
         acquire_timeout_ms: a request waits at most this long for its lease.
@@ -64,6 +66,7 @@ class Settings:
     store_buffer_bytes: int = 0
     max_ctas: int = 0
     calibrate: bool = True
+    gpu_recipes: bool = False
     weights_digest: str = ""
     min_restore_tokens: int = 64
     acquire_timeout_ms: int = 1_000

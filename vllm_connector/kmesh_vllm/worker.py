@@ -182,7 +182,9 @@ class WorkerHalf:
         if self._saver is not None and (reserved := self._saver.reserved()):
             self._report.merge(LoadReport(reserved=reserved))
         self._report.step, self._step = self._step, 0
-        recipes = self._mover.recipes if self._mover is not None else ()
+        recipes: tuple[str, ...] = ()
+        if self._mover is not None and self._settings.gpu_recipes:
+            recipes = self._mover.recipes
         if recipes != self._recipes_told:
             self._report.recipes = self._recipes_told = recipes
         if not self._report:

@@ -31,6 +31,7 @@ def test_settings_have_defaults() -> None:
         "store_buffer_bytes": 0,
         "max_ctas": 0,
         "calibrate": True,
+        "gpu_recipes": False,
         "weights_digest": "",
         "min_restore_tokens": 64,
         "acquire_timeout_ms": 1000,
