@@ -518,7 +518,7 @@ def test_many_joins_cost_their_sessions_and_nobody_else() -> None:
 
 
 @pytest.mark.slow
-def test_a_million_joins_leave_nothing() -> None:
+def test_a_hundred_thousand_joins_leave_nothing() -> None:
     core = Core(CoreConfig(max_spans=8, max_waits=1000))
     for session in (1, 2):
         core.handle(ev.SessionOpened(session, 0, f"{session}", 1), 0)
@@ -529,7 +529,7 @@ def test_a_million_joins_leave_nothing() -> None:
     found = claimed.result
     assert isinstance(found, fx.ClaimResult)
     request = 2
-    for _ in range(1000):
+    for _ in range(100):
         for _ in range(1000):
             request += 1
             wait = ev.Await(2, request, found.flight, found.first, found.covered, [SHARD])
@@ -538,7 +538,7 @@ def test_a_million_joins_leave_nothing() -> None:
         answers = core.handle(ev.Leave(2, request, found.flight), 0)
         assert len(answers) == 1001
     core.check()
-    assert core.counters["flight_joins"] == core.counters["flight_leaves"] == 1_000_000
+    assert core.counters["flight_joins"] == core.counters["flight_leaves"] == 100_000
     assert [row.waiters for row in core.flight_rows(0, 9, now_ms=0)] == [0]
     core.handle(ev.SessionClosed(1), 0)
     assert not core.flights
