@@ -350,9 +350,9 @@ class Raw:
     def __init__(self) -> None:
         self.ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         theirs.setblocking(False)
-        self.ours.settimeout(5)
+        self.ours.settimeout(30)
         with ThreadPoolExecutor(1) as pool:
-            future = pool.submit(Session, theirs, sessions_pb2.Hello(), 5.0)
+            future = pool.submit(Session, theirs, sessions_pb2.Hello(), 30.0)
             welcome = sessions_pb2.Welcome(
                 max_message_bytes=4096, max_batch=8, span_tokens=64, sub_tokens=16
             )
@@ -444,7 +444,7 @@ def test_the_last_words_of_a_daemon_that_hangs_up_are_heard() -> None:
     ours.send(response.SerializeToString())
     ours.close()
     with pytest.raises(errors.Exhausted, match="none is left"):
-        Session(theirs, sessions_pb2.Hello(), 5.0)
+        Session(theirs, sessions_pb2.Hello(), 30.0)
 
 
 def test_a_packet_that_is_too_long_ends_the_session(
