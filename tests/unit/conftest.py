@@ -28,7 +28,7 @@ def pytest_configure(config: pytest.Config) -> None:
     def wants(item: pytest.Item) -> bool:
         return "all_kernels" in getattr(item, "fixturenames", ())
 
-    early = config.stash[KERNELS] = Early(make, 600, wants)
+    early = config.stash[KERNELS] = Early(make, 900, wants)
     config.pluginmanager.register(early)
 
 
