@@ -55,12 +55,8 @@ class Engine:
         **arguments: Any,
     ) -> None:
         self._log = tempfile.TemporaryFile()  # noqa: SIM115
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", "benchmarks.engine_child"],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=self._log,
-            env=environment(
+        self._process = self._start(
+            environment(
                 VLLM_ENABLE_V1_MULTIPROCESSING="0",
                 VLLM_CPU_KVCACHE_SPACE="1",
                 VLLM_CPU_OMP_THREADS_BIND="nobind",
@@ -69,11 +65,20 @@ class Engine:
                 TORCHDYNAMO_DISABLE="1",
                 HF_HUB_OFFLINE="1",
                 **(env or {}),
-            ),
+            )
+        )
+        self._send({"model": model, "transfer": transfer, **arguments})
+
+    def _start(self, env: dict[str, str]) -> subprocess.Popen[str]:
+        return subprocess.Popen(
+            [sys.executable, "-m", "benchmarks.engine_child"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self._log,
+            env=env,
             text=True,
             start_new_session=True,
         )
-        self._send({"model": model, "transfer": transfer, **arguments})
 
     def __enter__(self) -> Engine:
         return self

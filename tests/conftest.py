@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import sys
 import tempfile
@@ -12,7 +13,7 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parent / "ipc"))
 
-from daemon_process import Daemon
+from daemon_process import BYTECODE, ROOT, Daemon
 from last_run import pytest_configure, pytest_report_header, run_seed
 from leaks import no_leaks, pytest_collection_finish
 
@@ -23,6 +24,11 @@ __all__ = [
     "pytest_report_header",
     "run_seed",
 ]
+
+if sys.dont_write_bytecode and os.access(ROOT, os.W_OK):
+    # Otherwise each run would compile all tests again. It goes where daemons have theirs.
+    sys.dont_write_bytecode = False
+    sys.pycache_prefix = str(BYTECODE)
 
 
 @pytest.fixture

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-import resource
+import shlex
 import signal
 import subprocess
 import sys
@@ -20,6 +20,8 @@ from rawclient import RawClient
 from kmesh.v1 import admin_pb2, admin_pb2_grpc
 
 ROOT = Path(__file__).parents[1]
+#: Bytecode of those who may not leave it beside the source.
+BYTECODE = ROOT / ".pytest_cache" / "bytecode"
 COMMAND = (sys.executable, "-m", "kmesh_spand")
 
 
@@ -32,7 +34,7 @@ def environment(**more: str) -> dict[str, str]:
     }
     if ours.pop("PYTHONDONTWRITEBYTECODE", ""):
         # Otherwise each process of each daemon would compile all of it again.
-        ours["PYTHONPYCACHEPREFIX"] = str(ROOT / ".pytest_cache" / "bytecode")
+        ours["PYTHONPYCACHEPREFIX"] = str(BYTECODE)
     paths = [str(ROOT / "client"), str(ROOT), os.environ.get("PYTHONPATH", "")]
     return {**ours, "PYTHONPATH": os.pathsep.join(paths), "PYTHONWARNINGS": "error", **more}
 
@@ -79,12 +81,11 @@ class Daemon:
         flags = [f"--{name.replace('_', '-')}={value}" for name, value in values.items()]
         self.log_path = socket_dir.parent / f"{socket_dir.name}.{time.monotonic_ns()}.log"
 
-        def limit() -> None:
-            if nofile is not None:
-                resource.setrlimit(resource.RLIMIT_NOFILE, (nofile, nofile))
-            if group is not None:
-                (group / "cgroup.procs").write_text(str(os.getpid()))
-
+        # A shell does it in the new process: this one has threads, and is not to be copied.
+        begin = [f"ulimit -n {nofile}"] if nofile is not None else []
+        begin += [f"echo $$ > {shlex.quote(str(group / 'cgroup.procs'))}"] if group else []
+        if begin:
+            command = ("sh", "-ec", f'{"; ".join(begin)}; exec "$@"', "sh", *command)
         with self.log_path.open("ab") as log:
             self.process = subprocess.Popen(
                 [*command, f"--socket-dir={socket_dir}", *flags],
@@ -92,9 +93,6 @@ class Daemon:
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
-                # Only where it must: it makes a copy of this process, and gRPC's threads run on in
-                # that one, until they meet a descriptor that is closed there and end it.
-                preexec_fn=limit if nofile is not None or group is not None else None,
                 pass_fds=pass_fds,
             )
         if ready:

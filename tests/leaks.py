@@ -20,17 +20,22 @@ import pytest
 
 #: What ends by itself has this long: a killed child's pipes, gRPC's threads.
 GRACE_SECONDS = 30.0
+#: Pids of wider fixtures' processes that start others while tests run; those are not counted.
+STARTING: set[int] = set()
 
 
 def process_tree(root: int | None = None) -> set[int]:
-    """All descendants of a process (default: this one)."""
+    """All descendants of a process (default: this one), except those of ``STARTING``."""
     found: set[int] = set()
     waiting = [root or os.getpid()]
     while waiting:
         tasks: list[Path] = []
+        parent = waiting.pop()
+        if parent in STARTING:
+            continue
         # A process, or a task of it, may end meanwhile.
         with contextlib.suppress(OSError):
-            tasks += Path(f"/proc/{waiting.pop()}/task").glob("*/children")
+            tasks += Path(f"/proc/{parent}/task").glob("*/children")
         for task in tasks:
             try:
                 children = {int(pid) for pid in task.read_text().split()}

@@ -2,10 +2,24 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import importlib.util
+import itertools
+import json
+import os
+import subprocess
+import sys
+import tempfile
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import NamedTuple
+
+from kmesh.kernels import sources
+
+#: What all kernels are compiled for.
+ARCHITECTURES = ("sm_100", "sm_90", "sm_80")
 
 
 class CompileError(Exception):
@@ -65,3 +79,62 @@ def _read(size_of: ctypes._NamedFuncPointer, get: ctypes._NamedFuncPointer, prog
 def _check(code: int) -> None:
     if code:
         raise RuntimeError(f"nvrtc: error {code}")
+
+
+class Compiled(NamedTuple):
+    """What came of a program for an architecture; ``machine_code`` is the beginning of it."""
+
+    architecture: str
+    program: str
+    machine_code: str
+    said: str
+
+
+class Kernels:
+    """All kernels, compiled for all architectures by a process of its own, which begins at once.
+
+    Args:
+        env: its environment.
+    """
+
+    def __init__(self, env: dict[str, str]) -> None:
+        self._out = tempfile.TemporaryFile("w+")  # noqa: SIM115
+        self._process = subprocess.Popen(
+            [sys.executable, __file__], env=env, stdin=subprocess.DEVNULL, stdout=self._out
+        )
+
+    def compiled(self) -> list[Compiled]:
+        """Waits for all of them.
+
+        Raises:
+            RuntimeError: something does not compile; the compiler's log is on stderr.
+        """
+        if status := self._process.wait():
+            raise RuntimeError(f"exit status {status}")
+        self._out.seek(0)
+        return [Compiled(*json.loads(line)) for line in self._out]
+
+    def close(self) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            self._process.kill()
+        self._process.wait()
+        self._out.close()
+
+
+def _compiled(architecture: str, program: str) -> Compiled:
+    options = [f"-arch={architecture}", "--ptxas-options=-v", *sources.OPTIONS]
+    code, said = compile_text(sources.text(program), f"{program}.cu", options)
+    return Compiled(architecture, program, code[:4].hex(), said)
+
+
+def main() -> None:
+    # Whoever runs tests meanwhile goes first.
+    os.nice(5)
+    wanted = itertools.product(ARCHITECTURES, sources.PROGRAMS)
+    with ThreadPoolExecutor(2) as threads:
+        for one in threads.map(lambda pair: _compiled(*pair), wanted):
+            print(json.dumps(one), flush=True)
+
+
+if __name__ == "__main__":
+    main()

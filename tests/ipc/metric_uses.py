@@ -6,6 +6,7 @@ import os
 import re
 import signal
 import tempfile
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -24,10 +25,11 @@ MIB = 1 << 20
 
 
 class Seen:
-    """The highest value of each sample over all looks at all daemons."""
+    """The highest value of each sample over all looks at all daemons, by several threads."""
 
     def __init__(self) -> None:
         self.values: dict[str, float] = {}
+        self._lock = threading.Lock()
 
     def look(self, daemon: Daemon) -> dict[str, float]:
         now = samples(daemon)
@@ -37,7 +39,8 @@ class Seen:
             name = re.sub(r'tenant="[^"]+"', "tenant", name)
             name = re.sub(r'device="[^"]+"', "device", name)
             name = re.sub(r'process="gpu\d"', "gpu", name)
-            self.values[name] = max(value, self.values.get(name, 0.0))
+            with self._lock:
+                self.values[name] = max(value, self.values.get(name, 0.0))
         return now
 
 

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import typer
 from daemon_process import Daemon, environment
+from leaks import open_fds
 
 from kmesh import errors
 from kmesh.cli import rpc
@@ -101,10 +102,10 @@ def test_handles_are_agreed_on_and_a_lesser_kind_is_shown(spand: Daemon) -> None
         assert refused.value.field == "attach_slab.kind"
         keys = store(session, 1)
         with session.acquire(keys, [SHARD]) as lease:
-            before = len(os.listdir("/proc/self/fd"))
+            before = open_fds()
             with pytest.raises(errors.PermissionDenied, match='setting dma_buf is "off"'):
                 session.export_span(lease, 0)
-            assert len(os.listdir("/proc/self/fd")) == before
+            assert not open_fds() - before
         status = as_json("status", socket_dir=spand.socket_dir)
         human = kmesh("status", socket_dir=spand.socket_dir).stdout
         report = as_json("doctor", socket_dir=spand.socket_dir)

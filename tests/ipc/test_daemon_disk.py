@@ -440,8 +440,20 @@ def test_a_directory_that_nobody_can_write_is_refused(start_spand: Start) -> Non
     assert "disk: /proc/kmesh: " in daemon.log().strip().splitlines()[-1]
 
 
+#: Waits for a shorter time until whoever has a directory has let go of it.
+_IMPATIENT = """
+import sys
+from kmesh_spand import diskdir
+from kmesh_spand.__main__ import main
+diskdir._PATIENCE_SECONDS = 0.5
+sys.exit(main())
+"""
+
+
 def test_two_daemons_do_not_share_a_directory(spand: Daemon, disk: Path, tmp_path: Path) -> None:
-    other = Daemon(tmp_path / "other", disk=disk, disk_bytes="1MiB", ready=False, errors=True)
+    command = (sys.executable, "-c", _IMPATIENT)
+    settings = {"disk": disk, "disk_bytes": "1MiB", "command": command}
+    other = Daemon(tmp_path / "other", **settings, ready=False, errors=True)
     try:
         assert other.process.wait(PATIENCE) == 2
         assert f"disk: {disk}: another daemon uses it" in other.log()
@@ -478,7 +490,7 @@ sys.exit(main())
 def test_a_directory_that_went_to_another_is_left_alone_until_it_is_back(
     start_spand: Start, disk: Path
 ) -> None:
-    old = start(start_spand, disk, errors=True)
+    old = start(start_spand, disk, errors=True, command=(sys.executable, "-c", _IMPATIENT))
     with Peer(old) as peer:
         peer.cool(2)
     settings = {**SMALL, "disk": disk, "command": (sys.executable, "-c", _STOPS, "--upgrade")}

@@ -10,8 +10,9 @@ import resource
 import signal
 import socket
 import struct
+import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -32,6 +33,21 @@ CODE = common_pb2.Code
 def spand(shared_spand: Daemon) -> Daemon:
     """The same daemon for all tests here: none may leave anything in it but spans."""
     return shared_spand
+
+
+@pytest.fixture(scope="module", autouse=True)
+def silent() -> Iterator[tuple[RawClient, RawClient]]:
+    """A connection without a Hello, and a session, that say nothing while all tests here run."""
+    with tempfile.TemporaryDirectory(prefix="kmesh-") as base:
+        daemon = Daemon(Path(base) / "s")
+        try:
+            where = daemon.socket_dir
+            with RawClient(where) as idle, RawClient(where, hello=False) as stranger:
+                yield stranger, idle
+            daemon.stop()
+            daemon.check_log()
+        finally:
+            daemon.kill()
 
 
 def refusal(call: Callable[[], object]) -> Refused:
@@ -111,14 +127,6 @@ def test_hello_comes_first(spand: Daemon) -> None:
         assert (refused.code, refused.field) == (CODE.CODE_UNAUTHENTICATED, "ping")
         with pytest.raises(EOFError):
             client.receive()
-
-
-def test_silence_ends_a_connection_before_hello_and_no_session(spand: Daemon) -> None:
-    with RawClient(spand.socket_dir) as idle:
-        with RawClient(spand.socket_dir, hello=False) as client, pytest.raises(EOFError):
-            client.receive()
-        # As long as the other was, from before it came.
-        idle.call(ping={})
 
 
 def test_slabs_can_only_be_read(spand: Daemon) -> None:
@@ -474,3 +482,13 @@ def test_max_sessions(start_spand: Start) -> None:
         assert refused.code == CODE.CODE_EXHAUSTED
         assert "max_sessions" in refused.message
     wait_for(lambda: daemon.status().sessions == 1)
+
+
+def test_silence_ends_a_connection_before_hello_and_no_session(
+    silent: tuple[RawClient, RawClient],
+) -> None:
+    stranger, idle = silent
+    with pytest.raises(EOFError):
+        stranger.receive()
+    # As long as the other was, from before it came.
+    idle.call(ping={})

@@ -8,9 +8,13 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import grpc
 import pytest
@@ -22,6 +26,8 @@ from rawclient import RawClient, Refused
 from kmesh.v1 import common_pb2
 
 Start = Callable[..., Daemon]
+#: Parts of tests that run at the same time, and their outcomes.
+Slow = dict[Callable[[], None], Future[None]]
 KEY = b"k" * 32
 
 
@@ -141,10 +147,26 @@ def test_a_stopped_worker(start_spand: Start) -> None:
     assert "not ready, the store worker has not answered for" in daemon.log()
 
 
-def test_a_stopped_worker_with_a_copy(start_spand: Start) -> None:
-    daemon = start_spand(stuck_ms=400, copy_timeout_ms=6000, errors=True)
-    daemon.wait_populated()
-    with RawClient(daemon.socket_dir) as client:
+@contextmanager
+def running(**settings: Any) -> Iterator[tuple[Daemon, Faults]]:
+    """A daemon with a directory of its own."""
+    with tempfile.TemporaryDirectory(prefix="kmesh-") as base:
+        faults = Faults(Path(base) / "faults")
+        daemon = Daemon(Path(base) / "s", **{**faults.settings, **settings})
+        try:
+            daemon.wait_populated()
+            yield daemon, faults
+            daemon.stop()
+        finally:
+            daemon.kill()
+        daemon.check_log()
+
+
+def a_stopped_worker_with_a_copy() -> None:
+    with (
+        running(stuck_ms=400, copy_timeout_ms=6000) as (daemon, _),
+        RawClient(daemon.socket_dir) as client,
+    ):
         client.attach_staging(1 << 20)
         reserved = list(client.reserve([KEY], 1000).reservation)
         worker = daemon.child("worker")
@@ -170,17 +192,44 @@ sys.exit(main())
 """
 
 
-@pytest.mark.slow
-def test_a_worker_that_stays_silent_is_replaced(start_spand: Start) -> None:
+def a_worker_that_stays_silent() -> None:
     command = (sys.executable, "-c", _IMPATIENT)
-    daemon = start_spand(copy_timeout_ms=200, stuck_ms=400, errors=True, command=command)
-    daemon.wait_populated()
-    wait_for(lambda: samples(daemon)["kmesh_worker_silent_seconds"] == 0)
-    os.kill(daemon.child("worker"), signal.SIGSTOP)
-    wait_for_reasons(daemon, "worker")
-    wait_for(lambda: daemon.status().worker_restarts == 1, 40)
-    wait_for_reasons(daemon)
-    assert "no heartbeat for 5.0 s" in daemon.log()
+    with running(copy_timeout_ms=200, stuck_ms=400, command=command) as (daemon, _):
+        wait_for(lambda: samples(daemon)["kmesh_worker_silent_seconds"] == 0)
+        os.kill(daemon.child("worker"), signal.SIGSTOP)
+        wait_for_reasons(daemon, "worker")
+        wait_for(lambda: daemon.status().worker_restarts == 1, 40)
+        wait_for_reasons(daemon)
+        assert "no heartbeat for 5.0 s" in daemon.log()
+
+
+def a_control_loop_that_hangs() -> None:
+    with running() as (daemon, faults):
+        with faults.during("loop"):
+            wait_for(lambda: get(daemon.socket_dir, "/livez")[0] == 503)
+            assert "loop" in readiness(daemon)
+        wait_for(lambda: get(daemon.socket_dir, "/livez")[0] == 200)
+        wait_for_reasons(daemon)
+
+
+@pytest.fixture(scope="module")
+def slow() -> Slow:
+    """What is noticed only after seconds, all at the same time."""
+    parts = (a_stopped_worker_with_a_copy, a_worker_that_stays_silent, a_control_loop_that_hangs)
+    with ThreadPoolExecutor(len(parts)) as threads:
+        return {part: threads.submit(part) for part in parts}
+
+
+def test_a_stopped_worker_with_a_copy(slow: Slow) -> None:
+    slow[a_stopped_worker_with_a_copy].result()
+
+
+def test_a_worker_that_stays_silent_is_replaced(slow: Slow) -> None:
+    slow[a_worker_that_stays_silent].result()
+
+
+def test_a_control_loop_that_hangs(slow: Slow) -> None:
+    slow[a_control_loop_that_hangs].result()
 
 
 def test_a_killed_worker(start_spand: Start) -> None:
@@ -305,15 +354,6 @@ def test_a_control_loop_that_fails_is_started_again(start_spand: Start, faults: 
         wait_for(lambda: not Path(f"/proc/{before}").exists())
     wait_for(lambda: daemon.log().count("info supervisor: ready") > 1)
     assert daemon.status().control_restarts >= 1
-    wait_for_reasons(daemon)
-
-
-def test_a_control_loop_that_hangs(start_spand: Start, faults: Faults) -> None:
-    daemon = start_spand(**faults.settings)
-    with faults.during("loop"):
-        wait_for(lambda: get(daemon.socket_dir, "/livez")[0] == 503)
-        assert "loop" in readiness(daemon)
-    wait_for(lambda: get(daemon.socket_dir, "/livez")[0] == 200)
     wait_for_reasons(daemon)
 
 

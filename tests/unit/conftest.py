@@ -8,13 +8,34 @@ from collections.abc import Iterator
 import one_thread
 import pytest
 from cpu_gpu import Gpu, instead_of_cupy
+from daemon_process import environment
+from early import Early
 from hypothesis import HealthCheck, settings
+from nvrtc import Kernels
 
 # A deadline of an example bets on the machine's speed; where CI is set, Hypothesis has none either.
 settings.register_profile(
     "patient", settings(), deadline=None, suppress_health_check=[HealthCheck.too_slow]
 )
 settings.load_profile("patient")
+KERNELS = pytest.StashKey[Early[Kernels]]()
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    def make() -> Kernels:
+        return Kernels(environment())
+
+    def wants(item: pytest.Item) -> bool:
+        return "all_kernels" in getattr(item, "fixturenames", ())
+
+    early = config.stash[KERNELS] = Early(make, 900, wants)
+    config.pluginmanager.register(early)
+
+
+@pytest.fixture(scope="session")
+def all_kernels(pytestconfig: pytest.Config) -> Kernels:
+    """The GPU kernels on their way through NVIDIA's compiler."""
+    return pytestconfig.stash[KERNELS].get()
 
 
 @pytest.fixture(scope="session")

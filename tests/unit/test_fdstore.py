@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from kmesh_spand import notify
 from kmesh_spand.fdstore import FdStore
 from tools.service_manager import ServiceManager
 
@@ -103,15 +104,17 @@ def test_nothing_is_held_for_a_store_that_never_comes_back(
 
 
 def test_a_barrier_is_not_waited_for_behind_what_is_owed(
-    manager: ServiceManager, address: Path, fds: list[int]
+    manager: ServiceManager, address: Path, fds: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    # A machine that has much to do stands still for seconds, and nothing here for so many.
+    monkeypatch.setattr(notify, "SECONDS", 100.0)
     store = FdStore(os.environ)
     address.rename(address.parent / "away")
     began = time.monotonic()
     store.settle()
     store.put(names_of(0)[0], fds[0])
     store.settle()
-    assert time.monotonic() - began < 5
+    assert time.monotonic() - began < 50
     store.close()
 
 

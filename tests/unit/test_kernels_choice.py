@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 import re
-from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import nvrtc
@@ -268,28 +266,20 @@ def text_entries(program: str) -> int:
 
 
 @pytest.mark.timeout(300)
-def test_kernels_compile_without_spills() -> None:
-    wanted = list(itertools.product(("sm_100", "sm_90", "sm_80"), sources.PROGRAMS))
-
-    def compiled(architecture: str, program: str) -> tuple[bytes, str]:
-        options = [f"-arch={architecture}", "--ptxas-options=-v", *sources.OPTIONS]
-        return nvrtc.compile_text(sources.text(program), f"{program}.cu", options)
-
-    with ThreadPoolExecutor(2) as threads:
-        done = threads.map(lambda pair: compiled(*pair), wanted)
-        for (architecture, program), (code, said) in zip(wanted, done, strict=True):
-            about = f"{program} for {architecture}: {said}"
-            assert code.startswith(b"\x7fELF"), about
-            assert "warning" not in said, about
-            registers = re.findall(
-                r"entry function '(\w+)' for '\w+'[^']*?Used (\d+) registers", said
-            )
-            spills = re.findall(r"(\d+) bytes spill", said)
-            assert registers, about
-            assert len(registers) == text_entries(program), about
-            for name, count in registers:
-                assert int(count) <= (UNIT_REGISTERS if "units" in name else REGISTERS), about
-            assert set(spills) == {"0"}, about
+def test_kernels_compile_without_spills(all_kernels: nvrtc.Kernels) -> None:
+    found = all_kernels.compiled()
+    assert len(found) == len(nvrtc.ARCHITECTURES) * len(sources.PROGRAMS)
+    for architecture, program, code, said in found:
+        about = f"{program} for {architecture}: {said}"
+        assert code == b"\x7fELF".hex(), about
+        assert "warning" not in said, about
+        registers = re.findall(r"entry function '(\w+)' for '\w+'[^']*?Used (\d+) registers", said)
+        spills = re.findall(r"(\d+) bytes spill", said)
+        assert registers, about
+        assert len(registers) == text_entries(program), about
+        for name, count in registers:
+            assert int(count) <= (UNIT_REGISTERS if "units" in name else REGISTERS), about
+        assert set(spills) == {"0"}, about
 
 
 def test_the_compiler_refuses_what_is_no_program() -> None:

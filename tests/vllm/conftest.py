@@ -11,12 +11,26 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import leaks
 import pytest
 from daemon_process import Daemon
 from driver import ENVIRONMENT, Engine, environment, transfer
+from early import Early
 from nursery import Nursery
 
 HERE = Path(__file__).parent
+NURSERY = pytest.StashKey[Early[Nursery]]()
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    def make() -> Nursery:
+        return Nursery(environment(**ENVIRONMENT, PYTHONHASHSEED="0"))
+
+    def wants(item: pytest.Item) -> bool:
+        return HERE in item.path.parents and item.get_closest_marker("skip") is None
+
+    early = config.stash[NURSERY] = Early(make, 400, wants)
+    config.pluginmanager.register(early)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -32,14 +46,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 @pytest.fixture(scope="session")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def model(tmp_path_factory: pytest.TempPathFactory, nursery: Nursery) -> Path:
     """A tiny model with real weights."""
-    import subprocess
-    import sys
-
     path = tmp_path_factory.mktemp("tiny-model")
-    # In a process of its own: its imports warn, and warnings are errors here.
-    subprocess.run([sys.executable, str(HERE / "tiny_model.py"), str(path)], check=True)
+    # Not in this process: its imports warn, and warnings are errors here.
+    nursery.run(HERE / "tiny_model.py", "model", path)
     return path
 
 
@@ -65,10 +76,8 @@ def shared_spand() -> Iterator[Daemon]:
 
 
 @pytest.fixture(scope="session")
-def nursery() -> Iterator[Nursery]:
-    made = Nursery(environment(**ENVIRONMENT, PYTHONHASHSEED="0"))
-    yield made
-    made.close()
+def nursery(pytestconfig: pytest.Config) -> Nursery:
+    return pytestconfig.stash[NURSERY].get()
 
 
 @pytest.fixture(scope="session")
@@ -121,3 +130,10 @@ def restoring(start: Callable[..., Engine], shared_spand: Daemon) -> Engine:
         separate=True,
         async_scheduling=True,
     )
+
+
+@pytest.fixture(scope="session", autouse=True)
+def begun(request: pytest.FixtureRequest) -> None:
+    """What takes longest to start does so from the beginning, where it is used."""
+    if any("restoring" in item.fixturenames for item in request.session.items):
+        leaks.STARTING.add(request.getfixturevalue("restoring").pid)

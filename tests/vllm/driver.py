@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from daemon_process import Daemon
-from nursery import Nursery
+from nursery import Fork, Nursery
 
 from kmesh.layout import Shard
 from kmesh.session import Role, Session
@@ -58,64 +58,6 @@ class Result:
             and len(self.logprobs) == len(other.logprobs)
             and all(abs(a - b) < 1e-3 for a, b in zip(self.logprobs, other.logprobs, strict=True))
         )
-
-
-class Executed:
-    """An engine in a new interpreter."""
-
-    def __init__(self, env: dict[str, str], nursery: Nursery | None) -> None:
-        self._process = subprocess.Popen(
-            [sys.executable, str(HERE / "engine_process.py")],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            env=env,
-            text=True,
-            start_new_session=True,
-        )
-        assert self._process.stdin is not None
-        assert self._process.stdout is not None
-        self.commands, self.answers = self._process.stdin, self._process.stdout
-
-    @property
-    def pid(self) -> int:
-        return self._process.pid
-
-    def ends(self, seconds: float | None) -> bool:
-        """Whether it ends in that time."""
-        try:
-            self._process.wait(seconds)
-        except subprocess.TimeoutExpired:
-            return False
-        return True
-
-
-class Forked:
-    """An engine out of the nursery."""
-
-    def __init__(self, env: dict[str, str], nursery: Nursery | None) -> None:
-        assert nursery is not None
-        reads, commands = os.pipe()
-        answers, writes = os.pipe()
-        self.commands, self.answers = os.fdopen(commands, "w"), os.fdopen(answers)
-        self._nursery = nursery
-        self._number = nursery.fork(env, reads, writes)
-        os.close(reads)
-        os.close(writes)
-
-    @property
-    def pid(self) -> int:
-        return self._nursery.pid(self._number)
-
-    def ends(self, seconds: float | None) -> bool:
-        """Whether it ends in that time."""
-        try:
-            handle = os.pidfd_open(self.pid)
-        except ProcessLookupError:
-            return True
-        try:
-            return bool(select.select([handle], [], [], seconds)[0])
-        finally:
-            os.close(handle)
 
 
 def environment(**more: str) -> dict[str, str]:
@@ -172,8 +114,21 @@ class Engine:
         )
         if cache is not None:
             variables["XDG_CACHE_HOME"] = str(cache)
-        process = Forked if nursery is not None and hash_seed is None else Executed
-        self._process = process(variables, nursery)
+        self._process: Fork | subprocess.Popen[str]
+        if nursery is not None and hash_seed is None:
+            self._process = Fork(nursery, variables)
+        else:
+            self._process = subprocess.Popen(
+                [sys.executable, str(HERE / "engine_process.py")],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                env=variables,
+                text=True,
+                start_new_session=True,
+            )
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        self._commands, self._answers = self._process.stdin, self._process.stdout
         self._waiting = 1
         self._send("start", defaults | {"transfer": transfer} | arguments)
 
@@ -222,22 +177,24 @@ class Engine:
     def close(self) -> None:
         """Ends the process and what it started."""
         self.leave()
-        if not self._process.ends(60):
+        try:
+            self._process.wait(60)
+        except subprocess.TimeoutExpired:
             os.killpg(self._process.pid, signal.SIGKILL)
-            self._process.ends(None)
-        self._process.answers.close()
+            self._process.wait()
+        self._answers.close()
 
     def leave(self) -> None:
         """Tells it that no more commands come, and it ends by itself."""
-        self._process.commands.close()
+        self._commands.close()
 
     def _send(self, command: str, arguments: dict[str, Any]) -> None:
-        self._process.commands.write(json.dumps([command, arguments]) + "\n")
-        self._process.commands.flush()
+        self._commands.write(json.dumps([command, arguments]) + "\n")
+        self._commands.flush()
 
     def _receive(self, wait: float) -> Any:
-        ready, _, _ = select.select([self._process.answers], [], [], wait)
-        line = self._process.answers.readline() if ready else ""
+        ready, _, _ = select.select([self._answers], [], [], wait)
+        line = self._answers.readline() if ready else ""
         if not line:
             raise EngineError(f"no answer within {wait} s" if not ready else "it has ended")
         kind, answer = json.loads(line)

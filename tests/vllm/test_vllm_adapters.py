@@ -7,22 +7,17 @@ from pathlib import Path
 
 import pytest
 from daemon_process import Daemon
-from driver import Engine, settled, tokens, transfer
+from driver import HERE, Engine, settled, tokens, transfer
+from nursery import Nursery
 
 
 @pytest.fixture(scope="module")
-def adapters(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+def adapters(tmp_path_factory: pytest.TempPathFactory, nursery: Nursery) -> list[Path]:
     """Two adapters, and a copy of the first."""
-    import subprocess
-    import sys
-
     base = tmp_path_factory.mktemp("adapters")
-    script = (
-        "from pathlib import Path; import sys; from tiny_model import write_adapter as w;"
-        "b = Path(sys.argv[1]); w(b/'a', seed=1); w(b/'b', seed=2); w(b/'c', seed=1)"
-    )
-    subprocess.run([sys.executable, "-c", script, str(base)], check=True, cwd=Path(__file__).parent)
-    return [base / name for name in "abc"]
+    names = ("1-first", "2-other", "1-again")
+    nursery.run(HERE / "tiny_model.py", "adapters", base, *names)
+    return [base / name for name in names]
 
 
 @pytest.fixture(scope="module")

@@ -3,27 +3,20 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 
 import pytest
-from daemon_process import Daemon
-from driver import ENVIRONMENT, HERE, Engine, environment, settled, tokens, transfer
+from daemon_process import Daemon, wait_for
+from driver import HERE, Engine, Result, settled, tokens, transfer
+from nursery import Nursery
 
 BLOCKS = (32, 64, 128)
 
 
-def test_vllm_own_kernels_have_the_documented_order() -> None:
+def test_vllm_own_kernels_have_the_documented_order(nursery: Nursery) -> None:
     """What they write is read in that order, and what is written from it they attend to."""
-    ran = subprocess.run(
-        [sys.executable, str(HERE / "attention_process.py")],
-        env=environment(**ENVIRONMENT),
-        stdout=subprocess.PIPE,
-        text=True,
-        check=True,
-    )
-    found = [json.loads(line) for line in ran.stdout.splitlines() if line.startswith("{")]
+    said = nursery.run(HERE / "attention_process.py")
+    found = [json.loads(line) for line in said.splitlines() if line.startswith("{")]
     assert len(found) == 32
     assert len([one for one in found if "off" in one]) >= 30
     for one in found:
@@ -81,7 +74,14 @@ def test_in_sixteen_bits_blocks_of_another_size_hold_the_same(
         settled(shared_spand, before + 8)
         cached = small.one(prompt)
         assert (cached.restored, cached.cached) == (0, 512)
-        restored = large.one(prompt)
+
+        def asked() -> Result | None:
+            # One that is up may not be connected yet, and computes then.
+            large.call("reset")
+            result = large.one(prompt)
+            return result if result.restored else None
+
+        restored = wait_for(asked, 60)
         assert (restored.restored, restored.cached) == (512, 512)
         assert restored.tokens == cached.tokens
         # The same state and the same kernel, in blocks of another size.

@@ -10,7 +10,6 @@ import shutil
 import signal
 import socket
 import subprocess
-import sys
 import tempfile
 import threading
 import time
@@ -21,11 +20,11 @@ from typing import Any
 
 import pytest
 from daemon_process import Daemon, wait_for
-from driver import ENVIRONMENT, HERE, ROOT, tokens
+from driver import ENVIRONMENT, HERE, environment, tokens
 from faulty import COMMAND, DIRECTORY
+from nursery import Fork, Nursery
 from rawclient import RawClient
 
-from demo.processes import Process
 from kmesh.families import Family
 from kmesh.flight import FlightCause, Standing
 from kmesh.keys import KeyChain
@@ -47,14 +46,6 @@ ON_GPUS = {
 }
 SPAN_BYTES = 4 * 2 * 2 * 32 * 4 * 64
 _SAMPLE = re.compile(r"^vllm:kmesh_(\w+)_total\{[^}]*\} (\S+)$", re.MULTILINE)
-
-_TOKENIZER = """
-import sys
-from tokenizers import Tokenizer, models
-from transformers import PreTrainedTokenizerFast
-words = Tokenizer(models.WordLevel({f"t{i}": i for i in range(2048)}, unk_token="t0"))
-PreTrainedTokenizerFast(tokenizer_object=words, eos_token="t2").save_pretrained(sys.argv[1])
-"""
 
 
 class Server:
@@ -152,10 +143,12 @@ def spand(folder: Path) -> Iterator[Daemon]:
 
 
 @pytest.fixture
-def server(folder: Path, spand: Daemon, model: Path, cache: Path) -> Iterator[Server]:
+def server(
+    folder: Path, spand: Daemon, model: Path, cache: Path, nursery: Nursery
+) -> Iterator[Server]:
     speaking = folder / "tiny"
     shutil.copytree(model, speaking)
-    subprocess.run([sys.executable, "-c", _TOKENIZER, speaking], check=True, capture_output=True)
+    nursery.run(HERE / "tiny_model.py", "tokenizer", speaking)
     with socket.create_server(("127.0.0.1", 0)) as probe:
         port = probe.getsockname()[1]
     transfer = {
@@ -174,30 +167,36 @@ def server(folder: Path, spand: Daemon, model: Path, cache: Path) -> Iterator[Se
             "flight_wait_ms": 10_000,
         },
     }
-    command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server"]
-    command += ["--model", str(speaking), "--served-model-name", "tiny"]
-    command += ["--host", "127.0.0.1", "--port", str(port), "--dtype", "float32"]
-    command += ["--block-size", "32", "--enforce-eager", "--no-enable-prefix-caching"]
-    command += ["--max-model-len", "4096", "--max-num-batched-tokens", "4096"]
-    command += ["--num-gpu-blocks-override", "400", "--kv-transfer-config", json.dumps(transfer)]
-    paths = [ROOT / "client", ROOT / "vllm_connector", ROOT, HERE]
+    arguments = ["--model", str(speaking), "--served-model-name", "tiny"]
+    arguments += ["--host", "127.0.0.1", "--port", str(port), "--dtype", "float32"]
+    arguments += ["--block-size", "32", "--enforce-eager", "--no-enable-prefix-caching"]
+    arguments += ["--max-model-len", "4096", "--max-num-batched-tokens", "4096"]
+    arguments += ["--num-gpu-blocks-override", "400", "--kv-transfer-config", json.dumps(transfer)]
     (folder / "loads").mkdir()
-    env = {
-        "PYTHONPATH": os.pathsep.join(map(str, paths)),
-        "XDG_CACHE_HOME": str(cache),
-        "KMESH_TEST_LOADS": str(folder / "loads"),
-        "VLLM_CPU_KVCACHE_SPACE": "1",
-        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    env = environment(
         **ENVIRONMENT,
-        "TORCHDYNAMO_DISABLE": "1",
-        "HF_HUB_OFFLINE": "1",
-        "VLLM_NO_USAGE_STATS": "1",
-    }
+        XDG_CACHE_HOME=str(cache),
+        KMESH_TEST_LOADS=str(folder / "loads"),
+    )
+    program = [str(HERE / "server_process.py"), *arguments]
     log = folder / "server.log"
-    with Process("vLLM", command, log, env=env) as process:
+    with log.open("wb") as said:
+        fork = Fork(nursery, env, program, said.fileno())
+    fork.stdin.close()
+    fork.stdout.close()
+    try:
         served = Server(port)
-        process.wait_ready(served.up, 400)
+        # Its pid is that of its group, too, which outlives it while a child runs.
+        wait_for(lambda: served.up() or fork.ended(), 400, "vLLM's server is up")
+        assert not fork.ended(), log.read_text()
         yield served
+    finally:
+        with suppress(ProcessLookupError):
+            os.kill(fork.pid, signal.SIGTERM)
+        with suppress(subprocess.TimeoutExpired):
+            fork.wait(30)
+        with suppress(ProcessLookupError):
+            os.killpg(fork.pid, signal.SIGKILL)
 
 
 @contextmanager
@@ -291,24 +290,24 @@ def flights(server: Server, spand: Daemon, folder: Path, old: list[Other]) -> No
     server.wait_count("flight_leads")
     with fault(folder / "faults" / "claim"):
         server.wait_count("flight_refused", tokens(600, seed=23))
-    other = Other(spand, 24)
-    with other.waited_for(server):
-        other.store()
-    for name in ("flight_joins", "flight_landed"):
-        server.wait_count(name)
-    for seed, cause, name in (
-        (25, FlightCause.ABORTED, "flight_promoted"),
-        (26, FlightCause.NOT_STORED, "flight_ended"),
-    ):
-        following = Other(spand, seed)
-        with following.waited_for(server):
-            following.session.land(following.claim.flight, cause)
-        server.wait_count(name)
-        following.session.close()
-    other.session.close()
-    # Nobody ends this one: the engine waits as long as it may.
+    # Nobody ends this one: the engine waits as long as it may, and serves others meanwhile.
     endless = Other(spand, 27)
-    server.complete(endless.prompt)
+    with endless.waited_for(server):
+        other = Other(spand, 24)
+        with other.waited_for(server):
+            other.store()
+        for name in ("flight_joins", "flight_landed"):
+            server.wait_count(name)
+        for seed, cause, name in (
+            (25, FlightCause.ABORTED, "flight_promoted"),
+            (26, FlightCause.NOT_STORED, "flight_ended"),
+        ):
+            following = Other(spand, seed)
+            with following.waited_for(server):
+                following.session.land(following.claim.flight, cause)
+            server.wait_count(name)
+            following.session.close()
+        other.session.close()
     server.wait_count("flight_left")
     endless.session.close()
     # What was begun so long ago and has landed so little is not waited for. A claim that a starved

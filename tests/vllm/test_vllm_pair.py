@@ -6,7 +6,10 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from driver import ROOT
+from nursery import Fork, Nursery
 
+from benchmarks.engines import Engine
 from benchmarks.gpu import pair_engines
 from benchmarks.results import Row
 
@@ -42,10 +45,23 @@ def _few_threads(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
 
 
+@pytest.fixture
+def forked(monkeypatch: pytest.MonkeyPatch, nursery: Nursery) -> None:
+    """Engines come out of the nursery."""
+    child = str(ROOT / "benchmarks" / "engine_child.py")
+
+    class Forked(Engine):
+        def _start(self, env: dict[str, str]) -> Fork:  # type: ignore[override]
+            return Fork(nursery, env, [child], self._log.fileno())
+
+    monkeypatch.setattr(pair_engines, "Engine", Forked)
+
+
 def values(rows: list[Row]) -> dict[str, float | None]:
     return {row.name: row.value for row in rows}
 
 
+@pytest.mark.usefixtures("forked")
 @pytest.mark.parametrize(("stored", "asked", "span", "read"), [(1, 2, 128, 0.5), (2, 1, 64, 1.0)])
 def test_each_rank_reads_its_heads(stored: int, asked: int, span: int, read: float) -> None:
     """Halves where its heads are whole tiles; no first token differs."""

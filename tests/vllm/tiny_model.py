@@ -1,4 +1,4 @@
-"""Writes a tiny Qwen2-shaped model with real, random weights.
+"""Writes a tiny Qwen2-shaped model with real, random weights; adapters and a tokenizer for it.
 
 Its weights are larger than a fresh model's, so that attention depends on what lies in the KV
 cache: one wrong block changes log-probabilities.
@@ -81,5 +81,19 @@ def write_adapter(path: Path, *, seed: int, layers: int = 4, hidden: int = 128) 
     (path / "adapter_config.json").write_text(json.dumps(config))
 
 
+def write_tokenizer(path: Path) -> None:
+    """A word for each token of the model's vocabulary; its server wants to know some."""
+    from tokenizers import Tokenizer, models
+    from transformers import PreTrainedTokenizerFast
+
+    words = Tokenizer(models.WordLevel({f"t{i}": i for i in range(2048)}, unk_token="t0"))
+    PreTrainedTokenizerFast(tokenizer_object=words, eos_token="t2").save_pretrained(path)
+
+
 if __name__ == "__main__":
-    write_model(Path(sys.argv[1]))
+    what, path, *seeds = sys.argv[1:]
+    if what == "adapters":
+        for name in seeds:
+            write_adapter(Path(path, name), seed=int(name.partition("-")[0]))
+    else:
+        {"model": write_model, "tokenizer": write_tokenizer}[what](Path(path))

@@ -40,9 +40,9 @@ class Raw:
     def __init__(self) -> None:
         self.ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         theirs.setblocking(False)
-        self.ours.settimeout(5)
+        self.ours.settimeout(30)
         with ThreadPoolExecutor(1) as pool:
-            future = pool.submit(Session, theirs, sessions_pb2.Hello(), 5.0)
+            future = pool.submit(Session, theirs, sessions_pb2.Hello(), 30.0)
             welcome = sessions_pb2.Welcome(
                 max_message_bytes=4096, max_batch=8, span_tokens=64, sub_tokens=16
             )

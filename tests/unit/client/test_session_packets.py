@@ -90,7 +90,7 @@ def test_the_last_words_of_a_daemon_that_hangs_up_are_heard() -> None:
     ours.send(response.SerializeToString())
     ours.close()
     with pytest.raises(errors.Exhausted, match="none is left"):
-        Session(theirs, sessions_pb2.Hello(), 5.0)
+        Session(theirs, sessions_pb2.Hello(), 30.0)
 
 
 def test_a_packet_that_is_too_long_ends_the_session(
