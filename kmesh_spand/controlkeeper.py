@@ -57,6 +57,8 @@ class ControlKeeper:
         self._restarts += 1
         ours, theirs = ipc.pair()
         try:
+            if self._prepared is not None and self._prepared.gone:
+                self.end_prepared()
             if self._prepared is None:
                 self._prepared = Prepared(held.storage.drop_writable)
             self._prepared.launch(

@@ -110,6 +110,11 @@ class Prepared:
             os.close(told)
             self._sock.close()
 
+    @property
+    def gone(self) -> bool:
+        """It has died while it waited; ``end`` is due all the same."""
+        return os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
+
     def end(self) -> None:
         """It is not needed."""
         self._sock.close()

@@ -85,6 +85,7 @@ class Recovery:
         for number in list(self._waiting):
             if number in store.slabs:
                 self.place(number)
+        self._forget()
 
     def place(self, number: int) -> None:
         """Place the records of a slab that is known now."""
@@ -228,7 +229,10 @@ class Recovery:
             store.out.append(SpanEnded(*about, Cause.RECOVERY))
 
     def _quarantine(self, record: Record) -> None:
-        """Keep what a dropped record named: an engine of the earlier epoch may read it still."""
+        """Keep what a dropped record named: an engine of the earlier epoch may read it still, until
+        grace has ended."""
+        if not self._store.grace:
+            return
         slab = self._store.slabs[record.slab]
         first = record.offset // TILE_BYTES
         for tile in range(first, min(first + tiles(record.length), slab.tiles)):

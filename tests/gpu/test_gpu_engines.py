@@ -19,7 +19,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "vllm"))
 from driver import Engine, Result, settled, tokens, transfer
 
 from benchmarks.gpu.recovered import Passage
-from kmesh.cuda.device import Device
+from kmesh.cuda.device import Device, see_all
 from kmesh.kernels.rotary import Rotary
 from kmesh.layout import Shard
 from kmesh.session import Role, Session
@@ -40,6 +40,8 @@ Start = Callable[..., Engine]
 @pytest.fixture(scope="module")
 def nvml() -> Iterator[Callable[[], int]]:
     """Bytes of the GPU that are used, by whoever."""
+    # As the daemon counts.
+    see_all()
     pynvml = pytest.importorskip("pynvml")
     pynvml.nvmlInit()
     handle = pynvml.nvmlDeviceGetHandleByIndex(0)
@@ -93,7 +95,12 @@ def start(model: Path, daemon: Daemon, tmp_path_factory: pytest.TempPathFactory)
             "attention_backend": "FLASH_ATTN",
             "gpu_memory_utilization": 0.1,
             "transfer": transfer(daemon.socket_dir, **(connector or {})),
-            "env": {"VLLM_USE_FLASHINFER_SAMPLER": "0", "TRITON_CACHE_DIR": str(cache / "triton")},
+            "env": {
+                "VLLM_USE_FLASHINFER_SAMPLER": "0",
+                "TRITON_CACHE_DIR": str(cache / "triton"),
+                # As the daemon counts.
+                "CUDA_DEVICE_ORDER": "PCI_BUS_ID",
+            },
         }
         engines.append(Engine(model, cache=cache, **{**usual, **arguments}))
         return engines[-1]
@@ -349,11 +356,11 @@ def test_a_round_of_siblings_out_of_recipes_on_the_gpu(
 ) -> None:
     """Base and recipes lie in the daemon's memory on the GPU, and none is made dense."""
     one, other = on_gpu
-    passage = passage_of(one, daemon, model, seed=4000, gpu=device)
-    beginnings = [tokens(64, seed=4100 + i) for i in range(4)]
+    passage = passage_of(one, daemon, model, seed=4500, gpu=device)
+    beginnings = [tokens(64, seed=4600 + i) for i in range(4)]
     passage.store_siblings(beginnings)
     prompts = [
-        [*own, *passage.tokens, *tokens(10, seed=4200 + i)] for i, own in enumerate(beginnings)
+        [*own, *passage.tokens, *tokens(10, seed=4700 + i)] for i, own in enumerate(beginnings)
     ]
     dense = []
     for prompt in prompts:
@@ -362,8 +369,8 @@ def test_a_round_of_siblings_out_of_recipes_on_the_gpu(
         assert dense[-1].restored == 448
     (at_once,) = together([other], prompts).values()
     before, densified = told(other), daemon.status().counters["spans_densified"]
-    passage.join("round-4000", beginnings)
-    wait_for(lambda: passage.mirrors("round-4000") == 24, 60)
+    passage.join("round-4500", beginnings)
+    wait_for(lambda: passage.mirrors("round-4500") == 24, 60)
     for prompt, wanted in zip(prompts, dense, strict=True):
         other.call("reset")
         check(other.one(prompt), wanted, 448)
@@ -386,11 +393,11 @@ def test_siblings_whose_base_is_bad(
     looking: Engine, storing: Engine, daemon: Daemon, model: Path
 ) -> None:
     """Each computes exactly what it can't restore."""
-    passage = passage_of(storing, daemon, model, seed=3000)
-    beginnings = [tokens(64, seed=3100 + i) for i in range(4)]
+    passage = passage_of(storing, daemon, model, seed=3500)
+    beginnings = [tokens(64, seed=3600 + i) for i in range(4)]
     passage.store_siblings(beginnings)
-    passage.join("round-3000", beginnings)
-    wait_for(lambda: passage.mirrors("round-3000") == 24, 60)
+    passage.join("round-3500", beginnings)
+    wait_for(lambda: passage.mirrors("round-3500") == 24, 60)
     settled(daemon)
     before = daemon.status().spans
     with Session.connect(daemon.socket_dir, role=Role.TOOL) as session:

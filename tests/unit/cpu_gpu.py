@@ -43,7 +43,7 @@ class Gpu:
 
     Attributes:
         launched: name, blocks and parts of each launch.
-        copied: bytes of each copy to the GPU, jobs' left out.
+        copied: bytes of each copy to the GPU.
         pooled: of each allocation of pinned memory that its pool keeps.
     """
 
@@ -102,10 +102,9 @@ class Gpu:
         self.pooled.append(size)
         return _aligned(size).view(Pinned)
 
-    def _copy(self, to: int, source: int, size: int, _kind: int, stream: int) -> None:
+    def _copy(self, to: int, source: int, size: int, _kind: int, _stream: int) -> None:
         ctypes.memmove(to, source, size)
-        if stream == 1:
-            self.copied.append(size)
+        self.copied.append(size)
 
     def _launch(self, name: str, blocks: int, *rest: Any) -> None:
         pointers = (ctypes.c_void_p * 3).from_address(rest[7])

@@ -19,7 +19,7 @@ from paged_reference import Engine, Stored, summed
 
 from kmesh.kernels import host, plan
 from kmesh.kernels.chooser import Rates, Route
-from kmesh.kernels.cuda import Memory, Restorer, Settings
+from kmesh.kernels.cuda import Memory, Restorer, Settings, Storer
 from kmesh.kernels.host import SpanPart, part_reads
 from kmesh.kernels.plan import Load, Request
 from kmesh.layout import TILE_BYTES
@@ -257,3 +257,27 @@ def test_copies_bring_whole_spans_so_the_kernel_reads_halves(
             assert not any(pending.wait()[0][0])
             assert pending.read_bytes == size
             restorer.close()
+
+
+def test_no_launch_has_more_blocks_than_it_may(
+    kernels: ctypes.CDLL, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nor those that bring jobs."""
+    with instead_of_cupy(gpu := Gpu(kernels), monkeypatch):
+        (_, parts), *_ = ranks(8, 1, 1, 64)
+        engine = Engine.make("HND", LAYERS, 4, 8, SLOTS, ROW, 0)
+        request = Request(np.arange(4, dtype=np.int64))
+        for most in (1, None):
+            limits = Settings(chunk_bytes=1 << 20, max_ctas=most)
+            restorer = Restorer(engine.layout, settings=limits)
+            for route in (Route.KERNEL, Route.COPY):
+                load = Load.of(parts, [request])
+                assert restorer.restore([load], 0, memory=Memory.HOST, route=route).wait()
+            restorer.close()
+            storer = Storer(engine.layout, settings=limits)
+            assert storer.store(Load.of(parts, []).records, request, 0, memory=Memory.HOST).wait()
+            storer.close()
+            blocks = {name: count for name, count, _ in gpu.launched}
+            assert len(blocks) == 5
+            assert (max(blocks.values()) == 1) == (most == 1)
+            gpu.launched.clear()

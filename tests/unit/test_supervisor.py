@@ -12,6 +12,7 @@ import subprocess
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from room import settings
@@ -19,9 +20,11 @@ from room import settings
 from kmesh.errors import ConfigError
 from kmesh_spand import child, ipc, jobmessages, messages, outbox
 from kmesh_spand.control.link import Link
+from kmesh_spand.controlkeeper import ControlKeeper
 from kmesh_spand.fdstore import FdStore
 from kmesh_spand.gpukeeper import GpuKeeper
 from kmesh_spand.holdings import Holdings
+from kmesh_spand.launch import Prepared
 from kmesh_spand.outbox import Outbox
 from kmesh_spand.supervisor import Supervisor
 
@@ -423,3 +426,48 @@ def test_no_control_is_prepared_that_nobody_needs(
         assert (supervisor._control.start_at is None) == (ends == "handed over")
     finally:
         held.close()
+
+
+def test_a_prepared_control_that_has_died_is_not_launched(
+    socket_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another one takes its place at once, and no time to wait is added."""
+
+    class Waiting:
+        def __init__(self, _: object, *, gone: bool = False) -> None:
+            self.pid, self.gone, self.launched, self.ended = len(made) + 7, gone, 0, 0
+            made.append(self)
+
+        def launch(self, *_: object) -> None:
+            self.launched += 1
+
+        def end(self) -> None:
+            self.ended += 1
+
+    made: list[Waiting] = []
+    chosen = settings(socket_dir)
+    dead: Any = Waiting(None, gone=True)
+    keeper = ControlKeeper(chosen, "test", dead)
+    monkeypatch.setattr("kmesh_spand.controlkeeper.Prepared", Waiting)
+    held = Holdings(chosen, "test", FdStore({}))
+    try:
+        keeper.start(1.0, held)
+        assert [(one.launched, one.ended) for one in made] == [(0, 1), (1, 0)]
+        assert keeper.pid == made[1].pid
+    finally:
+        keeper.forget()
+        held.close()
+
+
+def test_whether_a_process_that_waits_has_died_is_known() -> None:
+    waiting = Prepared.__new__(Prepared)
+    with subprocess.Popen(["sleep", "600"]) as child:
+        waiting.pid = child.pid
+        try:
+            assert not waiting.gone
+        finally:
+            child.kill()
+        os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
+        assert waiting.gone
+        # It is still to be reaped.
+        assert waiting.gone

@@ -29,7 +29,11 @@ VOCABULARY = 2000
 
 def tokens(count: int, seed: int = 0) -> list[int]:
     """A prompt; prompts of different seeds share no prefix."""
-    return [(i * 7919 + seed * 104729 + i * i * (seed + 3)) % VOCABULARY + 3 for i in range(count)]
+    round = seed // VOCABULARY
+    return [
+        (i * 7919 + seed * 104729 + i * i * (seed + 3) + round * (i + 1)) % VOCABULARY + 3
+        for i in range(count)
+    ]
 
 
 class EngineError(Exception):

@@ -59,7 +59,7 @@ class Reserver:
         mover: that will write to the staging.
         mine: the heads that this rank holds.
         device: UUID of the GPU in whose memory is stored, or empty: in host memory.
-        later: has that thread do something when it has answered.
+        later: has another thread of ours do something, in its time.
     """
 
     def __init__(

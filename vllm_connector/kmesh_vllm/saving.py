@@ -67,7 +67,7 @@ class Saver:
         self._late: Future[Step | None] | None = None
         self._freed = threading.Event()
         self._reserver = Reserver(
-            mover, identity, mine, current, settings, counts, device, self._thread.submit
+            mover, identity, mine, current, settings, counts, device, self._writer.submit
         )
 
     def begin(self, plans: Sequence[StorePlan]) -> None:

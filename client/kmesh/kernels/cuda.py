@@ -247,7 +247,7 @@ class Restorer:
             with self._device.slot() as slot:
                 job = self._write(slot, loads, grid)
             with self._device.job(stream, slot):
-                self._device.bring("restore", slot, job.upload_bytes, stream)
+                self._bring(slot, job.upload_bytes, stream)
                 slot.expect(job.parts)
                 self._launch(job, slot, grid, (0, job.parts), stream)
             return Pending(self._device, slot, job, Route.KERNEL, job.read_bytes)
@@ -294,7 +294,7 @@ class Restorer:
                     slot.record(copier.stream)
                     return Pending(self._device, slot, wrong, Route.COPY, 0)
             with self._device.job(stream, slot):
-                self._device.bring("restore", slot, job.upload_bytes, stream)
+                self._bring(slot, job.upload_bytes, stream)
                 slot.expect(job.parts)
                 for parts in trip.chunks(stream):
                     self._launch(job, slot, grid, parts, stream)
@@ -318,6 +318,9 @@ class Restorer:
             burst=grid.burst,
             allocate=slot.reserve,
         )
+
+    def _bring(self, slot: Slot, size: int, stream: int) -> None:
+        self._device.bring("restore", slot, size, stream, self._settings.max_ctas)
 
     def _launch(
         self, job: plan.Job, slot: Slot, grid: Grid, parts: tuple[int, int], stream: int
@@ -378,7 +381,8 @@ class Storer:
             with self._device.slot() as slot:
                 job = plan.write(self._layout, [Load(records, [request])], allocate=slot.reserve)
             with self._device.job(stream, slot):
-                self._device.bring("store", slot, job.upload_bytes, stream)
+                most = self._settings.max_ctas
+                self._device.bring("store", slot, job.upload_bytes, stream, most)
                 slot.expect(2 * job.tiles)
                 blocks = max(min(blocks, job.items), 1)
                 name = f"kmesh_store_{job.vector}"

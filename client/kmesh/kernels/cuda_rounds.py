@@ -155,7 +155,7 @@ class RoundRestorer:
             with device.slot() as slot:
                 job = self._write(slot, round, self._settings.slow_ctas)
             with device.job(stream, slot):
-                device.bring("round", slot, job.upload_bytes, stream)
+                self._bring(slot, job.upload_bytes, stream)
                 slot.expect(job.parts)
                 self._launch(job, slot, (0, job.parts), stream)
             return PendingRound(device, slot, job, Route.KERNEL)
@@ -185,7 +185,7 @@ class RoundRestorer:
                     slot.record(copier.stream)
                     return PendingRound(self._device, slot, wrong, Route.COPY)
             with self._device.job(stream, slot):
-                self._device.bring("round", slot, job.upload_bytes, stream)
+                self._bring(slot, job.upload_bytes, stream)
                 slot.expect(job.parts)
                 # What is there already is moved while the bus is at work, and done before it ends.
                 here = int(np.searchsorted(job.orders, 1))
@@ -219,6 +219,9 @@ class RoundRestorer:
             slow_blocks=slow_blocks,
             allocate=slot.reserve,
         )
+
+    def _bring(self, slot: Slot, size: int, stream: int) -> None:
+        self._device.bring("round", slot, size, stream, self._settings.max_ctas)
 
     def _launch(
         self, job: rounds.RoundJob, slot: Slot, parts: tuple[int, int], stream: int

@@ -228,13 +228,19 @@ class Launcher(ABC):
             told: address for the kernel, of a kernel that takes parts; 0: of the slot's results.
         """
 
-    def bring(self, program: str, slot: Slot, size: int, stream: int) -> None:
+    def bring(
+        self, program: str, slot: Slot, size: int, stream: int, most: int | None = None
+    ) -> None:
         """Starts to bring a job's first ``size`` bytes, by a kernel of the program that reads them
         where they were written. The copy engine would bring them behind all that it has been asked
-        for, on whatever stream."""
+        for, on whatever stream.
+
+        Args:
+            most: thread blocks; None: as many as are of use.
+        """
         vectors = (0, -(-size // 16))
-        name = f"kmesh_{program}_upload"
-        self.launch(program, name, _UPLOAD_BLOCKS, 0, slot, vectors, stream, told=slot.host)
+        name, blocks = f"kmesh_{program}_upload", min(most or _UPLOAD_BLOCKS, _UPLOAD_BLOCKS)
+        self.launch(program, name, blocks, 0, slot, vectors, stream, told=slot.host)
 
     @contextmanager
     def slot(self) -> Iterator[Slot]:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import threading
 from pathlib import Path
 
+import pytest
 from mini_engine import until
 from test_connector_halves import Make, prompt, stored_by
 
@@ -29,6 +31,19 @@ def test_a_first_store_has_all_pages_of_staging_touched_behind_it(
     staging = given[1]
     assert staging.size == one.settings.staging_bytes
     until(lambda: mapped(staging.address) == staging.size)
+
+
+def test_who_touches_staging_keeps_no_later_store_waiting(
+    engine: Make, daemon: FakeDaemon, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one, go = engine("a"), threading.Event()
+    monkeypatch.setattr(one.workers[0]._mover, "touch_staging", lambda _: go.wait(60))
+    try:
+        for seed in (1, 2):
+            stored_by(one, daemon, prompt(128, seed))
+        assert "store_skipped_late" not in one.workers[0].counts.take()
+    finally:
+        go.set()
 
 
 def test_what_the_staging_holds_stays_when_it_is_touched(daemon: FakeDaemon) -> None:

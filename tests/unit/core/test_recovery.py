@@ -13,6 +13,8 @@ from kmesh_spand.core import requests as rq
 from kmesh_spand.core import results as rs
 from kmesh_spand.core.codes import Reason
 from kmesh_spand.core.core import Core
+from kmesh_spand.core.record import Record
+from kmesh_spand.core.states import State
 from kmesh_spand.core.tenants import decode_owner
 
 
@@ -143,6 +145,34 @@ def test_records_of_a_slab_that_is_expected_wait_for_it(world: World) -> None:
     core.handle(ev.SlabAdded(0, 8 * TILE_BYTES, decode_owner(world.owners[0])), 0)
     assert core.counters["recovered"] == 2
     core.check()
+
+
+def test_what_a_record_that_is_dropped_after_grace_named_is_free(world: World) -> None:
+    world.store(world.connect(), [A, B])
+    (slot,) = [row.slot for row in world.core.spans(now_ms=0) if row.key == A]
+    good = world.record(slot)
+    values = {name: getattr(good, name) for name in good.__slots__}
+    world.catalog[slot] = type(good)(**{**values, "tokens": 65}).encode()
+    records, _ = world.read_catalog()
+    core = Core(world.config)
+    core.handle(ev.Recovered(records), 0)
+    core.handle(ev.GraceEnded(frozenset({0})), 0)
+    core.handle(ev.SlabAdded(0, 8 * TILE_BYTES, decode_owner(world.owners[0])), 0)
+    assert core.counters["recovered_dropped"] == 1
+    assert core.status().slabs[0].used == good.length
+    core.check()
+
+
+def test_a_catalog_without_spans_is_not_kept(world: World) -> None:
+    world.store(world.connect(), [A, B])
+    ended = {
+        slot: Record(state=State.FREE, generation=world.record(slot).generation).encode()
+        for slot in world.catalog
+    }
+    world.restart(ended)
+    assert len(world.catalog) == len(ended) > 0
+    assert not len(world.core._recovery._records)
+    world.check()
 
 
 def test_of_two_records_with_one_key_one_is_dropped(world: World) -> None:
