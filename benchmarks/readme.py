@@ -29,7 +29,8 @@ def markdown(result: Mapping[str, Any], name: str, targets: Sequence[Target], ro
     machine = result["hardware"]
     head = (
         f"{machine['cpu']}, {machine['cpus']} CPUs, {machine['memory_gib']:.0f} GiB, "
-        f"Linux {machine['kernel']}; {result['date']}, commit {result['commit'][:12]}"
+        f"Linux {machine['kernel'].partition('-')[0]}; "
+        f"{result['date']}, commit {result['commit'][:12]}"
         f"{'' if result['clean'] else ' with changes'}; "
         f"[evidence/{name}.json](evidence/{name}.json) ({result['label']}"
         f"{', quick' if result['quick'] else ''})."

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 import os
 import sys
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from kmesh_spand.settings import Settings
+
+#: Of the extra ``daemon``; who has them has the others.
+_NEEDED = ("msgspec", "pydantic_settings", "prometheus_client", "uvloop")
 
 
 def _read_settings(argv: list[str], out: int) -> int:
@@ -73,6 +77,13 @@ def _settings(pid: int, receive: int) -> tuple[Settings, bool] | int:
 
 def main(argv: list[str] | None = None) -> int:
     """Entry point. Returns the exit status: 0, 1 (could not run) or 2 (a setting is wrong)."""
+    if missing := next((name for name in _NEEDED if not importlib.util.find_spec(name)), ""):
+        print(
+            f"kmesh-spand: the daemon needs the package {missing}: pip install '.[daemon]' in a"
+            " clone of KMesh",
+            file=sys.stderr,
+        )
+        return 2
     # Before anything is loaded here: the longest way to serving leads through this child.
     reader = _fork_reader(sys.argv[1:] if argv is None else argv)
     from kmesh_spand.launch import Prepared

@@ -307,7 +307,9 @@ def _check(settings: Settings) -> None:
         raise ConfigError(f"session_staging: over staging_memory, {limit}")
     needed = _TRACE_MODULES.get(settings.trace.partition(":")[0])
     if needed and not _installed(needed):
-        raise ConfigError("trace: OpenTelemetry is not installed: pip install 'kmesh[otel]'")
+        raise ConfigError(
+            "trace: OpenTelemetry is not installed: pip install '.[otel]' in a clone of KMesh"
+        )
 
 
 def _installed(module: str) -> bool:

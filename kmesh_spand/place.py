@@ -132,7 +132,9 @@ def _lock(directory: str) -> int:
             0o600,
         )
     except OSError as failed:
-        raise ConfigError(f"socket_dir: {directory}: {failed.strerror}") from None
+        raise ConfigError(
+            f"socket_dir: {directory}: {failed.strerror}: --socket-dir takes another one"
+        ) from None
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:

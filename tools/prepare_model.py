@@ -23,8 +23,15 @@ ANSWER = "Paris"
 
 
 def model_path() -> str:
-    """What to give to ``--model``: MODEL if it is set, else the prepared checkpoint."""
-    return os.environ.get("MODEL") or str(TARGET)
+    """What to give to ``--model``: MODEL if it is set, else the prepared checkpoint.
+
+    Raises:
+        SystemExit: MODEL is a path, and nothing is there.
+    """
+    given = os.environ.get("MODEL", "")
+    if given.startswith(("/", "./", "../", "~")) and not Path(given).expanduser().is_dir():
+        raise SystemExit(f"MODEL: {given} is no directory")
+    return given or str(TARGET)
 
 
 def is_prepared(target: Path = TARGET) -> bool:

@@ -69,10 +69,13 @@ def busy(socket_dir: str | os.PathLike[str]) -> errors.DaemonUnavailable:
 
 def _refusal(path: str, failed: OSError) -> errors.KMeshError:
     if isinstance(failed, PermissionError):
-        return errors.PermissionDenied(f"may not connect to {path}", field="socket_dir")
+        return errors.PermissionDenied(
+            f"may not connect to {path}, whose group and mode keep this user out",
+            field="socket_dir",
+        )
     if failed.errno is None:  # Python itself found the path too long.
         return errors.ConfigError(f"socket_dir: {path}: {failed}")
-    return errors.DaemonUnavailable(f"{path}: {os.strerror(failed.errno)}")
+    return errors.DaemonUnavailable(f"{path}: {os.strerror(failed.errno)}: no daemon serves there")
 
 
 def peer_pid(sock: socket.socket) -> int:

@@ -119,7 +119,9 @@ class Listener:
 
     def _refusal(self, peer: Peer) -> errors.RequestError | None:
         if peer.uid not in self._allowed:
-            return errors.PermissionDenied(f"uid {peer.uid} may not connect", field="uid")
+            return errors.PermissionDenied(
+                f"uid {peer.uid} may not connect: allow_uids has not got it", field="uid"
+            )
         if len(self._connections) - self._refused >= self._handler.settings.max_sessions:
             return errors.Exhausted("sessions: max_sessions are connected")
         if self._files_left() < limits.FD_MARGIN and (

@@ -336,4 +336,6 @@ def test_the_packages_of_the_command_are_named_when_they_lack() -> None:
     code = "import sys; sys.modules['typer'] = None; from kmesh.cli import main; main()"
     done = kmesh("--help", code=code)
     assert done.returncode == 2
-    assert done.stderr == ("kmesh: the command needs the package typer: pip install 'kmesh[cli]'\n")
+    assert done.stderr == (
+        "kmesh: the command needs the package typer: pip install '.[cli]' in a clone of KMesh\n"
+    )

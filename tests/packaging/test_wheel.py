@@ -166,6 +166,13 @@ print("done")
 def test_the_command_says_what_it_lacks(bare: Bare, arguments: list[str]) -> None:
     done = bare.run("kmesh", *arguments)
     assert done.returncode == 2
-    assert "pip install 'kmesh[cli]'" in done.stderr
+    assert "pip install '.[cli]' in a clone of KMesh" in done.stderr
     assert "Traceback" not in done.stderr
     assert done.stdout == ""
+
+
+def test_the_daemon_says_what_it_lacks(bare: Bare) -> None:
+    done = bare.run("kmesh-spand", "--version")
+    assert (done.returncode, done.stdout) == (2, "")
+    assert "needs the package msgspec: pip install '.[daemon]' in a clone of KMesh" in done.stderr
+    assert "Traceback" not in done.stderr

@@ -108,6 +108,10 @@ def test_a_failed_conversion_leaves_nothing(tmp_path: Path) -> None:
 def test_model_from_the_environment_is_taken_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MODEL", "some/where")
     assert prepare_model.model_path() == "some/where"
+    for path in ("/nowhere/at/all", "./nowhere"):
+        monkeypatch.setenv("MODEL", path)
+        with pytest.raises(SystemExit, match=f"MODEL: {path} is no directory"):
+            prepare_model.model_path()
     monkeypatch.delenv("MODEL")
     assert prepare_model.model_path() == str(prepare_model.TARGET)
 

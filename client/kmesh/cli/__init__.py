@@ -15,7 +15,8 @@ def main() -> None:
         if (missing.name or "").partition(".")[0] not in _NEEDED:
             raise
         print(
-            f"kmesh: the command needs the package {missing.name}: pip install 'kmesh[cli]'",
+            f"kmesh: the command needs the package {missing.name}: pip install '.[cli]' in a clone"
+            " of KMesh",
             file=sys.stderr,
         )
         sys.exit(2)

@@ -13,6 +13,7 @@ from kmesh.cli.checks import Check
 from kmesh.cli.render import size
 
 _BLOCK = 4096
+_MAKE = "the daemon makes it; make it first (install -d -m 700) to have it tried"
 _FIX = "name a directory on a local disk that only the daemon's user can write"
 
 
@@ -23,6 +24,8 @@ def examine(path: str) -> Check:
     """
     try:
         fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    except FileNotFoundError as failed:
+        return Check("disk", "fail", f"{path}: {failed.strerror}", _MAKE)
     except OSError as failed:
         return Check("disk", "fail", f"{path}: {failed.strerror}", _FIX)
     try:

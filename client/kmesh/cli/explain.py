@@ -129,7 +129,10 @@ def _choose(
         request.namespace, base = space.digest, space.fields
     elif not changes:
         count = "there are several namespaces" if spaces else "no namespace has any spans"
-        raise typer.BadParameter(f"{count}: name one with --namespace, or all --field")
+        raise typer.BadParameter(
+            f"{count}: name one with --namespace, as `kmesh ls --namespaces` lists them, or all"
+            " --field"
+        )
     if not changes:
         return
     if request.namespace and not base:

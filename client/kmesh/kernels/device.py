@@ -38,7 +38,8 @@ def cupy() -> Any:
         import cupy as module
     except ImportError:
         raise UnsupportedError(
-            "KV state on a GPU needs CuPy: install kmesh[cuda12] or kmesh[cuda13], as the driver is"
+            "KV state on a GPU needs CuPy: install '.[cuda12]' or '.[cuda13]', as the driver is, in"
+            " a clone of KMesh"
         ) from None
     return module
 

@@ -68,20 +68,20 @@ def test_the_model_is_that_of_the_measured_rounds() -> None:
     rows = {row["row"]: row["series"] for row in json.loads(EVIDENCE.read_text())["raw"]["rows"]}
     alone = rows["herd_worst"]["alone"]["values"]
     leader = rows["herd_leader"]["in the herd"]["values"]
-    assert pytest.approx(4096 / statistics.median(alone), rel=0.02) == PREFILL
+    assert pytest.approx(4096 / statistics.median(alone), rel=0.05) == PREFILL
     slow = [a / b for a, b in zip(leader, alone, strict=True)]
     scenes = measured(100)
     assert min(scene.slow for scene in scenes) <= statistics.median(slow)
     assert statistics.median(slow) <= max(scene.slow for scene in scenes)
-    # Under the rule of that time most rounds had leaves, and some had none, in both.
-    leaves = [bool(herd.left) for herd in herds(scenes, measured_rule)]
-    seen = [bool(n) for n in rows["herd_computed"]["flight_leaves"]["values"]]
-    assert 0.5 < statistics.mean(seen) < 1
+    # Nobody left, in both.
+    assert not any(rows["herd_computed"]["flight_leaves"]["values"])
+    once(herds(scenes, worth_waiting))
+
+
+def test_the_first_rule_left_in_most_rounds() -> None:
+    """As it did when it was measured: in six of nine."""
+    leaves = [bool(herd.left) for herd in herds(measured(100), measured_rule)]
     assert 0.5 < statistics.mean(leaves) < 1
-
-
-def test_the_measured_herd_computes_once() -> None:
-    once(herds(measured(100), worth_waiting))
 
 
 @pytest.mark.parametrize("seed", range(12))
