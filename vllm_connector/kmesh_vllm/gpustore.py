@@ -33,7 +33,7 @@ T = TypeVar("T")
 _ALIGN = 256
 #: Seconds that a thread of ours waits for the GPU; it takes milliseconds.
 _DEVICE_WAIT = 30.0
-_POLL = 0.0005
+_POLL = 0.0002
 
 
 class GpuStore:

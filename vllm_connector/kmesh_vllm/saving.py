@@ -27,6 +27,8 @@ logger = logging.getLogger("kmesh_vllm")
 _COMMIT_TIMEOUT = 60.0
 #: Seconds that a thread of ours waits for room in staging.
 _PUT_TIMEOUT = 10.0
+#: Bytes that are put together, so that the daemon copies some while others are on their way.
+_PUT_BYTES = 32 << 20
 
 
 class Saver:
@@ -197,9 +199,12 @@ class Saver:
         return True
 
     def _put_some(self, step: Step, held: list[Held], taken: Taken, first: int) -> int:
-        """Puts and commits as many spans as there is staging for; returns how many."""
-        placed = []
+        """Puts and commits some spans, as far as there is staging for them; returns how many."""
+        placed, size = [], 0
         for one in held[first:]:
+            size += one.length
+            if placed and size > _PUT_BYTES:
+                break
             offset = step.ring.allocate(one.length)
             if offset is None:
                 break

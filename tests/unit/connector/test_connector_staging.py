@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
-from mini_engine import until
+from mini_engine import HEADS, until
 from test_connector_halves import Make, prompt, stored_by
 
+from kmesh.session import Session
 from kmesh.testing import FakeDaemon
+from kmesh_vllm import saving
 
 
 def mapped(address: int) -> int:
@@ -44,6 +48,27 @@ def test_who_touches_staging_keeps_no_later_store_waiting(
         assert "store_skipped_late" not in one.workers[0].counts.take()
     finally:
         go.set()
+
+
+def test_what_a_step_stores_is_committed_piece_by_piece(
+    engine: Make, daemon: FakeDaemon, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """So that the daemon is at work while the rest is put."""
+    commit, pieces = Session.commit_async, []
+
+    def noted(self: Session, reservations: Sequence[int], *rest: Any, **more: Any) -> Any:
+        pieces.append(len(reservations))
+        return commit(self, reservations, *rest, **more)
+
+    one = engine("a")
+    size = one.identity.geometry(HEADS).payload_bytes(64)
+    monkeypatch.setattr(saving, "_PUT_BYTES", 2 * size)
+    monkeypatch.setattr(Session, "commit_async", noted)
+    stored_by(one, daemon, prompt(5 * 64))
+    assert pieces == [2, 2, 1]
+    monkeypatch.setattr(saving, "_PUT_BYTES", 1)
+    stored_by(one, daemon, prompt(2 * 64, 1))
+    assert pieces == [2, 2, 1, 1, 1]
 
 
 def test_what_the_staging_holds_stays_when_it_is_touched(daemon: FakeDaemon) -> None:
