@@ -130,12 +130,19 @@ class Daemon:
 
         return int(wait_for(find, what=name))
 
-    def slab_fd(self, slab: int = 0) -> Path:
-        """The supervisor's own, writable fd of a slab, in /proc."""
+    def memfds(self, name: str) -> list[Path]:
+        """The supervisor's own, writable fds of memory whose name begins so, in /proc."""
+        found = []
         for path in Path(f"/proc/{self.pid}/fd").iterdir():
-            if os.readlink(path).startswith(f"/memfd:kmesh-slab{slab} "):
-                return path
-        raise AssertionError("the supervisor holds no such slab")
+            # What is closed while this looks is none.
+            with contextlib.suppress(FileNotFoundError):
+                if os.readlink(path).startswith(f"/memfd:kmesh-{name}"):
+                    found.append(path)
+        return found
+
+    def slab_fd(self, slab: int = 0) -> Path:
+        """That of a slab."""
+        return self.memfds(f"slab{slab} ")[0]
 
     def flip(self, offset: int, slab: int = 0) -> None:
         """Flips a bit of a slab, as a broken machine would."""

@@ -285,13 +285,12 @@ def test_a_damaged_record_is_dropped_and_counted_once(start_spand: Start) -> Non
     with RawClient(daemon.socket_dir) as client:
         wait_for(lambda: client.store(b"a" * 32, b"lost") == common_pb2.REASON_OK)
         assert client.store(b"b" * 32, b"good") == 0
-    for path in Path(f"/proc/{daemon.pid}/fd").iterdir():
-        if os.readlink(path).startswith("/memfd:kmesh-catalog "):
-            path.chmod(0o600)
-            with path.open("r+b") as catalog:
-                records = catalog.read(1 << 20)
-                catalog.seek(records.index(b"a" * 32))
-                catalog.write(b"A")
+    (path,) = daemon.memfds("catalog ")
+    path.chmod(0o600)
+    with path.open("r+b") as catalog:
+        records = catalog.read(1 << 20)
+        catalog.seek(records.index(b"a" * 32))
+        catalog.write(b"A")
     for life, dropped in ((2, 1), (3, 0)):
         os.kill(daemon.child("control"), signal.SIGKILL)
         daemon.wait_ready(life)

@@ -45,7 +45,11 @@ def attempt(function, *arguments):
 said = {}
 for pid in sys.argv[2:]:
     for path in Path(f"/proc/{pid}/fd").iterdir():
-        if not os.readlink(path).startswith("/memfd:kmesh-slab"):
+        try:
+            link = os.readlink(path)
+        except FileNotFoundError:
+            continue
+        if not link.startswith("/memfd:kmesh-slab"):
             continue
         path.chmod(0o600)
         fd = os.open(path, os.O_RDWR)

@@ -62,9 +62,7 @@ def gone(daemon: Daemon, children: list[int]) -> None:
 
 def inodes(daemon: Daemon) -> set[int]:
     """Of the slabs that it holds."""
-    folder = Path(f"/proc/{daemon.pid}/fd")
-    found = [path for path in folder.iterdir() if "kmesh-slab" in os.readlink(path)]
-    return {path.stat().st_ino for path in found}
+    return {path.stat().st_ino for path in daemon.memfds("slab")}
 
 
 #: Reads random spans and compares them; connects again whenever the session ends.
