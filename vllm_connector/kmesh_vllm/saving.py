@@ -200,7 +200,8 @@ class Saver:
 
     def _put_some(self, step: Step, held: list[Held], taken: Taken, first: int) -> int:
         """Puts and commits some spans, as far as there is staging for them; returns how many."""
-        placed, size = [], 0
+        placed: list[tuple[Held, int]] = []
+        size = 0
         for one in held[first:]:
             size += one.length
             if placed and size > _PUT_BYTES:
