@@ -125,7 +125,7 @@ class Settings:
         )
 
 
-class Pending(Started[list[list[bytes]]]):
+class Pending(Started[plan.Job, list[list[bytes]]]):
     """A restore that was started.
 
     ``wait`` gives for each load, for each of its requests, a ``Status`` for each part, one byte
@@ -143,15 +143,11 @@ class Pending(Started[list[list[bytes]]]):
     def __init__(
         self, device: Device, slot: Slot, job: plan.Job | Exception, route: Route, read_bytes: int
     ) -> None:
-        refused = job if isinstance(job, Exception) else None
-        super().__init__(device, slot, refused)
-        self._job = job
+        super().__init__(device, slot, job)
         self.route = route
         self.read_bytes = read_bytes
 
-    def _read(self, slot: Slot) -> list[list[bytes]]:
-        job = self._job
-        assert not isinstance(job, Exception)
+    def _read(self, job: plan.Job, slot: Slot) -> list[list[bytes]]:
         return job.statuses(slot.results(job.parts, np.uint32))
 
 
@@ -334,20 +330,16 @@ class Restorer:
         )  # fmt: skip
 
 
-class PendingStore(Started[tuple[bytes, list[npt.NDArray[np.uint64]]]]):
+class PendingStore(Started[plan.Job, tuple[bytes, list[npt.NDArray[np.uint64]]]]):
     """A store that was started.
 
     ``wait`` gives a ``Status`` for each part, and the sums of each part's tiles, from the first to
     the last of which a byte was moved, bytes that were not moved taken as zero.
     """
 
-    def __init__(self, device: Device, slot: Slot, job: plan.Job) -> None:
-        super().__init__(device, slot)
-        self._job = job
-
-    def _read(self, slot: Slot) -> tuple[bytes, list[npt.NDArray[np.uint64]]]:
-        sums = self._job.sums(slot.results(self._job.tiles, np.uint64).copy())
-        statuses = self._job.statuses(np.zeros(self._job.parts, dtype=np.uint32))
+    def _read(self, job: plan.Job, slot: Slot) -> tuple[bytes, list[npt.NDArray[np.uint64]]]:
+        sums = job.sums(slot.results(job.tiles, np.uint64).copy())
+        statuses = job.statuses(np.zeros(job.parts, dtype=np.uint32))
         return statuses[0][0], sums
 
 

@@ -60,7 +60,7 @@ class RoundSettings:
             raise ValueError(f"max_ctas is {self.max_ctas}, not at least 1")
 
 
-class PendingRound(Started[RoundStatuses]):
+class PendingRound(Started[rounds.RoundJob, RoundStatuses]):
     """A round that was started. ``wait`` says what became of members and bases; it raises
     ``UnsupportedError``, as ``rounds.write``, if that was seen late. Then no page was written.
 
@@ -75,15 +75,11 @@ class PendingRound(Started[RoundStatuses]):
     def __init__(
         self, device: Device, slot: Slot, job: rounds.RoundJob | Exception, route: Route
     ) -> None:
-        refused = job if isinstance(job, Exception) else None
-        super().__init__(device, slot, refused)
-        self._job = job
+        super().__init__(device, slot, job)
         self.read_bytes = 0 if isinstance(job, Exception) else job.read_bytes
         self.route = route
 
-    def _read(self, slot: Slot) -> RoundStatuses:
-        job = self._job
-        assert not isinstance(job, Exception)
+    def _read(self, job: rounds.RoundJob, slot: Slot) -> RoundStatuses:
         return job.statuses(slot.results(job.parts, np.uint32))
 
 

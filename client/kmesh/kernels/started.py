@@ -7,22 +7,23 @@ from typing import Generic, TypeVar
 
 from kmesh.kernels.device import Device, Slot
 
+J = TypeVar("J")
 T = TypeVar("T")
 
 
-class Started(ABC, Generic[T]):
+class Started(ABC, Generic[J, T]):
     """One job. What it reads and writes stays alive and unused until it ends.
 
     Args:
         slot: its memory, which goes back to the device when the result was read.
-        refused: why there is no job, if that was seen when payloads were on their way already:
-            then it has ended when they are there, and nothing is written.
+        job: what was written down, or why nothing was, if that was seen when payloads were on
+            their way already: then it has ended when they are there, and nothing is written.
     """
 
-    def __init__(self, device: Device, slot: Slot, refused: Exception | None = None) -> None:
+    def __init__(self, device: Device, slot: Slot, job: J | Exception) -> None:
         self._device = device
         self._slot: Slot | None = slot
-        self._refused = refused
+        self._job = job
         self._result: T
 
     def done(self) -> bool:
@@ -37,14 +38,14 @@ class Started(ABC, Generic[T]):
         """
         if self._slot is not None:
             self._slot.wait()
-            if self._refused is None:
-                self._result = self._read(self._slot)
+            if not isinstance(self._job, Exception):
+                self._result = self._read(self._job, self._slot)
             self._device.release(self._slot)
             self._slot = None
-        if self._refused is not None:
-            raise self._refused
+        if isinstance(self._job, Exception):
+            raise self._job
         return self._result
 
     @abstractmethod
-    def _read(self, slot: Slot) -> T:
+    def _read(self, job: J, slot: Slot) -> T:
         """The result of a job that has ended: nothing of the slot's memory is in it."""
