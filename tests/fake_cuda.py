@@ -140,7 +140,7 @@ class FakeDriver:
         found = super().__getattribute__(name)
         if (
             name.startswith("_")
-            or name in ("ledger", "end", "refuse", "used")
+            or name in ("ledger", "end", "refuse", "used", "registered")
             or not callable(found)
         ):
             return found
@@ -387,6 +387,10 @@ class FakeDriver:
         if not self._inside(address, 1, self._registered):
             raise _error("cuMemHostGetDevicePointer_v2", 1)
         return address
+
+    def registered(self, address: int, size: int) -> bool:
+        """Not the driver's: whether a range of this process's memory is."""
+        return self._inside(address, size, self._registered)
 
     # Plain memory and copies.
 
