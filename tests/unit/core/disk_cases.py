@@ -30,6 +30,6 @@ def on_disk(world: DiskWorld, count: int = 1) -> int:
     for number in range(count):
         world.store(session, names(number))
         world.settle()
-    rows = world.core.spans(now_ms=world.now)
+    rows = world.core.views.spans(now_ms=world.now)
     world.send(ev.Evict([row.slot for row in rows]))
     return session

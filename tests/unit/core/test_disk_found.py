@@ -52,7 +52,7 @@ def test_a_gpu_that_comes_late_says_nothing_of_the_use_of_files() -> None:
     world.settle()
     assert world.core.counters["recovered"] == 3
     for number in range(2):
-        rows = world.core.spans(now_ms=world.now)
+        rows = world.core.views.spans(now_ms=world.now)
         world.send(ev.Evict([row.slot for row in rows if row.key == key(number)]))
     world.send(ev.GraceEnded())
     world.store(session, names(5))

@@ -116,7 +116,7 @@ def test_a_million_joins_leave_nothing() -> None:
         assert len(answers) == 1001
     core.check()
     assert core.counters["flight_joins"] == core.counters["flight_leaves"] == 1_000_000
-    assert [row.waiters for row in core.flight_rows(0, 9, now_ms=0)] == [0]
+    assert [row.waiters for row in core.views.flight_rows(0, 9, now_ms=0)] == [0]
     core.handle(ev.SessionClosed(1), 0)
     assert not core.flights
 

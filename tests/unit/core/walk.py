@@ -148,7 +148,7 @@ class Walk(RuleBasedStateMachine):
         world = self.world
         return {
             row.slot: row.key
-            for row in world.core.spans(limit=1000, now_ms=world.now)
+            for row in world.core.views.spans(limit=1000, now_ms=world.now)
             if (world.who_of(row.slab), world.tiers.get(row.slab, 0)) != (who, tier)
         }
 

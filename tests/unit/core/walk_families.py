@@ -152,7 +152,7 @@ class FamilyRules(SpanRules):
     def evict_bases(self, data: st.DataObject, drop: bool) -> None:
         self.causes |= {Cause.PRESSURE, Cause.OPERATOR}
         world = self.world
-        rows = [row for row in world.core.spans(now_ms=world.now) if row.mirrors]
+        rows = [row for row in world.core.views.spans(now_ms=world.now) if row.mirrors]
         if rows:
             row = data.draw(st.sampled_from(rows))
             spans = [(row.slot, row.generation), (row.slot, row.generation + 1)]

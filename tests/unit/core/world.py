@@ -670,7 +670,7 @@ class World:
             self.led[flight] = session
 
     def _place_of(self, want: Wanted) -> tuple[int, int] | None:
-        for row in self.core.spans(now_ms=self.now):
+        for row in self.core.views.spans(now_ms=self.now):
             if (row.key, row.shard, row.state) == (want.key, want.shard, "copying") and (
                 self.who_of(row.slab),
                 self.tiers.get(row.slab, 0),
@@ -729,15 +729,15 @@ class World:
         """All of the above, and the core's own ledgers, against each other."""
         self.core.check()
         self.check_bytes()
-        status = self.core.status()
+        status = self.core.views.status()
         assert status.index_entries == self.indexed
         assert status.sessions == len(self.open)
         assert status.leases == len(self.leases)
-        assert status.idle == self.idle
+        assert self.core.idle == self.idle
         assert set(self.index) <= {
             self._name_of(r) for r in map(self.record, self.catalog) if r.state
         }
-        rows = {row.slot: row for row in self.core.spans(limit=10_000, now_ms=self.now)}
+        rows = {row.slot: row for row in self.core.views.spans(limit=10_000, now_ms=self.now)}
         stored = {"recovered", "verifying", "committed", "suspect"}
         listed = {slot for slot, row in rows.items() if row.state in stored}
         committed = {s for s in self.catalog if self.record(s).state is State.COMMITTED}
