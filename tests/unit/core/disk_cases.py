@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from contents import key
 from disk_world import DiskWorld
-from world import key
 
 from kmesh.layout import TILE_BYTES
 from kmesh_spand.core import events as ev

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from asking import A, B
+from contents import SHARD, key
 from disk_cases import ONE, made, names, on_disk
 from disk_world import DiskWorld
 from mirror_cases import DENSE, declare, join, settle
-from world import SHARD, key
 
 from kmesh.layout import TILE_BYTES
 from kmesh_spand.core import events as ev

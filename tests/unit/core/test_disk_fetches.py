@@ -5,9 +5,9 @@ from __future__ import annotations
 import itertools
 
 import pytest
+from contents import SHARD, key
 from disk_cases import ONE, made, names, on_disk
 from disk_world import DiskWorld
-from world import SHARD, key
 
 from kmesh.layout import TILE_BYTES
 from kmesh_spand.core import events as ev

@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+from contents import key
 from disk_cases import ONE, made, names, on_disk
 from disk_world import DiskWorld
-from world import key
 
 from kmesh.layout import TILE_BYTES
 from kmesh_spand.core import events as ev

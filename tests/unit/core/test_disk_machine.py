@@ -8,6 +8,7 @@ from typing import ClassVar
 
 import hypothesis.strategies as st
 import pytest
+from contents import key
 from disk_world import DiskWorld
 from hypothesis import settings
 from hypothesis.stateful import (
@@ -18,7 +19,6 @@ from hypothesis.stateful import (
     rule,
 )
 from test_machine import walks
-from world import key
 
 from kmesh.layout import TILE_BYTES
 from kmesh_spand.control.native import NativeBatch

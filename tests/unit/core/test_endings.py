@@ -6,8 +6,9 @@ import sys
 
 import hypothesis.strategies as st
 from asking import A, B
+from contents import OTHER_SHARD, SHARD, key
 from hypothesis import given, settings
-from world import OTHER_SHARD, SHARD, World, key
+from world import World
 
 from kmesh_spand.core import events as ev
 from kmesh_spand.core.codes import Cause, Verdict

@@ -5,9 +5,10 @@ from __future__ import annotations
 import hypothesis.strategies as st
 import pytest
 from asking import A, B, C, D, E
+from contents import NAMESPACE, OTHER_SHARD, SHARD, key
 from hypothesis import given, settings
 from mirror_cases import DENSE, declare, join, mirrored, settle
-from world import NAMESPACE, OTHER_SHARD, SHARD, World, key
+from world import World
 
 from kmesh.layout import TILE_BYTES
 from kmesh_spand.core import events as ev

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 from asking import A, B, C, D, E, reasons
+from contents import key
 from mirror_cases import DENSE, declare, join, settle
-from world import World, key
+from world import World
 
 from kmesh_spand.core import effects as fx
 from kmesh_spand.core import events as ev

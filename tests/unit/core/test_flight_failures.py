@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 from asking import A, B, C, D, F
+from contents import OTHER_SHARD, key
 from flight_cases import LANDED, LEAD, answer, ended, join
-from world import OTHER_SHARD, World, key
+from world import World
 
 from kmesh_spand.core.codes import FlightCause, Standing
 

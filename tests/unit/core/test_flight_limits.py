@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 from asking import A, B, C, D, E, F, refused
+from contents import OTHER_SHARD, SHARD, key
 from flight_cases import LANDED, LEAD, answer, ended, join
-from world import OTHER_SHARD, SHARD, World, key
+from world import World
 
 from kmesh_spand.core import effects as fx
 from kmesh_spand.core import events as ev

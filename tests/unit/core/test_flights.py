@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from asking import A, B, C, D, E
+from contents import OTHER_SHARD, SHARD, key
 from flight_cases import LANDED, LEAD, answer, ended, join
-from world import OTHER_SHARD, SHARD, World, key
+from world import World
 
 from kmesh.layout import Shard
 from kmesh_spand.core import events as ev

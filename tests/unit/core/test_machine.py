@@ -11,13 +11,13 @@ from collections import Counter
 from typing import ClassVar
 
 import pytest
+from contents import FLIPPED, OTHER_SHARD, SHARD
 from hypothesis import seed, settings
 from hypothesis.stateful import RuleBasedStateMachine, invariant, run_state_machine_as_test
 from walk import KEYS
 from walk_families import FamilyRules
 from walk_faults import FaultRules
 from walk_flights import FlightRules
-from world import FLIPPED, OTHER_SHARD, SHARD
 
 from kmesh.layout import TILE_BYTES
 from kmesh_spand.core import effects as fx

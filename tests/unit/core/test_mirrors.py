@@ -6,8 +6,9 @@ from dataclasses import replace
 
 import pytest
 from asking import A, B, C, D, E, F, reasons
+from contents import NAMESPACE, SHARD, key
 from mirror_cases import DENSE, TAIL, declare, join, mirrored, settle
-from world import NAMESPACE, SHARD, World, key
+from world import World
 
 from kmesh.layout import TILE_BYTES
 from kmesh_spand.core import events as ev

@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import pytest
+from contents import OTHER_SHARD, SHARD, key
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from world import OTHER_SHARD, SHARD, key
 
 from kmesh import _host
 from kmesh.layout import TILE_BYTES, tiles

@@ -7,8 +7,8 @@ import time
 from collections.abc import Sequence
 
 import pytest
+from contents import key
 from disk_world import DiskWorld
-from world import key
 
 from kmesh.errors import ConfigError
 from kmesh.layout import TILE_BYTES

@@ -6,7 +6,8 @@ import sys
 
 import pytest
 from asking import A, B, C, D, E, F, reasons, refused
-from world import NAMESPACE, OTHER_SHARD, SHARD, TOOL, World, key
+from contents import NAMESPACE, OTHER_SHARD, SHARD, key
+from world import TOOL, World
 
 from kmesh.handles import Location
 from kmesh.layout import TILE_BYTES

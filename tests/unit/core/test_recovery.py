@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 from asking import A, B, C, D, E, F, reasons
-from world import OTHER_SHARD, World, key
+from contents import OTHER_SHARD, key
+from world import World
 
 from kmesh.layout import TILE_BYTES
 from kmesh_spand.core import effects as fx

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import pytest
-from world import SHARD, World, heir_of, key
+from contents import SHARD, heir_of, key
+from world import World
 
 from kmesh.layout import TILE_BYTES
 from kmesh_spand.core import events as ev

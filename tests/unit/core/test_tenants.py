@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import pytest
+from contents import SHARD, key
 from hypothesis import given
 from hypothesis import strategies as st
-from world import SHARD, World, key
+from world import World
 
 from kmesh.layout import TILE_BYTES
 from kmesh_spand.core import events as ev

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from world import World, key
+from contents import key
+from world import World
 
 from kmesh.layout import TILE_BYTES
 from kmesh_spand.core import events as ev

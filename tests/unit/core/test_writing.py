@@ -6,7 +6,8 @@ from collections.abc import Iterator, Sequence
 
 import pytest
 from asking import A, B, C, D, E, F, reasons, refused
-from world import NAMESPACE, SHARD, World, key
+from contents import NAMESPACE, SHARD, key
+from world import World
 
 from kmesh.layout import TILE_BYTES
 from kmesh_spand.core import effects as fx

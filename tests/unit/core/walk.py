@@ -7,8 +7,9 @@ from collections.abc import Callable, Mapping
 from typing import ClassVar
 
 import hypothesis.strategies as st
+from contents import OTHER_SHARD, SHARD, Held, Who, key
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
-from world import OTHER_SHARD, SHARD, Held, Who, World, key
+from world import World
 
 from kmesh.layout import TILE_BYTES
 from kmesh_spand.control.native import NativeBatch

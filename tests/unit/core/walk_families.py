@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import hypothesis.strategies as st
+from contents import NAMESPACE, SHARD
 from hypothesis.stateful import precondition, rule
 from walk import FULL, having, salts, seldom
 from walk_spans import SpanRules
-from world import NAMESPACE, SHARD
 
 from kmesh.layout import TILE_BYTES
 from kmesh_spand.core import events as ev

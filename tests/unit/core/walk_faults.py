@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import hypothesis.strategies as st
+from contents import NAMESPACE
 from hypothesis.stateful import precondition, rule
 from walk import Walk, having, seldom
-from world import NAMESPACE
 
 from kmesh.layout import TILE_BYTES
 from kmesh_spand.core import events as ev

@@ -5,9 +5,9 @@ from __future__ import annotations
 import itertools
 
 import hypothesis.strategies as st
+from contents import NAMESPACE, SHARD
 from hypothesis.stateful import precondition, rule
 from walk import FULL, KEYS, SALT, SHARDS, TAILS, Walk, having, lengths, salts, seldom
-from world import NAMESPACE, SHARD
 
 from kmesh.layout import TILE_BYTES, tiles
 from kmesh_spand.core import requests as rq
