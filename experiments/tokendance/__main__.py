@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from demo.progress import step
 from experiments import profile
 from experiments.profile import CHECKPOINT, GENERATED, PROFILES, ROOT, Profile, ProfileError
 from experiments.tokendance import codec, evidence, kept
@@ -155,7 +156,7 @@ def main(argv: list[str] | None = None) -> int:
         return 0
     if given.command == "round":
         return go_round(config, given.json, given.evidence)
-    result = codec.Run(config, ROOT / config.bundle).run()
+    result = codec.Run(config, ROOT / config.bundle, step).run()
     if given.json:
         print(json.dumps(result))
     else:
