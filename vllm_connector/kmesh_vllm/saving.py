@@ -29,7 +29,7 @@ _COMMIT_TIMEOUT = 60.0
 #: Seconds that a thread of ours waits for room in staging.
 _PUT_TIMEOUT = 10.0
 #: Bytes that are put together, so that the daemon copies some while others are on their way.
-_PUT_BYTES = 32 << 20
+_PUT_BYTES = 16 << 20
 
 
 class Saver:
