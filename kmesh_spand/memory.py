@@ -21,6 +21,8 @@ from kmesh_spand.budget import Gate
 SIZE_SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW
 _MADV_POPULATE_WRITE = 23
 _CHUNK_BYTES = 32 << 20
+#: Of which pages are mapped at a time: nothing else is mapped in the process meanwhile.
+_MAP_BYTES = 1 << 20
 _NICE = 10
 _THP = Path("/sys/kernel/mm/transparent_hugepage/shmem_enabled")
 
@@ -139,33 +141,50 @@ def place_pages(address: int, size: int, *, huge: bool, node: int) -> bool:
 
 
 def populate_range(fd: int, address: int, offset: int, length: int, *, huge: bool) -> bool:
-    """Puts pages behind a range of a memfd that is mapped at ``address``, and maps them: a copy
-    into pages that were never mapped takes several times as long.
+    """Puts pages behind a range of a memfd that is mapped at ``address``.
 
     Returns:
-        Whether that was done as asked: False if the kernel can't fill a mapping with huge pages.
+        Whether that was done as asked: False if the kernel can't fill a mapping.
 
     Raises:
         OSError: there is no memory for it. It would be a SIGBUS later.
     """
-    if huge and not (code := _fill(address + offset, length)):
-        return True
-    if huge and code != errno.EINVAL:
-        raise OSError(code, os.strerror(code))
+    if huge:
+        while _libc.madvise(address + offset, length, _MADV_POPULATE_WRITE):
+            code = ctypes.get_errno()
+            if code == errno.EINVAL:
+                break
+            if code not in (errno.EAGAIN, errno.EINTR):
+                raise OSError(code, os.strerror(code))
+        else:
+            return True
     os.posix_fallocate(fd, offset, length)
-    if not huge:
-        # Where the kernel can't, whoever comes first maps them.
-        _fill(address + offset, length)
     return not huge
 
 
-def _fill(address: int, length: int) -> int:
-    """Has the kernel make and map all pages of a range of a mapping; its error, or 0."""
-    while _libc.madvise(address, length, _MADV_POPULATE_WRITE):
-        code = ctypes.get_errno()
-        if code not in (errno.EAGAIN, errno.EINTR):
-            return code
-    return 0
+def map_pages(address: int, size: int, wanted: Callable[[], bool]) -> None:
+    """Has the kernel map all pages of a mapping, which must be there. A copy into one that was
+    never mapped takes several times as long as into one that was.
+
+    Args:
+        wanted: asked before each part of it; False: the rest is not.
+    """
+    be_nice()
+    for begin in range(address, address + size, _MAP_BYTES):
+        if not wanted():
+            return
+        length = min(_MAP_BYTES, address + size - begin)
+        while _libc.madvise(begin, length, _MADV_POPULATE_WRITE):
+            if ctypes.get_errno() not in (errno.EAGAIN, errno.EINTR):
+                # Where the kernel can't, whoever comes first maps them.
+                return
+
+
+def be_nice() -> None:
+    """The processor is for whoever serves or computes, before this thread."""
+    thread = threading.get_native_id()
+    if os.getpriority(os.PRIO_PROCESS, thread) < _NICE:
+        os.setpriority(os.PRIO_PROCESS, thread, _NICE)
 
 
 class Populator:
@@ -234,10 +253,7 @@ class Populator:
             raise self._failed
 
     def _work(self) -> None:
-        # The processor is for whoever serves or computes meanwhile.
-        thread = threading.get_native_id()
-        if os.getpriority(os.PRIO_PROCESS, thread) < _NICE:
-            os.setpriority(os.PRIO_PROCESS, thread, _NICE)
+        be_nice()
         while True:
             with self._lock:
                 if self._failed is not None or self._next == len(self._chunks):

@@ -12,6 +12,7 @@ import socket
 import threading
 import time
 from collections.abc import Mapping
+from functools import partial
 from typing import NamedTuple, NoReturn
 
 from kmesh import layout
@@ -159,8 +160,9 @@ class Worker(JobWorker):
         os._exit(1)
 
     def _populate(self, slabs: Mapping[int, Slab] | None = None) -> None:
-        """Puts pages behind slabs: these, or all of them."""
+        """Puts pages behind slabs: these, or all of them. When they are there they are mapped."""
         started = time.monotonic()
+        filled = {n: s for n, s in (slabs or self._slabs).items() if not s.sealed}
         waiting = dict(self._slabs if slabs is None else slabs)
         while waiting:
             for number, slab in list(waiting.items()):
@@ -180,6 +182,13 @@ class Worker(JobWorker):
                 # What is missing now may be there later.
                 time.sleep(_RETRY_SECONDS)
         logger.info("memory is populated", extra={"seconds": round(time.monotonic() - started, 3)})
+        for number, slab in filled.items():
+            there = partial(self._has, number, slab)
+            memory.map_pages(slab.mapping.address, slab.mapping.size, there)
+
+    def _has(self, number: int, slab: Slab) -> bool:
+        """Whether it was not given up."""
+        return self._slabs.get(number) is slab
 
     def _populate_slab(self, number: int, slab: Slab) -> bool:
         base, size = slab.mapping.address, slab.mapping.size

@@ -9,6 +9,7 @@ import os
 import resource
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
@@ -108,17 +109,29 @@ def test_populating_by_touch_also_works() -> None:
         os.close(fd)
 
 
-def test_what_is_populated_is_mapped() -> None:
-    """Whoever writes it first does not wait for the kernel at each page."""
-    size = 8 << 20
+def test_pages_are_mapped_as_far_as_they_are_wanted() -> None:
+    """Whoever writes them first does not wait for the kernel at each one."""
+    size, part = 8 << 20, memory._MAP_BYTES
     fd = memory.make_memfd("test", size)
+
+    def faults(begin: int, length: int) -> int:
+        before = resource.getrusage(resource.RUSAGE_THREAD).ru_minflt
+        ctypes.memset(mapping.address + begin, 1, length)
+        return resource.getrusage(resource.RUSAGE_THREAD).ru_minflt - before
+
     try:
         with Mapping(fd, size, writable=True) as mapping:
-            memory.populate_range(fd, mapping.address, 0, size, huge=False)
-            before = resource.getrusage(resource.RUSAGE_THREAD).ru_minflt
-            ctypes.memset(mapping.address, 1, size)
-            faults = resource.getrusage(resource.RUSAGE_THREAD).ru_minflt - before
-        assert faults < size // mmap.PAGESIZE // 8
+            os.posix_fallocate(fd, 0, size)
+            answers = iter([True, True, True, False])
+            ended = threading.Thread(
+                target=memory.map_pages, args=(mapping.address, size, lambda: next(answers))
+            )
+            ended.start()
+            ended.join()
+            assert next(answers, None) is None
+            assert faults(0, 3 * part) < 8
+            if not memory.hugepages_allowed():
+                assert faults(3 * part, part) > part // mmap.PAGESIZE // 2
     finally:
         os.close(fd)
 

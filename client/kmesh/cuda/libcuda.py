@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import ctypes
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from ctypes import POINTER, byref, c_char, c_char_p, c_int, c_size_t, c_uint, c_ulonglong, c_void_p
 from typing import Any
 
@@ -68,7 +69,7 @@ _SIGNATURES: dict[str, tuple[Any, ...]] = {
     "cuDevicePrimaryCtxRelease_v2": (c_int,),
     "cuCtxPushCurrent_v2": (c_void_p,),
     "cuCtxPopCurrent_v2": (POINTER(c_void_p),),
-    "cuCtxSynchronize": (),
+    "cuCtxGetCurrent": (POINTER(c_void_p),),
     "cuThreadExchangeStreamCaptureMode": (POINTER(c_int),),
     "cuMemGetInfo_v2": (POINTER(c_size_t), POINTER(c_size_t)),
     "cuMemGetAllocationGranularity": (POINTER(c_size_t), POINTER(_Allocation), c_int),
@@ -87,10 +88,6 @@ _SIGNATURES: dict[str, tuple[Any, ...]] = {
     "cuMemHostGetDevicePointer_v2": (POINTER(_Address), c_void_p, c_uint),
     "cuMemAlloc_v2": (POINTER(_Address), c_size_t),
     "cuMemFree_v2": (_Address,),
-    "cuMemsetD8_v2": (_Address, ctypes.c_ubyte, c_size_t),
-    "cuMemcpyHtoD_v2": (_Address, c_void_p, c_size_t),
-    "cuMemcpyDtoH_v2": (c_void_p, _Address, c_size_t),
-    "cuMemcpyDtoD_v2": (_Address, _Address, c_size_t),
     "cuMemcpyAsync": (_Address, _Address, c_size_t, c_void_p),
     "cuMemsetD8Async": (_Address, ctypes.c_ubyte, c_size_t, c_void_p),
     "cuStreamCreate": (POINTER(c_void_p), c_uint),
@@ -122,6 +119,9 @@ class LibCuda:
         except OSError as failed:
             raise UnsupportedError(f"there is no CUDA driver: {failed}") from None
         self._calls: dict[str, Callable[..., int]] = {}
+        self._contexts: dict[int, int] = {}
+        #: Streams that nobody uses, by their context.
+        self._idle: dict[int, list[int]] = {}
         for name, types in _SIGNATURES.items():
             try:
                 call = library[name]
@@ -174,9 +174,20 @@ class LibCuda:
     def retain_context(self, device: int) -> int:
         context = c_void_p()
         self._call("cuDevicePrimaryCtxRetain", byref(context), device)
-        return context.value or 0
+        self._contexts[device] = found = context.value or 0
+        return found
 
     def release_context(self, device: int) -> None:
+        context = self._contexts.get(device, 0)
+        if idle := self._idle.pop(context, []):
+            # In a context that is broken they can't be destroyed, and end with it.
+            with suppress(CudaError):
+                self.push_context(context)
+                try:
+                    for stream in idle:
+                        self.destroy_stream(stream)
+                finally:
+                    self.pop_context()
         self._call("cuDevicePrimaryCtxRelease_v2", device)
 
     def push_context(self, context: int) -> None:
@@ -264,19 +275,36 @@ class LibCuda:
         self._call("cuMemFree_v2", address)
 
     def fill(self, address: int, value: int, size: int) -> None:
-        self._call("cuMemsetD8_v2", address, value, size)
-        self._call("cuCtxSynchronize")
+        with self._stream() as stream:
+            self.fill_async(address, value, size, stream)
 
     def write(self, address: int, source: int, size: int) -> None:
-        self._call("cuMemcpyHtoD_v2", address, source, size)
-        self._call("cuCtxSynchronize")
+        self.copy(address, source, size)
 
     def read(self, target: int, address: int, size: int) -> None:
-        self._call("cuMemcpyDtoH_v2", target, address, size)
+        self.copy(target, address, size)
 
     def copy(self, target: int, source: int, size: int) -> None:
-        self._call("cuMemcpyDtoD_v2", target, source, size)
-        self._call("cuCtxSynchronize")
+        with self._stream() as stream:
+            self.copy_async(target, source, size, stream)
+
+    @contextmanager
+    def _stream(self) -> Iterator[int]:
+        """A stream of the current context that nobody else uses; what was started on it is done
+        in the end.
+
+        To wait for all of a context, or for its default stream, would end a CUDA graph that
+        another thread captures.
+        """
+        context = c_void_p()
+        self._call("cuCtxGetCurrent", byref(context))
+        idle = self._idle.setdefault(context.value or 0, [])
+        stream = idle.pop() if idle else self.create_stream()
+        try:
+            yield stream
+            self.synchronize(stream)
+        finally:
+            idle.append(stream)
 
     def create_stream(self) -> int:
         stream = c_void_p()
