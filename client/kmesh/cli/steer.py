@@ -66,6 +66,8 @@ def evict(
 ) -> None:
     """Drops stored spans that nobody leases, from memory and from disk.
 
+    Where a daemon keeps uids apart, only those of this uid: root and the daemon's user evict all.
+
     With an age, only from memory: of what is on disk the age is not known.
     """
     if bool(namespace) + bool(key) + every > 1:
