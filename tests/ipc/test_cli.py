@@ -162,16 +162,22 @@ def test_ls(spand: Daemon) -> None:
         with Session.connect(spand.socket_dir, role=Role.TOOL, namespace=other) as second:
             store(second, 2, other)
             spans = as_json("ls", socket_dir=spand.socket_dir)["spans"]
-            few = as_json("ls", "--limit", "3", socket_dir=spand.socket_dir)["spans"]
+            few = as_json("ls", "--limit", "3", socket_dir=spand.socket_dir)
+            few_human = kmesh("ls", "--limit", "3", socket_dir=spand.socket_dir).stdout
             digest = SPACE.digest().hex()
             part = ("ls", "--namespace", digest[:10])
             mine = as_json(*part, socket_dir=spand.socket_dir)["spans"]
+            one_of_mine = as_json(*part, "--limit", "1", socket_dir=spand.socket_dir)
+            exactly = as_json("ls", "--limit", "6", socket_dir=spand.socket_dir)
             spaces = as_json("ls", "--namespaces", socket_dir=spand.socket_dir)["namespaces"]
             human = kmesh("ls", socket_dir=spand.socket_dir).stdout
             spaces_human = kmesh("ls", "--namespaces", socket_dir=spand.socket_dir).stdout
             nobody = kmesh("ls", "--namespace", "zz", socket_dir=spand.socket_dir)
     assert len(spans) == 6
-    assert len(few) == 3
+    assert (len(few["spans"]), few["more"]) == (3, 3)
+    assert few_human.endswith("… 3 more: --limit\n")
+    assert (len(one_of_mine["spans"]), one_of_mine["more"]) == (1, 3)
+    assert (len(exactly["spans"]), exactly["more"]) == (6, 0)
     expected = {keys[i : i + 32].hex() for i in range(0, len(keys), 32)}
     assert {span["key"] for span in mine} == expected
     span = mine[0]
