@@ -298,6 +298,13 @@ def test_drain_and_stop(spand: Daemon) -> None:
     assert spand.process.wait(20) == 0
 
 
+def test_drain_and_stop_unattended(spand: Daemon) -> None:
+    done = kmesh("drain", "--stop", socket_dir=spand.socket_dir)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.endswith("the daemon ends now\n")
+    assert spand.process.wait(20) == 0
+
+
 # watch
 
 
