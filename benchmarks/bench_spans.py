@@ -60,7 +60,7 @@ def run(quick: bool) -> Iterator[Row]:
     core = filled(spans, applier.apply)
     gc.collect()
     after = pss([os.getpid()])
-    if (writer.live, core.status().spans) != (spans, spans):
+    if (writer.live, core.views.status().spans) != (spans, spans):
         raise RuntimeError(f"{writer.live} of {spans} spans are in the index")
     grown = {name: after[name] - before.get(name, 0) for name in after}
     shared = sum(size for name, size in grown.items() if name.startswith("kmesh-"))

@@ -20,6 +20,8 @@ logger = logging.getLogger(__name__)
 _PR_SET_PDEATHSIG = 1
 _PR_SET_NAME = 15
 _POLL_SECONDS = 0.005
+#: Links to a directory in /proc whose tasks add one each.
+_NO_TASKS = 2
 #: The machine's limits, not our bugs; met anywhere, also while code is loaded.
 _SCARCE = (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOSPC)
 
@@ -59,6 +61,45 @@ def wait(pids: Iterable[int], seconds: float) -> None:
         if not left or time.monotonic() >= until:
             return
         time.sleep(_POLL_SECONDS)
+
+
+def has_left_memory(pid: int) -> bool:
+    """Whether a child that was killed writes nothing any more. It may not be gone for long yet.
+
+    A thread that ends leaves its memory when it runs no code and is in no system call any more.
+    The last one then unmaps all of it, which takes the longer, the more it is.
+
+    Args:
+        pid: was sent SIGKILL, so that no thread is added, and was not reaped. No other process
+            runs in its memory.
+
+    Returns:
+        Also False where it can't be known, for want of a /proc that shows our processes.
+    """
+    tasks = f"/proc/{pid}/task"
+    try:
+        if os.readlink("/proc/self") != str(os.getpid()):
+            return False
+        # That of a process that lives is there, so one that is missing means something.
+        os.readlink("/proc/self/exe")
+        count = os.stat(tasks).st_nlink - _NO_TASKS
+        found = set(os.listdir(tasks))
+    except OSError:
+        return False
+    # One that ends while they are listed may end the list.
+    return len(found) == count and not any(_has_memory(f"{tasks}/{task}") for task in found)
+
+
+def _has_memory(task: str) -> bool:
+    # Files such as status say so too, but hold on to the memory while they are read: who lets go
+    # of it last unmaps it, and that would be this process.
+    try:
+        os.readlink(f"{task}/exe")
+    except FileNotFoundError:
+        return False
+    except OSError:
+        return True
+    return True
 
 
 def _run(name: str, parent: int, keep: Collection[int], main: Callable[[], int]) -> NoReturn:

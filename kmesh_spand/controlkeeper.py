@@ -86,7 +86,7 @@ class ControlKeeper:
         self.sock, self._outbox = sock, Outbox(sock)
 
     def prepare(self, held: Holdings) -> None:
-        """Has the next one load its code while the store worker goes, which has much to unmap."""
+        """Has the next one load its code while the store worker ends."""
         try:
             self._prepared = Prepared(held.storage.drop_writable)
         except OSError as failed:

@@ -7,7 +7,9 @@ that changes its staging meanwhile changes nothing.
 from __future__ import annotations
 
 import mmap
+from collections.abc import Iterable
 from collections.abc import Mapping as Table
+from queue import SimpleQueue
 
 from kmesh import _host, layout
 from kmesh.cuda.device import Device
@@ -130,6 +132,23 @@ class GpuStore:
             raise ValueError(f"{length} bytes at {offset} end outside the slab")
         tile = offset // layout.TILE_BYTES
         return memory, layout.sums_offset(memory.size) + tile * _SUM_BYTES
+
+
+class Copiers:
+    """Stores that copy for as many threads, each for one at a time."""
+
+    def __init__(self, stores: Iterable[GpuStore]) -> None:
+        self._idle: SimpleQueue[GpuStore] = SimpleQueue()
+        for store in stores:
+            self._idle.put(store)
+
+    def copy(self, slab: int, offset: int, staging: Mapping, begin: int, length: int) -> int:
+        """See ``jobs.Store.copy``."""
+        store = self._idle.get()
+        try:
+            return store.copy(slab, offset, staging, begin, length)
+        finally:
+            self._idle.put(store)
 
 
 def _pieces(length: int) -> list[tuple[int, int]]:

@@ -23,8 +23,8 @@ from kmesh.errors import ConfigError, CudaError, KMeshError
 from kmesh_spand import ipc, jobmessages, messages
 from kmesh_spand.budget import shortage
 from kmesh_spand.gpurecipes import GpuRecipes
-from kmesh_spand.gpustore import GpuStore
-from kmesh_spand.jobs import Crews, JobWorker, Store
+from kmesh_spand.gpustore import Copiers, GpuStore
+from kmesh_spand.jobs import Copier, Crews, JobWorker, Store
 from kmesh_spand.recipes import Recipes
 from kmesh_spand.settings import Settings
 from kmesh_spand.units import format_size
@@ -65,6 +65,7 @@ class GpuWorker(JobWorker):
         self._gpu = gpu
         self._name = settings.gpu[gpu]
         self._headroom = settings.memory_headroom
+        self._threads = settings.copy_threads
         self._supervisor = supervisor
         self._pieces = pieces
         self._slabs: dict[int, DeviceMemory] = {}
@@ -73,7 +74,7 @@ class GpuWorker(JobWorker):
         self._in_host = settings.gpu_place == "host"
         self._node: int | None = None
         self._device: Device
-        self._copies: GpuStore
+        self._copies: Copiers
         self._checks: GpuStore
         self._recipes: GpuRecipes
 
@@ -91,11 +92,11 @@ class GpuWorker(JobWorker):
                 self._slabs[piece.slab] = self._take(device, piece)
             logger.info("GPU memory is there: %s, %s", device.name, device.uuid)
             # One for each thread that uses it.
-            stores = (GpuStore(device, self._slabs) for _ in range(3))
-            self._copies, self._checks, encoding = stores
+            self._checks, encoding = (GpuStore(device, self._slabs) for _ in range(2))
+            self._copies = Copiers(GpuStore(device, self._slabs) for _ in range(self._threads))
             self._recipes = GpuRecipes(device, encoding, self._send)
             try:
-                crews = Crews.hired(copy_threads=1)
+                crews = Crews.hired(self._threads)
             except RuntimeError as lacking:
                 raise KMeshError(f"gpu: the device worker of {self._name}: {lacking}") from None
             self.serve(crews, self._supervisor, self._turn)
@@ -155,7 +156,7 @@ class GpuWorker(JobWorker):
 
     # Jobs
 
-    def stores(self) -> tuple[Store, Store]:
+    def stores(self) -> tuple[Copier, Store]:
         return self._copies, self._checks
 
     def recipes(self) -> Recipes:

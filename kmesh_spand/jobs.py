@@ -29,7 +29,7 @@ Recode: TypeAlias = jobmessages.Encode | jobmessages.KeepRecipe | jobmessages.De
 Job: TypeAlias = jobmessages.Copy | jobmessages.Verify | jobmessages.Wipe | Recode
 
 
-class Store(Protocol):
+class Copier(Protocol):
     """Slabs that this process writes. A range that no span can have is a ValueError."""
 
     def copy(self, slab: int, offset: int, staging: Mapping, begin: int, length: int) -> int:
@@ -38,6 +38,10 @@ class Store(Protocol):
         Args:
             begin: where the payload lies in the staging.
         """
+
+
+class Store(Copier, Protocol):
+    """What else is done with them."""
 
     def verify(self, slab: int, offset: int, length: int, root: int) -> bool:
         """Whether a payload has its sums, and they fold to the root."""
@@ -138,7 +142,7 @@ class JobWorker:
     def heard(self) -> None:
         """Control serves: called before each message."""
 
-    def stores(self) -> tuple[Store, Store]:
+    def stores(self) -> tuple[Copier, Store]:
         """What copies are made with, and what the other jobs are done with."""
         raise NotImplementedError
 

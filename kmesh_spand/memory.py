@@ -139,25 +139,33 @@ def place_pages(address: int, size: int, *, huge: bool, node: int) -> bool:
 
 
 def populate_range(fd: int, address: int, offset: int, length: int, *, huge: bool) -> bool:
-    """Puts pages behind a range of a memfd that is mapped at ``address``.
+    """Puts pages behind a range of a memfd that is mapped at ``address``, and maps them: a copy
+    into pages that were never mapped takes several times as long.
 
     Returns:
-        Whether that was done as asked: False if the kernel can't fill a mapping.
+        Whether that was done as asked: False if the kernel can't fill a mapping with huge pages.
 
     Raises:
         OSError: there is no memory for it. It would be a SIGBUS later.
     """
-    if huge:
-        while _libc.madvise(address + offset, length, _MADV_POPULATE_WRITE):
-            code = ctypes.get_errno()
-            if code == errno.EINVAL:
-                break
-            if code not in (errno.EAGAIN, errno.EINTR):
-                raise OSError(code, os.strerror(code))
-        else:
-            return True
+    if huge and not (code := _fill(address + offset, length)):
+        return True
+    if huge and code != errno.EINVAL:
+        raise OSError(code, os.strerror(code))
     os.posix_fallocate(fd, offset, length)
+    if not huge:
+        # Where the kernel can't, whoever comes first maps them.
+        _fill(address + offset, length)
     return not huge
+
+
+def _fill(address: int, length: int) -> int:
+    """Has the kernel make and map all pages of a range of a mapping; its error, or 0."""
+    while _libc.madvise(address, length, _MADV_POPULATE_WRITE):
+        code = ctypes.get_errno()
+        if code not in (errno.EAGAIN, errno.EINTR):
+            return code
+    return 0
 
 
 class Populator:

@@ -203,6 +203,7 @@ class Supervisor:
             # The end of a process is told by a signal.
             None if self._occupied else self._control.start_at,
             self._worker.late_at,
+            self._worker.look_at,
             self._worker.start_at,
             self._stop_by,
             self._control.retry_at,
@@ -307,18 +308,21 @@ class Supervisor:
 
     @property
     def _pids(self) -> list[int]:
-        """All processes that were started and not reaped, control first."""
+        """All processes that were started and are not over (``WorkerKeeper``), control first."""
         return [pid for pid in (self._control.pid, self._worker.pid, *self._gpus.pids) if pid]
 
     @property
     def _occupied(self) -> bool:
-        """Whether a control or its worker lives, which must not write once the next one reads."""
+        """Whether a control or its worker may write yet: not once the next one reads."""
         return bool(self._control.pid or self._worker.pid)
 
     def _reap(self) -> None:
+        self._worker.reap()
         for pid in reversed(self._pids):
             if os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT):
                 self._on_death(pid, os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
+            elif pid == self._worker.pid and self._worker.let_go():
+                self._on_death(pid, -signal.SIGKILL)
 
     def _on_death(self, pid: int, status: int) -> None:
         now = time.monotonic()

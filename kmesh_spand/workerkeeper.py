@@ -21,6 +21,8 @@ logger = logging.getLogger(__name__)
 _END_SECONDS = 10.0
 #: At the daemon's own end it is not waited for longer.
 _CLOSE_SECONDS = 5.0
+#: How often one that was killed is looked at: at first, and after long.
+_LOOK_SECONDS, _RARE_LOOK_SECONDS = 0.01, 1.0
 
 
 class WorkerKeeper:
@@ -29,10 +31,13 @@ class WorkerKeeper:
     Args:
         tell: where control is told of each that is started; a file descriptor stays ours.
 
+    One that was killed is over when it has left its memory, so that nothing it does can matter to
+    the next one. Unmapping a large pool goes on for seconds after that.
+
     Attributes:
-        pid: of the one that runs, or 0.
+        pid: of the one that runs, or was killed and may write yet, or 0.
         start_at: when the next one is due, by the monotonic clock; None: none is.
-        ending: it works for nobody any more, and is not gone yet.
+        ending: it works for nobody any more, and is not over yet.
         late_at: when that is said to take long.
     """
 
@@ -48,6 +53,8 @@ class WorkerKeeper:
         self._restarts = -1
         self._backoff = Backoff()
         self._killed_by = 0
+        self._killed_at: float | None = None
+        self._leaving: set[int] = set()
 
     def start_due(self, now: float, storage: Storage, life: int, disk: Directory | None) -> None:
         """Starts one if it is time. Arguments as of ``start``."""
@@ -93,16 +100,21 @@ class WorkerKeeper:
         self._backoff.started(now)
 
     def kill(self) -> None:
-        """Ends the one that runs, if any; the next one follows when it is gone."""
+        """Ends the one that runs, if any; the next one follows when it is over."""
         if self.pid:
-            os.kill(self.pid, signal.SIGKILL)
+            self._kill()
+
+    def _kill(self) -> None:
+        os.kill(self.pid, signal.SIGKILL)
+        if self._killed_at is None:
+            self._killed_at = time.monotonic()
 
     def end(self) -> None:
         """Ends the one that runs, if any; none follows. It is not waited for."""
         if self.pid and not self.ending:
             self.ending = True
             self.late_at = time.monotonic() + _END_SECONDS
-            os.kill(self.pid, signal.SIGKILL)
+            self._kill()
         self.start_at = None
 
     def say_late(self, now: float) -> None:
@@ -115,9 +127,28 @@ class WorkerKeeper:
                 self.pid,
             )
 
+    @property
+    def look_at(self) -> float | None:
+        """When to try again to ``let_go``; None: it was not killed."""
+        if self._killed_at is None:
+            return None
+        now = time.monotonic()
+        return now + min(max(_LOOK_SECONDS, (now - self._killed_at) / 8), _RARE_LOOK_SECONDS)
+
+    def let_go(self) -> bool:
+        """Whether it was killed and has left its memory. ``died`` follows; it is reaped later."""
+        if self._killed_at is None or not child.has_left_memory(self.pid):
+            return False
+        self._leaving.add(self.pid)
+        return True
+
+    def reap(self) -> None:
+        """Of those that were let go, the ones that are gone."""
+        self._leaving -= {pid for pid in self._leaving if os.waitpid(pid, os.WNOHANG)[0]}
+
     def died(self, status: int, now: float) -> None:
-        """It was reaped, with this exit status, or minus the signal that killed it."""
-        self.pid = 0
+        """It was reaped or let go, with this exit status, or minus the signal that killed it."""
+        self.pid, self._killed_at = 0, None
         if self.ending:
             self.ending, self.late_at, self._killed_by = False, None, 0
             return
@@ -130,6 +161,6 @@ class WorkerKeeper:
         One that the kernel holds is left to the system: it has been killed.
         """
         self.end()
-        if self.pid:
-            child.wait([self.pid], _CLOSE_SECONDS)
-            self.pid = 0
+        child.wait({self.pid, *self._leaving} - {0}, _CLOSE_SECONDS)
+        self.pid, self._killed_at = 0, None
+        self._leaving.clear()

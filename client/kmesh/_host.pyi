@@ -91,7 +91,7 @@ def round(
         MemoryError: there is none for planning.
     """
 
-def round_reads(members: Buffer, bases: Buffer, /) -> tuple[bytes, bytes]:
+def round_reads(members: Buffer, bases: Buffer, gap: int, /) -> tuple[bytes, bytes]:
     """What has order 0 in a round, each once, in the order of addresses.
 
     Where one begins on the tile behind another, the other reaches to it.

@@ -24,19 +24,22 @@ static uint64_t km_base_bytes(const km_base *b) {
     return 2 * layers * heads * b->segment.tokens * b->head_dim * element;
 }
 
-// Lets each reach to the next one where that begins on the tile behind it, as in a slab: they are one
-// copy then. Between slabs there are sums, so none reaches into the next.
-static void km_reads_join(km_read *reads, size_t count) {
+// Lets each reach to the next one where that begins on the tile behind it, as in a slab, and at most
+// `gap` bytes are between them: they are one copy then. Between slabs there are sums, so none reaches
+// into the next.
+static void km_reads_join(km_read *reads, size_t count, uint64_t gap) {
     for (size_t i = 0; i + 1 < count; i++) {
         uint64_t step = km_tiles(reads[i].length) * KM_TILE;
-        if (reads[i + 1].address - reads[i].address == step) reads[i].length = step;
+        if (reads[i + 1].address - reads[i].address == step && step - reads[i].length <= gap)
+            reads[i].length = step;
     }
 }
 
 // Each once, in the order of addresses, to `reads`, which has room for all; returns how many there
 // are. `numbers` says for each base and member which it is; KM_NOBODY: none.
 static size_t km_reads_find(const km_base *bases, size_t base_count, const km_member *members,
-                            size_t member_count, km_read *reads, uint32_t *numbers) {
+                            size_t member_count, uint64_t gap, km_read *reads,
+                            uint32_t *numbers) {
     size_t count = 0, found = 0;
     for (size_t b = 0; b < base_count; b++) {
         numbers[b] = KM_NOBODY;
@@ -52,7 +55,7 @@ static size_t km_reads_find(const km_base *bases, size_t base_count, const km_me
         if (!i || km_read_order(&reads[found - 1], &reads[i])) reads[found++] = reads[i];
         numbers[reads[i].number] = (uint32_t)found - 1;
     }
-    km_reads_join(reads, found);
+    km_reads_join(reads, found, gap);
     return found;
 }
 

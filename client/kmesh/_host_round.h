@@ -88,7 +88,8 @@ static PyObject *host_round(PyObject *module, PyObject *args) {
 static PyObject *host_round_reads(PyObject *module, PyObject *args) {
     (void)module;
     Py_buffer members, bases;
-    if (!PyArg_ParseTuple(args, "y*y*:round_reads", &members, &bases)) return NULL;
+    uint64_t gap;
+    if (!PyArg_ParseTuple(args, "y*y*O&:round_reads", &members, &bases, to_u64, &gap)) return NULL;
     size_t member_count = (size_t)members.len / sizeof(km_member);
     size_t base_count = (size_t)bases.len / sizeof(km_base), count = member_count + base_count;
     km_read *reads = NULL;
@@ -103,7 +104,7 @@ static PyObject *host_round_reads(PyObject *module, PyObject *args) {
         PyErr_NoMemory();
     else {
         size_t found =
-            km_reads_find(bases.buf, base_count, members.buf, member_count, reads, numbers);
+            km_reads_find(bases.buf, base_count, members.buf, member_count, gap, reads, numbers);
         result = Py_BuildValue("(y#y#)", (char *)reads, (Py_ssize_t)(found * sizeof *reads),
                                (char *)numbers, (Py_ssize_t)(count * sizeof *numbers));
     }

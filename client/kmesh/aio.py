@@ -18,7 +18,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
-from kmesh import calls, errors, memory, packets
+from kmesh import calls, errors, flightcalls, memory, packets
 from kmesh.aiochannel import AsyncChannel
 from kmesh.aiofamilies import AsyncFamilies
 from kmesh.calls import Procedure, Reservations, ReserveBatch, Welcome
@@ -174,7 +174,7 @@ class AsyncSession:
         place: str = "",
     ) -> Claim:
         return await self._run(
-            calls.claim(self.welcome, keys, shards, salt, device, place), timeout
+            flightcalls.claim(self.welcome, keys, shards, salt, device, place), timeout
         )
 
     async def await_flight(
@@ -182,24 +182,24 @@ class AsyncSession:
     ) -> Arrived:
         wait = wait or next(self._waits)
         try:
-            return await self._run(calls.await_flight(claim, wait), timeout)
+            return await self._run(flightcalls.await_flight(claim, wait), timeout)
         except asyncio.CancelledError:
             await self.leave(claim.flight, wait)
             raise
 
     async def leave(self, flight: int, wait: int = 0) -> None:
-        self._channel.forget(calls.leave(flight, wait))
+        self._channel.forget(flightcalls.leave(flight, wait))
 
     async def land(self, flight: int, cause: FlightCause = FlightCause.DONE) -> None:
-        self._channel.forget(calls.land(flight, cause))
+        self._channel.forget(flightcalls.land(flight, cause))
 
     async def progress(
         self, flight: int, place: str = "", timeout: float | None = None
     ) -> Progress | None:
-        return await self._run(calls.progress(flight, place), timeout)
+        return await self._run(flightcalls.progress(flight, place), timeout)
 
     async def computed(self, flight: int, keys: int) -> None:
-        self._channel.forget(calls.progressed(flight, keys))
+        self._channel.forget(flightcalls.progressed(flight, keys))
 
     @property
     def families(self) -> AsyncFamilies:

@@ -1,7 +1,8 @@
 """Calls as procedures: generators that yield request messages and are sent their answers.
 
 A procedure knows batches, limits and what to give back when it fails half-way; it knows neither
-sockets nor threads. ``Session`` and ``AsyncSession`` drive the same ones.
+sockets nor threads. ``Session`` and ``AsyncSession`` drive the same ones. Those about flights are
+in ``kmesh.flightcalls``, those about families in ``kmesh.families``.
 """
 
 from __future__ import annotations
@@ -15,12 +16,11 @@ from typing import TypeVar
 from google.protobuf.message import Message
 
 from kmesh import errors, negotiation
-from kmesh.flight import Arrival, Arrived, Claim, FlightCause, Progress, Standing
 from kmesh.handles import Agreement, HandleKind, Tier
 from kmesh.keys import KEY_BYTES
 from kmesh.layout import Shard
 from kmesh.lease import Lease
-from kmesh.v1 import common_pb2, flights_pb2, sessions_pb2, spans_pb2
+from kmesh.v1 import common_pb2, sessions_pb2, spans_pb2
 from kmesh.wire import Answer
 
 T = TypeVar("T")
@@ -32,13 +32,6 @@ logger = logging.getLogger("kmesh")
 
 _TIERS = {Tier.HOST: "host memory", Tier.GPU: "GPU memory"}
 
-#: Causes by which a leader ends its flight.
-_ENDS = (
-    FlightCause.DONE,
-    FlightCause.ABORTED,
-    FlightCause.PREEMPTED,
-    FlightCause.NOT_STORED,
-)
 #: No kernel sends a larger packet unless it was tuned for it.
 _MAX_MESSAGE_BYTES = 16 << 20
 #: Bytes of a packet left to the frame around a batch.
@@ -101,7 +94,7 @@ class ReserveBatch:
     def __post_init__(self) -> None:
         if len(self.namespace) != 32:
             raise errors.ConfigError("namespace: not a digest of 32 bytes")
-        _check_salt(self.salt)
+        check_salt(self.salt)
         if len(self.keys) != KEY_BYTES * len(self.tokens):
             raise errors.ConfigError("keys: not 32 bytes for each entry of tokens")
         if not len(self.tokens) == len(self.start) == len(self.length):
@@ -179,7 +172,7 @@ def acquire(
     """Raises ConfigError for malformed arguments, else what the daemon says."""
     if len(keys) % KEY_BYTES:
         raise errors.ConfigError("keys: not a multiple of 32 bytes")
-    _check_salt(salt)
+    check_salt(salt)
     if not 0 <= wait <= _MAX_WAIT:
         raise errors.ConfigError(f"wait: not between 0 and {_MAX_WAIT:.0f} seconds")
     if not 0 < len(shards) <= limits.max_batch:
@@ -191,8 +184,7 @@ def acquire(
 
     lease = Lease(keys, shards, discard)
     messages = [shard_message(shard) for shard in shards]
-    room = limits.max_message_bytes - _FRAME_BYTES - sum(m.ByteSize() + 2 for m in messages)
-    step = min(limits.max_batch // len(shards), max(room // KEY_BYTES, 1)) * KEY_BYTES
+    step = min(limits.max_batch // len(shards), most_keys(limits, messages)) * KEY_BYTES
     try:
         for at in range(0, len(keys), step):
             part = keys[at : at + step]
@@ -296,98 +288,6 @@ def report_corrupt(limits: Welcome, lease: Lease, entries: Sequence[int]) -> Pro
     return accepted
 
 
-def claim(
-    limits: Welcome,
-    keys: bytes,
-    shards: Sequence[Shard],
-    salt: bytes = b"",
-    device: str = "",
-    place: str = "",
-) -> Procedure[Claim]:
-    """Raises ConfigError for malformed arguments, else what the daemon says."""
-    if not keys or len(keys) % KEY_BYTES:
-        raise errors.ConfigError("keys: not a multiple of 32 bytes, or none")
-    _check_salt(salt)
-    messages = [shard_message(shard) for shard in shards]
-    # More than a message holds, and than the daemon takes, has no place in one flight.
-    room = limits.max_message_bytes - _FRAME_BYTES - sum(m.ByteSize() + 2 for m in messages)
-    most = min(limits.max_batch, max(room // KEY_BYTES, 1))
-    request = flights_pb2.ClaimRequest(
-        keys=keys[: most * KEY_BYTES], shards=messages, salt=salt, device=device, place=place
-    )
-    answer = body_of(flights_pb2.ClaimResponse, (yield request))
-    try:
-        standing = Standing(answer.standing)
-    except ValueError:
-        raise errors.ProtocolError(f"a claim's standing {answer.standing}") from None
-    return Claim(
-        standing=standing,
-        flight=answer.flight,
-        first=answer.first,
-        covered=answer.covered,
-        ahead=answer.ahead,
-        shards=tuple(shards),
-        place=place,
-        progress=_progress(answer.progress),
-    )
-
-
-def progress(flight: int, place: str = "", computed: int = 0) -> Procedure[Progress | None]:
-    """How far a flight is; None: there is no such flight any more."""
-    answer = body_of(flights_pb2.ProgressResponse, (yield progressed(flight, computed, place)))
-    return _progress(answer.progress) if answer.HasField("progress") else None
-
-
-def progressed(flight: int, computed: int, place: str = "") -> Message:
-    """A leader's word of how far it is."""
-    return flights_pb2.ProgressRequest(flight=flight, computed=computed, place=place)
-
-
-def _progress(answer: flights_pb2.FlightProgress) -> Progress:
-    return Progress(
-        begin=answer.begin,
-        landed=answer.landed,
-        computed=answer.computed,
-        age_ms=answer.age_ms,
-        quiet_ms=answer.quiet_ms,
-        pause_ms=answer.pause_ms,
-        beside=answer.beside,
-    )
-
-
-def await_flight(found: Claim, wait: int = 0) -> Procedure[Arrived]:
-    """Returns when there is something to say; raises ConfigError for a claim without a flight."""
-    if found.standing is not Standing.COMPUTING:
-        raise errors.ConfigError(f"claim: {found.standing.name} is nothing to wait for")
-    request = flights_pb2.AwaitRequest(
-        flight=found.flight,
-        first=found.first,
-        covered=found.covered,
-        shards=[shard_message(shard) for shard in found.shards],
-        wait=wait,
-        place=found.place,
-    )
-    answer = body_of(flights_pb2.AwaitResponse, (yield request))
-    try:
-        return Arrived(Arrival(answer.arrival), FlightCause(answer.cause))
-    except ValueError:
-        raise errors.ProtocolError(f"a flight's arrival {answer.arrival}") from None
-
-
-def leave(flight: int, wait: int = 0) -> Message:
-    """Ends the session's waits for a flight, or one of them; what ends so ends with LEFT."""
-    return flights_pb2.LeaveRequest(flight=flight, wait=wait)
-
-
-def land(flight: int, cause: FlightCause) -> Message:
-    """A leader's own end of its flight."""
-    if cause not in _ENDS:
-        raise errors.ConfigError(f"cause: {cause.name} is not one that a leader ends by")
-    return flights_pb2.LandRequest(
-        flight=flight, cause=flights_pb2.FlightCause.ValueType(cause.value)
-    )
-
-
 def ping() -> Procedure[None]:
     """Returns when the daemon has answered."""
     body_of(sessions_pb2.Pong, (yield sessions_pb2.Ping()))
@@ -418,7 +318,14 @@ def _reserve_parts(
         yield first, len(counts), batch.sub_keys[sub_begin:sub_end]
 
 
-def _check_salt(salt: bytes) -> None:
+def most_keys(limits: Welcome, shards: Sequence[common_pb2.Shard]) -> int:
+    """How many keys a message takes, beside these shards."""
+    room = limits.max_message_bytes - _FRAME_BYTES - sum(m.ByteSize() + 2 for m in shards)
+    return max(room // KEY_BYTES, 1)
+
+
+def check_salt(salt: bytes) -> None:
+    """Raises ConfigError unless it is empty or a digest."""
     if len(salt) not in (0, 32):
         raise errors.ConfigError("salt: not a digest of 32 bytes")
 

@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 
-from kmesh import calls, memory, packets
+from kmesh import calls, flightcalls, memory, packets
 from kmesh.calls import Procedure, Reservations, ReserveBatch, Welcome
 from kmesh.connected import Connected
 from kmesh.familycalls import Families
@@ -221,7 +221,9 @@ class Session(Connected):
             ConfigError: an argument is malformed.
             Exhausted: the session leads too many flights.
         """
-        return self._run(calls.claim(self.welcome, keys, shards, salt, device, place), timeout)
+        return self._run(
+            flightcalls.claim(self.welcome, keys, shards, salt, device, place), timeout
+        )
 
     def claim_async(
         self,
@@ -234,7 +236,9 @@ class Session(Connected):
         place: str = "",
     ) -> Future[Claim]:
         """As ``claim``, without waiting. A flight that comes too late is given back by itself."""
-        return self._start(calls.claim(self.welcome, keys, shards, salt, device, place), timeout)
+        return self._start(
+            flightcalls.claim(self.welcome, keys, shards, salt, device, place), timeout
+        )
 
     def await_flight_async(
         self, claim: Claim, timeout: float | None = None, *, wait: int = 0
@@ -245,7 +249,7 @@ class Session(Connected):
             claim: whose standing is COMPUTING.
             wait: the caller's own number for this wait, by which ``leave`` can name it; or 0.
         """
-        return self._start(calls.await_flight(claim, wait), timeout)
+        return self._start(flightcalls.await_flight(claim, wait), timeout)
 
     def leave(self, flight: int, wait: int = 0) -> None:
         """Ends this session's waits for a flight, without waiting for the answer.
@@ -254,7 +258,7 @@ class Session(Connected):
             wait: only the one of this number; 0: all of them. A daemon that is too old to know
                 numbers ends all of them.
         """
-        self._channel.forget(calls.leave(flight, wait))
+        self._channel.forget(flightcalls.leave(flight, wait))
 
     def land(self, flight: int, cause: FlightCause = FlightCause.DONE) -> None:
         """Ends a flight that this session leads, without waiting for the answer.
@@ -263,7 +267,7 @@ class Session(Connected):
             cause: DONE or NOT_STORED: what is reserved or stored by now still lands, the rest is
                 given up. ABORTED or PREEMPTED: the first that waits leads.
         """
-        self._channel.forget(calls.land(flight, cause))
+        self._channel.forget(flightcalls.land(flight, cause))
 
     def progress_async(
         self, flight: int, place: str = "", timeout: float | None = None
@@ -273,7 +277,7 @@ class Session(Connected):
         Args:
             place: as for ``claim``.
         """
-        return self._start(calls.progress(flight, place), timeout)
+        return self._start(flightcalls.progress(flight, place), timeout)
 
     def computed(self, flight: int, keys: int) -> None:
         """Says how far this session is with a flight that it leads, without waiting.
@@ -281,7 +285,7 @@ class Session(Connected):
         Args:
             keys: of its own that it has computed, from the first on.
         """
-        self._channel.forget(calls.progressed(flight, keys))
+        self._channel.forget(flightcalls.progressed(flight, keys))
 
     def slab(self, slab_id: int, timeout: float | None = None) -> SlabMapping:
         """A slab, mapped at the first call; later calls cost a dictionary look-up.

@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from demo.progress import step
 from experiments import checkpoint, profile
 from experiments.profile import CHECKPOINT, GENERATED, PROFILES, ROOT, Profile, ProfileError
 from experiments.tokendance import codec, evidence, kept
@@ -167,7 +168,7 @@ def _run(given: argparse.Namespace) -> int:
         return 0
     if given.command == "round":
         return go_round(config, given.json, given.evidence)
-    result = codec.Run(config, ROOT / config.bundle).run()
+    result = codec.Run(config, ROOT / config.bundle, step).run()
     if given.json:
         print(json.dumps(result))
     else:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -52,6 +53,7 @@ def shape_of(config: Profile, layers: int = 0) -> Shape:
 
 
 Maker: TypeAlias = "Callable[[Profile], Workload | Captured]"
+Step: TypeAlias = Callable[[str], AbstractContextManager[object]]
 
 WORKLOADS: dict[str, dict[str, Maker]] = {
     GENERATED: {"controlled": controlled, "long": long, "gathered": gathered},
@@ -60,10 +62,15 @@ WORKLOADS: dict[str, dict[str, Maker]] = {
 
 
 class Run:
-    """One run of the codec over all workloads of a profile."""
+    """One run of the codec over all workloads of a profile.
 
-    def __init__(self, config: Profile, folder: Path) -> None:
+    Args:
+        step: says, while the block lasts, what is done in it.
+    """
+
+    def __init__(self, config: Profile, folder: Path, step: Step = nullcontext) -> None:
         self._config = config
+        self._step = step
         self._bundle = Bundle(folder)
         self._segments: dict[str, Any] = {}
         self._arms: dict[str, Any] = {}
@@ -71,7 +78,8 @@ class Run:
     def run(self, workloads: Mapping[str, Maker] | None = None) -> dict[str, Any]:
         """Encodes everything, or those workloads; returns what ``codec.json`` holds."""
         for name, make in (workloads or WORKLOADS[self._config.model]).items():
-            workload = make(self._config)
+            with self._step(f"{name}: prompts and state"):
+                workload = make(self._config)
             base = self._base(name, workload)
             if isinstance(workload, Workload) and name != "controlled":
                 self._arm(name, name, base, workload, workload.siblings(0))
@@ -125,15 +133,16 @@ class Run:
         base = Base(Segment(one.description, one.state) for one in workload.segments)
         cold = Encoder(Base(), form=Form.COLD)
         tensors: dict[str, Any] = {}
-        for one in workload.segments:
-            tensors[one.name] = one.state
-            recipe = cold.encode(one.description, one.state).data
-            tensors[f"cold/{one.name}"] = np.frombuffer(recipe, dtype=np.uint8)
-            self._segments[f"{name}/{one.name}"] = {
-                "span": described(one.description),
-                "dense_bytes": one.state.nbytes,
-                "cold_bytes": len(recipe),
-            }
+        with self._step(f"{name}: base"):
+            for one in workload.segments:
+                tensors[one.name] = one.state
+                recipe = cold.encode(one.description, one.state).data
+                tensors[f"cold/{one.name}"] = np.frombuffer(recipe, dtype=np.uint8)
+                self._segments[f"{name}/{one.name}"] = {
+                    "span": described(one.description),
+                    "dense_bytes": one.state.nbytes,
+                    "cold_bytes": len(recipe),
+                }
         self._bundle.tensors(f"base-{name}", tensors)
         return base
 
@@ -154,26 +163,27 @@ class Run:
             for name, form in FORMS.items()
         }
         dense, recipes, rows = {}, {}, {}
-        for member in members:
-            provenance = () if by_content else member.provenance
-            row = rows[member.name] = _dense(member)
-            dense[member.name] = member.state
-            for name, encoder in encoders.items():
-                began = time.perf_counter()
-                encoded = encoder.encode(member.description, member.state, provenance)
-                seconds = time.perf_counter() - began
-                recipes[f"{name}/{member.name}"] = np.frombuffer(encoded.data, dtype=np.uint8)
-                keys, values = encoded.recipe.plane_bytes()
-                row[name] = {
-                    "bytes": len(encoded.data),
-                    "k_bytes": keys,
-                    "v_bytes": values,
-                    "table_bytes": len(encoded.data) - keys - values,
-                    "ops": len(encoded.recipe.ops),
-                    "lists": len(encoded.recipe.lists),
-                    "depends_on_base": encoded.depends,
-                    "seconds": round(seconds, 6),
-                }
+        with self._step(f"{base_name}: {arm}"):
+            for member in members:
+                provenance = () if by_content else member.provenance
+                row = rows[member.name] = _dense(member)
+                dense[member.name] = member.state
+                for name, encoder in encoders.items():
+                    began = time.perf_counter()
+                    encoded = encoder.encode(member.description, member.state, provenance)
+                    seconds = time.perf_counter() - began
+                    recipes[f"{name}/{member.name}"] = np.frombuffer(encoded.data, dtype=np.uint8)
+                    keys, values = encoded.recipe.plane_bytes()
+                    row[name] = {
+                        "bytes": len(encoded.data),
+                        "k_bytes": keys,
+                        "v_bytes": values,
+                        "table_bytes": len(encoded.data) - keys - values,
+                        "ops": len(encoded.recipe.ops),
+                        "lists": len(encoded.recipe.lists),
+                        "depends_on_base": encoded.depends,
+                        "seconds": round(seconds, 6),
+                    }
         self._bundle.tensors(f"members-{arm}", dense)
         self._bundle.tensors(f"recipes-{arm}", recipes)
         self._arms[arm] = {

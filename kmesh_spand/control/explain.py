@@ -190,7 +190,7 @@ class Explainer:
         reached: int,
     ) -> list[admin_pb2.NamespaceMatch]:
         known = self._handler.registry.namespaces()
-        stored = (row.namespace for row in self._handler.core.namespaces())
+        stored = (row.namespace for row in self._handler.core.views.namespaces())
         others = dict.fromkeys([*known, *stored])
         others.pop(digest, None)
         matches = []

@@ -220,7 +220,7 @@ class Operator:
     async def _see_through(self, drain: _Drain) -> None:
         while True:
             core = self._handler.core
-            if core.idle and not core.status().reservations:
+            if core.idle and not core.views.status().reservations:
                 drain.done = True
                 break
             if self._loop.time() >= drain.until:
@@ -246,7 +246,7 @@ class Operator:
 
     def _progress(self) -> admin_pb2.DrainProgress:
         core, drain = self._handler.core, self._drain
-        status = core.status()
+        status = core.views.status()
         progress = admin_pb2.DrainProgress(
             draining=core.draining or self._handler.draining,
             reservations=status.reservations,

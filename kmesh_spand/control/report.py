@@ -81,7 +81,7 @@ class Report:
         Sums over all tenants would tell one when another is served: they are left out.
         """
         group = None if member is None else self.group(member)
-        handler, core = self._handler, self._handler.core.status()
+        handler, core = self._handler, self._handler.core.views.status()
         tenants = [
             admin_pb2.TenantInfo(
                 name=row.name,
@@ -92,7 +92,7 @@ class Report:
                 slabs=row.slabs,
                 counters=row.counters,
             )
-            for row in handler.core.tenants(group)
+            for row in handler.core.views.tenants(group)
         ]
         shown = {tenant.name for tenant in tenants}
         status = admin_pb2.StatusResponse(
@@ -175,7 +175,7 @@ class Report:
 
     def catalog(self) -> tuple[int, int, int]:
         """Catalog records in use, spans that are leased, spans that wait to be verified."""
-        core = self._handler.core.status()
+        core = self._handler.core.views.status()
         return core.slots, core.leased_spans, core.recovering
 
     def flying(self) -> tuple[int, int]:
@@ -204,7 +204,7 @@ class Report:
             raise errors.InvalidArgument(f"not {KEY_BYTES} bytes", field="namespace")
         after, limit = _page(request)
         group = None if member is None else self.group(member)
-        rows = core.spans(after, limit + 1, request.namespace, now_ms=now, group=group)
+        rows = core.views.spans(after, limit + 1, request.namespace, now_ms=now, group=group)
         answer = admin_pb2.ListResponse()
         if len(rows) > limit:
             rows = rows[:limit]
@@ -234,7 +234,7 @@ class Report:
                 mirrors=row.mirrors,
             )
         if not request.page_token:
-            for space in core.namespaces(group):
+            for space in core.views.namespaces(group):
                 if request.namespace in (b"", space.namespace):
                     answer.namespaces.add(
                         digest=space.namespace,
@@ -260,7 +260,7 @@ class Report:
             InvalidArgument: of which field.
         """
         after, limit = _page(request)
-        rows = self._handler.core.flight_rows(
+        rows = self._handler.core.views.flight_rows(
             after, limit + 1, now_ms=self._handler.now_ms(), group=self.group(member)
         )
         answer = flights_pb2.ListFlightsResponse()
@@ -288,7 +288,7 @@ class Report:
 
     def session(self, member: Member) -> sessions_pb2.SessionInfo:
         """One session as the daemon sees it. Its token is no part of it."""
-        row = self._handler.core.session_info(member.id)
+        row = self._handler.core.views.session_info(member.id)
         info = sessions_pb2.SessionInfo(
             session_id=member.id,
             role=sessions_pb2.Role.ValueType(member.role),

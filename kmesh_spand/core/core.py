@@ -6,7 +6,6 @@ import itertools
 from collections.abc import Callable, Sequence
 
 from kmesh.handles import Location
-from kmesh.layout import TILE_BYTES
 from kmesh_spand.core import events as ev
 from kmesh_spand.core import requests as rq
 from kmesh_spand.core.batch import Batch
@@ -15,6 +14,7 @@ from kmesh_spand.core.check_disk import check_disk
 from kmesh_spand.core.checkfamilies import check_families
 from kmesh_spand.core.codes import Code
 from kmesh_spand.core.config import CoreConfig, DiskConfig
+from kmesh_spand.core.coreviews import CoreViews
 from kmesh_spand.core.counters import COUNTERS
 from kmesh_spand.core.disk import Disk
 from kmesh_spand.core.effects import Effect, Reply
@@ -29,20 +29,10 @@ from kmesh_spand.core.recoder import Recoder
 from kmesh_spand.core.recovery import Recovery
 from kmesh_spand.core.results import Refused, Result
 from kmesh_spand.core.sessions import Session, SessionBook
-from kmesh_spand.core.states import STORED, State
-from kmesh_spand.core.store import TICK_SHIFT, SpanStore
+from kmesh_spand.core.store import SpanStore
 from kmesh_spand.core.sweep import Sweep
-from kmesh_spand.core.tenants import Tenancy, Tenant, tenant_name
+from kmesh_spand.core.tenants import Tenancy
 from kmesh_spand.core.verify import Verifier
-from kmesh_spand.core.views import (
-    CoreStatus,
-    FlightRow,
-    NamespaceRow,
-    SessionRow,
-    SlabStatus,
-    SpanRow,
-    TenantRow,
-)
 from kmesh_spand.core.writing import Writing
 
 
@@ -62,6 +52,7 @@ class Core:
         sweep: which spans an operator's wish names.
         flights: who computes what is not stored.
         disk: the tier below host memory, or None.
+        views: how all of it is shown, but for families and the disk.
         families, family_views: which spans are to be recipes over which, and how that is shown.
     """
 
@@ -106,6 +97,15 @@ class Core:
             self._store.watches.append(self.disk)
         self._writing = Writing(config, self._store, self._book, self._verifier, jobs, self.flights)
         self._recovery = Recovery(self._store, config, self._verifier)
+        self.views = CoreViews(
+            config.max_spans,
+            self._store,
+            self._book,
+            self._writing,
+            self.flights,
+            self.families,
+            self.disk,
+        )
         self._requests: dict[type, Callable[..., Result | None]] = {
             rq.Acquire: self._reading.acquire,
             rq.Release: self._reading.release,
@@ -277,8 +277,6 @@ class Core:
         if self.disk is not None:
             check_disk(self.disk, self._store, self._book)
 
-    # Views
-
     @property
     def idle(self) -> bool:
         """Whether no copy is in flight, and nothing that is to be kept waits for the disk."""
@@ -305,157 +303,6 @@ class Core:
         last (ms)."""
         return self._store.place_failures
 
-    def status(self) -> CoreStatus:
-        """Counts of everything; O(slabs)."""
-        store, book, table = self._store, self._book, self._store.table
-        return CoreStatus(
-            draining=self.draining,
-            idle=self.idle,
-            spans=sum(store.by_state[state] for state in STORED),
-            span_bytes=store.stored_bytes,
-            max_spans=self.config.max_spans,
-            slots=self.config.max_spans - table.vacant,
-            sessions=len(book.sessions),
-            leases=len(book.leases),
-            leased_spans=store.pinned,
-            leased_bytes=store.leased_bytes,
-            reservations=len(book.reservations),
-            index_entries=store.published + (self.disk.book.published if self.disk else 0),
-            families=len(self.families),
-            mirrors=store.mirrors.spans,
-            mirror_bytes=store.mirrors.stored_bytes,
-            mirror_dense_bytes=store.mirrors.dense_bytes,
-            mirror_used_bytes=store.mirrors.tiles * TILE_BYTES,
-            base_spans=len(store.mirrors.of_base),
-            recovering=store.by_state[State.RECOVERED] + store.by_state[State.VERIFYING],
-            slabs=tuple(
-                SlabStatus(
-                    number,
-                    slab.tiles * TILE_BYTES,
-                    slab.populated * TILE_BYTES,
-                    slab.used * TILE_BYTES,
-                    _name(slab.tenant) if slab.tenant else "",
-                    slab.sealed,
-                )
-                for number, slab in sorted(store.slabs.items())
-            ),
-        )
-
-    def spans(
-        self,
-        after_slot: int = -1,
-        limit: int = 1000,
-        namespace: bytes = b"",
-        *,
-        now_ms: int,
-        group: int | None = None,
-    ) -> list[SpanRow]:
-        """Up to ``limit`` spans with a slot above ``after_slot``, by slot.
-
-        Args:
-            namespace: 32-byte digest, or empty for all.
-            group: whose; None for all.
-        """
-        found: list[SpanRow] = []
-        table = self._store.table
-        wanted = table.spaces.find(namespace) if namespace else 0
-        if namespace and not wanted:
-            return found
-        row = after_slot + 1
-        while len(found) < limit and row < table.rows:
-            row += 1
-            if wanted:
-                try:
-                    row = table.space.index(wanted, row)
-                except ValueError:
-                    break
-            if table.state[row] in (State.FREE, State.ALIAS):
-                continue
-            if group is None or self._store.tenant_of(row).group == group:
-                found.append(self._span_row(row, now_ms))
-        return found
-
-    def _span_row(self, row: int, now_ms: int) -> SpanRow:
-        table = self._store.table
-        tick = now_ms >> TICK_SHIFT
-        stored = table.state[row] in STORED
-        idle = stored and not table.pins[row]
-        mirror = self._store.mirrors.by_row.get(row)
-        return SpanRow(
-            slot=row - 1,
-            key=table.key_of(row),
-            namespace=table.spaces.value(table.space[row]),
-            slab=table.slab[row],
-            offset=table.tile[row] * TILE_BYTES,
-            length=table.length[row],
-            start=table.start[row],
-            tokens=table.tokens[row],
-            shard=self._store.shard(row),
-            generation=table.generation[row],
-            state=State(table.state[row]).name.lower(),
-            leases=table.pins[row],
-            age_ms=max(0, tick - table.born[row] << TICK_SHIFT) if stored else 0,
-            idle_ms=max(0, tick - table.used[row] << TICK_SHIFT) if idle else 0,
-            dense=self._store.mirrors.dense(row),
-            bases=len(mirror.bases) if mirror else 0,
-            mirrors=len(self._store.mirrors.of_base.get(row, ())),
-        )
-
-    def tenants(self, group: int | None = None) -> list[TenantRow]:
-        """Tenants that have something, or had not long ago, by name.
-
-        Args:
-            group: whose; None for all.
-        """
-        return sorted(
-            (
-                TenantRow(
-                    name=_name(tenant),
-                    group=tenant.group,
-                    quota=tenant.quota * TILE_BYTES,
-                    used=tenant.tiles * TILE_BYTES,
-                    spans=tenant.spans,
-                    stored_bytes=tenant.stored_bytes,
-                    slabs=len(tenant.slabs),
-                    counters=dict(tenant.counters),
-                )
-                for tenant in self._store.tenants
-                if group is None or tenant.group == group
-            ),
-            key=lambda row: row.name,
-        )
-
-    def flight_rows(
-        self, after: int, limit: int, *, now_ms: int, group: int | None = None
-    ) -> list[FlightRow]:
-        """Up to ``limit`` flights with a number above ``after``, in order.
-
-        Args:
-            group: whose; None for all.
-        """
-        return [
-            FlightRow(
-                flight=flight.id,
-                state=flight.state.name.lower(),
-                tenant=tenant_name(*flight.who),
-                leader=flight.leader.id if flight.leader else 0,
-                keys=flight.promised - flight.begin,
-                landed=flight.frontier - flight.begin,
-                waiters=len(flight.waiters),
-                deaths=flight.deaths,
-                age_ms=max(0, now_ms - flight.pace.began_ms),
-                key=flight.keys[flight.frontier],
-            )
-            for flight in itertools.islice(
-                (
-                    flight
-                    for number, flight in self.flights.by_id.items()
-                    if number > after and group in (None, flight.who[0])
-                ),
-                limit,
-            )
-        ]
-
     def may_map(self, slab: int, uid: int) -> bool:
         """Whether a slab holds, and only ever held, what processes of a uid may see."""
         found = self._store.slabs.get(slab)
@@ -474,49 +321,3 @@ class Core:
         """Where a span lies that an open session's engine leases; None for any other."""
         found = self._book.sessions.get(session)
         return None if found is None else self._reading.place(found, lease, entry)
-
-    def namespaces(self, group: int | None = None) -> list[NamespaceRow]:
-        """All namespaces of which something is in memory or on disk, in no order.
-
-        Args:
-            group: whose spans are counted; None for all.
-        """
-        store = self._store
-        held: dict[bytes, tuple[int, int]] = {}
-        for tenant in store.tenants:
-            for number, (spans, size) in tenant.spaces.items():
-                if group in (None, tenant.group):
-                    digest = store.table.spaces.value(number)
-                    before = held.get(digest, (0, 0))
-                    held[digest] = before[0] + spans, before[1] + size
-        there = self.disk.book.namespaces(group) if self.disk is not None else {}
-        rows = []
-        for digest in dict.fromkeys((*held, *there)):
-            (spans, size), (files, file_bytes) = held.get(digest, (0, 0)), there.get(digest, (0, 0))
-            rows.append(NamespaceRow(digest, spans, size, files, file_bytes))
-        return rows
-
-    def session_info(self, session: int) -> SessionRow | None:
-        """What an open session holds; None for any other."""
-        found = self._book.sessions.get(session)
-        if found is None:
-            return None
-        return SessionRow(
-            session=found.id,
-            leases=len(found.leases),
-            leased_spans=found.leased_spans,
-            leased_bytes=found.leased_bytes,
-            reservations=len(found.reservations),
-            reserved_bytes=found.reserved_bytes,
-            copies=found.copies,
-            hits=found.hits,
-            misses=found.misses,
-            pending=found.pending,
-            reasons=dict(found.reasons),
-            committed=found.committed,
-            committed_bytes=found.committed_bytes,
-        )
-
-
-def _name(tenant: Tenant) -> str:
-    return tenant_name(tenant.group, tenant.salt, tenant.tier)

@@ -37,7 +37,6 @@ class CoreStatus:
     """
 
     draining: bool
-    idle: bool
     spans: int
     span_bytes: int
     max_spans: int

@@ -19,6 +19,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "vllm"))
 from driver import Engine, Result, settled, tokens, transfer
 
 from benchmarks.gpu.recovered import Passage
+from kmesh.cuda import driver as cuda
 from kmesh.cuda.device import Device, see_all
 from kmesh.kernels.rotary import Rotary
 from kmesh.layout import Shard
@@ -139,6 +140,9 @@ def _up(storing: Engine, restoring: Engine, on_gpu: tuple[Engine, Engine]) -> No
     """All start side by side."""
     for engine in (storing, restoring, *on_gpu):
         engine.up()
+    # What the first context of this process leaves is not left by a test.
+    see_all()
+    Device(cuda.load(), "0").close()
 
 
 def store(engine: Engine, daemon: Daemon, prompt: list[int]) -> Result:

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import ctypes
 import os
 import signal
-import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -14,6 +12,7 @@ import pytest
 from daemon_process import Daemon, wait_for
 from fake_cuda import MIB, UUIDS
 from gpus import Client, Faults, client, command, import_slab, ledger, vram
+from held import held
 from probe import without_files
 from rawclient import RawClient, Refused
 
@@ -151,41 +150,9 @@ def test_a_copy_whose_error_took_the_context_ends_the_worker(
     all_there(daemon, gpu_device)
 
 
-_PTRACE_SEIZE = 0x4206
-_WALL = 0x40000000
 IMPATIENT = command(
     "import kmesh_spand.gpukeeper as keeper; keeper._END_SECONDS = keeper._CLOSE_SECONDS = 0.5"
 )
-
-
-class Held(threading.Thread):
-    """Keeps a process from being gone although it was killed, as a stuck driver does.
-
-    Its parent can't reap a process that is traced by another before that one lets it go.
-    """
-
-    def __init__(self, pid: int) -> None:
-        super().__init__()
-        self._pid = pid
-        self._go = threading.Event()
-        self.seized = threading.Event()
-        self.refused = 0
-        self.start()
-        self.seized.wait(30)
-
-    def run(self) -> None:
-        libc = ctypes.CDLL(None, use_errno=True)
-        libc.ptrace.argtypes = (ctypes.c_long, ctypes.c_long, ctypes.c_void_p, ctypes.c_void_p)
-        if libc.ptrace(_PTRACE_SEIZE, self._pid, None, None):
-            self.refused = ctypes.get_errno()
-        self.seized.set()
-        if not self.refused:
-            self._go.wait(120)
-            os.waitpid(self._pid, _WALL)
-
-    def let_go(self) -> None:
-        self._go.set()
-        self.join()
 
 
 def test_a_worker_that_does_not_go_holds_nobody_else_up(
@@ -195,11 +162,7 @@ def test_a_worker_that_does_not_go_holds_nobody_else_up(
     with stored(daemon, gpu_device) as ours:
         assert ours.put([9], [b"in host memory"], device="") == [0]
     stuck = daemon.child("gpu0")
-    held = Held(stuck)
-    if held.refused:
-        held.join()
-        pytest.skip(f"no process may be traced here: {os.strerror(held.refused)}")
-    try:
+    with held(stuck):
         os.kill(daemon.child("control"), signal.SIGKILL)
         daemon.wait_ready(2)
         with client(daemon, gpu_device) as ours:
@@ -211,21 +174,13 @@ def test_a_worker_that_does_not_go_holds_nobody_else_up(
         assert Path(f"/proc/{stuck}/stat").read_text().split()[2] == "Z"
         # No other has begun: two would write the same memory.
         assert status.gpus[0].restarts == 0
-    finally:
-        held.let_go()
     all_there(daemon, gpu_device)
 
 
 def test_a_worker_that_does_not_go_does_not_keep_the_daemon(start_gpu: Start) -> None:
     daemon = start_gpu(errors=True, command=IMPATIENT)
-    held = Held(daemon.child("gpu0"))
-    if held.refused:
-        held.join()
-        pytest.skip(f"no process may be traced here: {os.strerror(held.refused)}")
-    try:
+    with held(daemon.child("gpu0")):
         assert daemon.stop() == 0
-    finally:
-        held.let_go()
 
 
 def test_slabs_that_control_had_no_descriptor_for_come_later(

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 from one_thread import Range
 
+from kmesh.kernels import batches
 from kmesh.kernels import device as devices
 
 NOT_READY = 600
@@ -22,6 +23,8 @@ NOT_READY = 600
 def instead_of_cupy(found: object, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """What ``kmesh.kernels.device`` takes for CuPy; nothing compiled before or here is kept."""
     monkeypatch.setattr(devices, "cupy", lambda: found)
+    # Also where there is a driver.
+    monkeypatch.setattr(batches, "find", lambda: getattr(found, "batch", None))
     cached = (devices._function, devices._module, devices._most_shared)
     for cache in cached:
         cache.cache_clear()
@@ -43,6 +46,7 @@ class Gpu:
 
     Attributes:
         launched: name, blocks and parts of each launch.
+        batch: in place of the driver's call for many copies; None: it has none.
         copied: bytes of each copy to the GPU.
         pooled: of each allocation of pinned memory that its pool keeps.
     """
@@ -50,6 +54,7 @@ class Gpu:
     def __init__(self, kernels: ctypes.CDLL, multiprocessors: int = 4) -> None:
         self._kernels = kernels
         self._memory: dict[int, np.ndarray] = {}
+        self.batch: batches.Batch | None = None
         self.launched: list[tuple[str, int, tuple[int, int]]] = []
         self.copied: list[int] = []
         self.pooled: list[int] = []

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import random
 from itertools import combinations
+from pathlib import Path
 
 import pytest
 
-from benchmarks import bench_tiers, traces
+from benchmarks import bench_eviction, bench_tiers, check, traces
 from benchmarks.bench_eviction import by_core, by_lru, by_optimum, leading, next_uses
 from benchmarks.traces import Weighted
 from kmesh_spand.core.policies import POLICIES
@@ -117,6 +118,20 @@ def test_with_room_for_all_everybody_hits_what_was_seen_before() -> None:
         seen.update(ids)
     room = len(seen)
     assert by_lru(trace, room) == by_optimum(trace, room) == by_core(trace, room) == repeated
+
+
+def test_without_the_trace_each_target_is_judged_with_the_reason(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("KMESH_TRACE", str(tmp_path))
+    rows = {row.name: row.to_json() for row in bench_eviction.run(quick=True)}
+    every = check.read_targets(Path(check.__file__).with_name("targets.toml"))
+    targets = [target for target in every if target.row.startswith("eviction_")]
+    assert rows.keys() == {target.row for target in targets}
+    for target in targets:
+        line = check.judge(target, rows[target.row], tmp_path)
+        assert line.verdict.fails != target.shown_only
+        assert "set KMESH_TRACE to mooncake_conversation.jsonl.gz" in str(line)
 
 
 def test_hits_end_at_the_first_block_that_is_not_there() -> None:

@@ -22,7 +22,7 @@ from round_cases import (
 
 from kmesh.codec import Base, Segment
 from kmesh.errors import UnsupportedError
-from kmesh.kernels import round_reference
+from kmesh.kernels import batches, round_reference
 from kmesh.kernels.chooser import Route
 from kmesh.kernels.cuda_rounds import RoundRestorer, RoundSettings
 from kmesh.kernels.host import Status
@@ -118,6 +118,48 @@ def test_recipes_of_a_slab_are_one_copy_with_what_is_between_them(gpu: Gpu) -> N
     assert pending.wait() == round_reference.restore(expected.layout, *case.built())
     assert engine.image() == expected.image()
     assert len(gpu.copied) == 1
+    restorer.close()
+
+
+def test_recipes_of_a_slab_are_copied_together_without_what_is_between_them(gpu: Gpu) -> None:
+    together: list[int] = []
+
+    def batch(copies: np.ndarray, _stream: int) -> int:
+        together.append(len(copies))
+        for to, source, size in copies.tolist():
+            gpu.cuda.runtime.memcpyAsync(to, source, size, 4, 0)
+        return 0
+
+    gpu.batch = batch
+    case, _ = siblings(12, frames=1)
+    engine, expected = case.engine(), case.engine()
+    restorer, slab = RoundRestorer(engine.layout), Slab(case)
+    round = case.round(slab)
+    pending = restorer.restore(round, 0, route=Route.COPY)
+    assert pending.wait() == round_reference.restore(expected.layout, *case.built())
+    assert engine.image() == expected.image()
+    assert together == [len(gpu.copied)]
+    assert sum(gpu.copied) == HostBytes(round, 0).records["length"].sum()
+    assert sum(gpu.copied) < HostBytes(round).records["length"].sum()
+    restorer.close()
+
+
+@pytest.mark.parametrize(("status", "tried"), [(batches.NOT_SUPPORTED, 1), (1, 2)])
+def test_a_driver_that_does_not_copy_together(gpu: Gpu, status: int, tried: int) -> None:
+    """One that can't is not asked again; one that fails ends the round, and the next one tries."""
+    asked: list[int] = []
+    gpu.batch = lambda copies, _: asked.append(len(copies)) or status
+    case, _ = siblings(12, frames=1)
+    engine, expected = case.engine(), case.engine()
+    restorer = RoundRestorer(engine.layout)
+    for _ in range(2):
+        if status == batches.NOT_SUPPORTED:
+            pending = restorer.restore(case.round(Slab(case)), 0, route=Route.COPY)
+            assert pending.wait() == round_reference.restore(expected.layout, *case.built())
+        else:
+            with pytest.raises(RuntimeError, match="cuMemcpyBatchAsync"):
+                restorer.restore(case.round(Slab(case)), 0, route=Route.COPY)
+    assert len(asked) == tried
     restorer.close()
 
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import ctypes
 import fcntl
 import mmap
 import os
+import resource
 import subprocess
 import sys
 from pathlib import Path
@@ -74,6 +76,7 @@ def test_populating_tells_how_far_it_is(threads: int) -> None:
 
 _NICE = """
 import os
+import resource
 from kmesh_spand import memory
 fd = memory.make_memfd("m", 1 << 20)
 os.nice(19)
@@ -101,6 +104,21 @@ def test_populating_by_touch_also_works() -> None:
             memory.populate_range(fd, mapping.address, 0, size, huge=True)
             assert os.fstat(fd).st_blocks * 512 >= size
             assert memory.hugepages_granted(mapping.address) in (True, False)
+    finally:
+        os.close(fd)
+
+
+def test_what_is_populated_is_mapped() -> None:
+    """Whoever writes it first does not wait for the kernel at each page."""
+    size = 8 << 20
+    fd = memory.make_memfd("test", size)
+    try:
+        with Mapping(fd, size, writable=True) as mapping:
+            memory.populate_range(fd, mapping.address, 0, size, huge=False)
+            before = resource.getrusage(resource.RUSAGE_THREAD).ru_minflt
+            ctypes.memset(mapping.address, 1, size)
+            faults = resource.getrusage(resource.RUSAGE_THREAD).ru_minflt - before
+        assert faults < size // mmap.PAGESIZE // 8
     finally:
         os.close(fd)
 

@@ -270,7 +270,7 @@ def test_staging(parts: Room, code: int, caplog: pytest.LogCaptureFixture) -> No
         parts.turn(lambda: not parts.handler.registry.members)
         parts.turn(lambda: not parts.staging.used and parts.core.idle)
         parts.core.check()
-        assert parts.core.status().reservations == 0
+        assert parts.core.views.status().reservations == 0
 
     # The pool of threads has to be there, or its first use would be counted.
     sock, _ = parts.session()

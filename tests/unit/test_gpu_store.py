@@ -5,6 +5,7 @@ from __future__ import annotations
 import mmap
 import os
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from fake_cuda import GRANULARITY, FakeDriver, Gpu
@@ -20,7 +21,7 @@ from kmesh.handles import HandleRefusal
 from kmesh.layout import TILE_BYTES
 from kmesh.mapping import Mapping
 from kmesh_spand import gpustore
-from kmesh_spand.gpustore import GpuStore
+from kmesh_spand.gpustore import Copiers, GpuStore
 from kmesh_spand.memory import make_memfd
 
 SIZE = 4 * GRANULARITY
@@ -170,3 +171,31 @@ def test_an_export_that_is_refused_is_told_from_a_context_that_is_gone(lives: bo
         fake.refuse = lambda name: None
         made.close()
     fake.end()
+
+
+def test_as_many_are_copied_at_a_time_as_there_are_stores(place: Place) -> None:
+    """Each through a buffer of its own, and one more than that after another one."""
+    device = place.store._device
+    copiers = Copiers(GpuStore(device, {7: place.memory}) for _ in range(2))
+    payloads = [os.urandom(3 * TILE_BYTES + number) for number in range(12)]
+    step = 4 * TILE_BYTES
+
+    def copied(number: int) -> int:
+        begin = number % 4 * step
+        return copiers.copy(7, number * step, place.staging, begin, len(payloads[number]))
+
+    for first in range(0, len(payloads), 4):
+        numbers = range(first, first + 4)
+        for number in numbers:
+            place.staging.view(number % 4 * step, len(payloads[number]))[:] = payloads[number]
+        with ThreadPoolExecutor(3) as crew:
+            roots = list(crew.map(copied, numbers))
+        for number, root in zip(numbers, roots, strict=True):
+            wanted, sums = root_of(payloads[number])
+            assert (root - wanted) % (1 << 64) == 0
+            assert place.memory.read(number * step, len(payloads[number])) == payloads[number]
+            assert place.memory.read(SUMS + 8 * 4 * number, len(sums)) == sums
+    with pytest.raises(ValueError, match="no slab 8"):
+        copiers.copy(8, 0, place.staging, 0, 1)
+    # One that failed is there for the next copy.
+    assert copiers._idle.qsize() == 2

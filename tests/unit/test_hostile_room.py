@@ -96,7 +96,7 @@ def test_ninety_thousand_hostile_packets(parts: Room, errors: list[str], run_see
     parts.turn(lambda: not parts.handler.registry.members)
     parts.turn(lambda: not parts.staging.used and parts.core.idle)
     parts.core.check()
-    status = parts.core.status()
+    status = parts.core.views.status()
     assert (status.sessions, status.leases, status.reservations) == (0, 0, 0)
     assert not parts.handler._pending
     assert not parts.handler._of_session

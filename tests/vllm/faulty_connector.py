@@ -7,7 +7,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from kmesh_vllm import hostmover, loading
+from kmesh_vllm import hostmover, preparing
 from kmesh_vllm.connector import KMeshConnector
 
 __all__ = ["KMeshConnector"]
@@ -19,7 +19,7 @@ def _there(name: str) -> bool:
     return Path(os.environ[DIRECTORY], name).exists()
 
 
-_prepare = loading.Loader._prepare
+_prepare = preparing.Preparer._prepare
 _scatter = hostmover.scatter_packed
 
 
@@ -35,5 +35,5 @@ def _failing(*arguments: Any) -> bytes:
     return _scatter(*arguments)
 
 
-loading.Loader._prepare = _held
+preparing.Preparer._prepare = _held
 hostmover.scatter_packed = _failing

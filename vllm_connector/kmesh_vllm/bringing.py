@@ -3,6 +3,7 @@ that have to be decoded."""
 
 from __future__ import annotations
 
+import mmap
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -13,6 +14,8 @@ import numpy as np
 import numpy.typing as npt
 
 from kmesh import _host
+from kmesh.cuda.device import Device
+from kmesh.cuda.memory import Registration
 from kmesh.errors import DeadlineExceeded
 from kmesh_vllm.gpu import Gpu
 
@@ -22,7 +25,7 @@ if TYPE_CHECKING:
 #: What is brought of a recipe at first: most have smaller tables, and the rest of larger ones takes
 #: a second turn. Multiples of what ``kmesh.codec.many.tables_bytes`` counts by.
 _USUAL_BYTES, _MOST_BYTES = 4096, 16384
-#: Bytes that one launch brings, so that no more memory is pinned.
+#: Bytes that one launch or copy brings, so that no more memory is pinned. Whole pages.
 _LAUNCH_BYTES = 8 << 20
 #: Seconds that a thread of ours waits for the GPU; it takes less than milliseconds.
 _DEVICE_WAIT = 30.0
@@ -34,6 +37,30 @@ class Brought(NamedTuple):
 
     addresses: npt.NDArray[np.uint64]
     kept: object
+
+
+class _Window:
+    """Memory that the GPU copies into, so that starting a copy does not wait for its end.
+
+    Raises:
+        CudaError, OSError: there is no such memory.
+    """
+
+    def __init__(self, device: Device, size: int) -> None:
+        self._memory = mmap.mmap(-1, size)
+        try:
+            here = _host.address(self._memory)
+            self._seen = Registration(device, here, size, writable=True)
+        except BaseException:
+            self._memory.close()
+            raise
+        self.size, self.address = size, self._seen.address
+
+    def read(self, size: int) -> memoryview:
+        return memoryview(self._memory)[:size]
+
+    def close(self) -> None:
+        self._seen.close()
 
 
 class Bringer:
@@ -51,8 +78,10 @@ class Bringer:
         self._stream, self._event = gpu.stream(), gpu.event()
         self._lock = threading.Lock()
         self._usual = _USUAL_BYTES
+        #: Made when data is asked for: few ever do.
+        self._window: _Window | None = None
         #: What the GPU has not ended in time, where it may still write, and a load's number.
-        self._late: tuple[Callable[[], bool], PendingFetch | bytearray, int] | None = None
+        self._late: tuple[Callable[[], bool], PendingFetch | None, int] | None = None
 
     @property
     def stuck(self) -> bool:
@@ -94,18 +123,26 @@ class Bringer:
 
         Raises:
             DeadlineExceeded: the GPU hangs.
+            CudaError, OSError: there is no memory that it could copy into.
         """
         found = bytearray(size)
         with self._turn() as load:
-            self._gpu.fetch(_host.address(found), address, size, self._stream)
-            self._gpu.record(self._event, self._stream)
-            self._wait(lambda: self._gpu.done(self._event), found, load)
-            self._gpu.wait(self._event)
+            window = self._window = self._window or _Window(self._gpu.device, _LAUNCH_BYTES)
+            for at in range(0, size, window.size):
+                some = min(window.size, size - at)
+                self._gpu.fetch(window.address, address + at, some, self._stream)
+                self._gpu.record(self._event, self._stream)
+                self._wait(lambda: self._gpu.done(self._event), None, load)
+                self._gpu.wait(self._event)
+                found[at : at + some] = window.read(some)
         return found
 
     def close(self) -> None:
         """Frees what was allocated; nothing is under way."""
         self._fetcher.close()
+        if self._window is not None:
+            self._window.close()
+            self._window = None
 
     def _pieces(
         self, addresses: npt.NDArray[np.uint64], sizes: npt.NDArray[np.uint64], load: int
@@ -135,7 +172,7 @@ class Bringer:
                     raise DeadlineExceeded("the GPU still hangs")
                 self._late = None
                 try:
-                    if not isinstance(written, bytearray):
+                    if written is not None:
                         # Else what it was started with would stay in use.
                         written.wait()
                 finally:
@@ -147,7 +184,7 @@ class Bringer:
                 if self._late is None:
                     self._end(load)
 
-    def _wait(self, done: Callable[[], bool], written: PendingFetch | bytearray, load: int) -> None:
+    def _wait(self, done: Callable[[], bool], written: PendingFetch | None, load: int) -> None:
         """Waits until the GPU has written that."""
         latest = time.monotonic() + _DEVICE_WAIT
         while not done():

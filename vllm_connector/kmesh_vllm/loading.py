@@ -2,40 +2,32 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
-import threading
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 
 from kmesh import _host
-from kmesh.errors import ConnectionClosed, KMeshError, UnsupportedError
+from kmesh.errors import UnsupportedError
 from kmesh.layout import Shard
 from kmesh.session import Session
 from kmesh_vllm.config import Settings
 from kmesh_vllm.counts import Counts
-from kmesh_vllm.epochs import Epochs
 from kmesh_vllm.identity import Identity
 from kmesh_vllm.loadjob import Clerk, LoadJob, State
+from kmesh_vllm.loadstates import LoadStates, log
 from kmesh_vllm.metadata import LoadPlan, LoadReport
-from kmesh_vllm.movers import Mover, Moving, Slab
+from kmesh_vllm.movers import Mover, Moving
 from kmesh_vllm.paged import PagedCache
+from kmesh_vllm.preparing import Preparer
 
 logger = logging.getLogger("kmesh_vllm")
 
-_THREADS = 2
-_CATCH_UP = 1.0
 #: Nanoseconds between two questions whether a GPU has ended something.
 _POLL = 15_000
 #: Seconds of such questions after which is looked for all else.
 _WATCH = 0.001
 #: Seconds that closing waits for a GPU to end what was started.
 _DRAIN = 30.0
-
-
-class _Lacking(Exception):
-    """Something has to be waited for."""
 
 
 class Loader:
@@ -48,9 +40,6 @@ class Loader:
     Where a mover only starts things, the engine's thread starts them, at once if all memory is
     attached: a thread of ours would wait for the interpreter while an engine with nothing else to
     do spins in it. Loads of one step are started together.
-
-    A load that lacks something, as memory that is not attached, goes to threads that only such
-    loads keep: the others do not queue behind them.
 
     Args:
         mover: moves bytes between slabs and the pages of ``cache``.
@@ -72,24 +61,21 @@ class Loader:
         self._mover = mover
         self._identity = identity
         self._clerk = Clerk(mover, cache, identity, mine, counts)
-        self._epochs = Epochs(current)
         self._timeout = settings.load_timeout_ms / 1000
         self._counts = counts
         self._clock = clock
-        self._lock = threading.Lock()
+        self._states = LoadStates(counts, mover.end)
+        self._preparer = Preparer(
+            mover, self._clerk, self._states, current, self._move_here, self._timeout, clock
+        )
         self._jobs: dict[str, LoadJob] = {}
         self._moving: list[tuple[Moving, list[LoadJob]]] = []
         #: Loads that have ended, but whose memory is still to be given back by a thread of ours.
         self._lending: list[LoadJob] = []
-        self._closing = False
-        #: A thread of ours has made a load ready, or has ended one.
-        self._news = threading.Event()
-        self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="kmesh-load")
-        self._waiters = ThreadPoolExecutor(_THREADS, thread_name_prefix="kmesh-wait")
 
     def changed(self, session: Session | None) -> None:
         """A session is new, or was lost. Never waits."""
-        self._epochs.changed(session)
+        self._preparer.changed(session)
 
     def start(self, plans: Sequence[LoadPlan]) -> None:
         """Begins the loads of a step; ``finished`` says when each has ended."""
@@ -98,11 +84,11 @@ class Loader:
         for plan in plans:
             job = LoadJob(plan, self._clock() + self._timeout, number=self._mover.begin())
             self._jobs[plan.request] = job
-            if not (self._mover.starts_only and self._at_once(job, written)):
+            if not (self._mover.starts_only and self._preparer.at_once(job, written)):
                 later.append(job)
             elif job.state is State.READY:
                 written = job
-        self._submit_all(later)
+        self._preparer.submit_all(later)
         self._start_ready()
 
     def finished(self, patience: float = 0.0) -> tuple[set[str], set[int], LoadReport]:
@@ -125,17 +111,15 @@ class Loader:
             if self._moving:
                 self._watch(until)
             else:
-                self._news.wait(left)
+                self._states.news.wait(left)
         for request, job in list(self._jobs.items()):
             if job.state is not State.DONE:
                 continue
             del self._jobs[request]
-            self._leave(job)
+            self._states.leave(job)
             if job.lends:
                 self._lending.append(job)
-                # For want of a thread it is done by the next one, or at the end.
-                with contextlib.suppress(RuntimeError):
-                    self._threads.submit(job.close)
+                self._preparer.give_back(job)
             requests.add(request)
             if job.bad:
                 bad_blocks |= self._clerk.bad_blocks(job)
@@ -148,12 +132,10 @@ class Loader:
 
     def close(self) -> None:
         """Waits for moves under way and forgets the rest."""
-        self._closing = True
+        self._states.closing = True
         for job in self._jobs.values():
-            self._fail(job, (State.WAITING, State.READY), "load_failed_lost")
-        # In this order: the first pass loads on to the second.
-        for pool in (self._threads, self._waiters):
-            pool.shutdown(wait=True, cancel_futures=True)
+            self._states.fail(job, (State.WAITING, State.READY), "load_failed_lost")
+        self._preparer.close()
         until = time.monotonic() + _DRAIN
         while self._moving and time.monotonic() < until:
             self._settle()
@@ -172,156 +154,25 @@ class Loader:
         Soon in any case: loads that have not begun may be late.
         """
         until = min(until, time.monotonic() + _WATCH)
-        while not self._news.is_set() and time.monotonic() < until:
+        while not self._states.news.is_set() and time.monotonic() < until:
             _host.nap(_POLL)
             if any([moving.done() for moving, _ in self._moving]):
                 return
 
     def _any_ended(self) -> bool:
         """Moves all loads on as far as they go now; whether one has ended."""
-        self._news.clear()
+        self._states.news.clear()
         now = self._clock()
         for job in self._jobs.values():
             if now >= job.deadline:
-                self._fail(job, (State.WAITING, State.READY), "load_failed_late")
+                self._states.fail(job, (State.WAITING, State.READY), "load_failed_late")
         self._start_ready()
         self._settle()
         return any(job.state is State.DONE for job in self._jobs.values())
 
-    def _at_once(self, job: LoadJob, sibling: LoadJob | None) -> bool:
-        """Makes a job ready if nothing has to be waited for."""
-        try:
-            session = self._epochs.session_of(job.plan.epoch)
-            if session is None:
-                return False
-            if not self._clerk.write(job, lambda n: self._mover.attached(session, n), sibling):
-                return False
-        except Exception as wrong:
-            self._failed(job, wrong)
-            return True
-        job.state = State.READY
-        return True
-
-    def _submit_all(self, jobs: Sequence[LoadJob]) -> None:
-        """Has threads of ours make a step's jobs ready.
-
-        Recipes that have only to be brought here are one thread's, so that they are started
-        together and what they refer to is read once.
-        """
-        together = [job for job in jobs if job.far and self._mover.takes_recipes(0)]
-        if together:
-            self._submit(*together)
-        for job in jobs:
-            if job not in together:
-                self._submit(job)
-
-    def _submit(self, *jobs: LoadJob) -> None:
-        """Has a thread of ours make jobs ready, all at the same time."""
-        with self._lock:
-            for job in jobs:
-                job.users += 1
-        self._hand(self._threads, jobs, waits=False)
-
-    def _hand(self, pool: ThreadPoolExecutor, jobs: Sequence[LoadJob], *, waits: bool) -> None:
-        """Has a thread of a pool make jobs ready; those for which there is none fail."""
-        try:
-            pool.submit(self._run, jobs, waits=waits)
-        except RuntimeError as lacking:
-            for job in jobs:
-                self._failed(job, OSError(str(lacking)))
-                # A pool that lacks a thread has taken them all the same, and leaves them later.
-                if self._closing:
-                    self._leave(job)
-
-    def _run(self, jobs: Sequence[LoadJob], *, waits: bool) -> None:
-        written: list[LoadJob] = []
-        lacking: list[LoadJob] = []
-        for job in jobs:
-            try:
-                if self._prepare(job, waits):
-                    written.append(job)
-            except _Lacking:
-                lacking.append(job)
-            except Exception as wrong:
-                self._failed(job, wrong)
-        try:
-            self._ready(written)
-        except Exception as wrong:
-            for job in written:
-                self._failed(job, wrong)
-        for job in jobs:
-            # Each by itself: what one lacks is not the others' to wait for.
-            if job in lacking:
-                self._hand(self._waiters, (job,), waits=True)
-            else:
-                self._leave(job)
-
-    def _leave(self, job: LoadJob) -> None:
-        """One reads a job's memory no longer."""
-        with self._lock:
-            job.users -= 1
-            last = not job.users
-        if last:
-            self._mover.end(job.number)
-
-    def _prepare(self, job: LoadJob, waits: bool) -> bool:
-        """Writes a job, in a thread that may be kept; whether it did.
-
-        Args:
-            waits: for what is lacking.
-
-        Raises:
-            _Lacking: something is, and it may not wait.
-            Exception: it can't be written.
-        """
-        if job.state is not State.WAITING:
-            return False
-        session = self._session_of(job, waits)
-        if job.plan.mirrors and not job.decoded:
-            # Of a load that has waited for this thread, less is left: decoding takes time too.
-            left = job.deadline - self._timeout / 2 - self._clock() if waits else 0.0
-            taken = self._mover.takes_recipes(max(left, 0.0))
-            if job.state is not State.WAITING:
-                return False
-            if self._mover.moves_recipes and not (taken or waits):
-                raise _Lacking
-        self._clerk.write(job, lambda n: self._slab(session, n, waits), decodes=True)
-        return True
-
-    def _ready(self, jobs: Sequence[LoadJob]) -> None:
-        """Makes jobs that were written ready at the same time; moves them if the mover may."""
-        late: list[LoadJob] = []
-        with self._lock:
-            for job in jobs:
-                if job.state is not State.WAITING:
-                    late.append(job)
-                else:
-                    job.state = State.READY if self._mover.starts_only else State.MOVING
-        for job in jobs:
-            if job in late:
-                job.close()
-            elif not self._mover.starts_only:
-                self._end(_start(self._mover, [job]), [job])
-        if len(late) < len(jobs):
-            self._news.set()
-
-    def _slab(self, session: Session, number: int, waits: bool) -> Slab:
-        """A slab that is attached, or is waited for."""
-        if waits:
-            return self._mover.attach(session, number, self._timeout)
-        slab = self._mover.attached(session, number)
-        if slab is None:
-            raise _Lacking
-        return slab
-
     def _start_ready(self) -> None:
         """Starts all that is ready, together. In the engine's thread."""
-        ready = []
-        with self._lock:
-            for job in self._jobs.values():
-                if job.state is State.READY:
-                    job.state = State.MOVING
-                    ready.append(job)
+        ready = self._states.take_ready(self._jobs.values())
         if ready:
             self._move(ready)
 
@@ -334,18 +185,20 @@ class Loader:
 
     def _refused(self, jobs: list[LoadJob], wrong: UnsupportedError) -> None:
         """Has recipes decoded that the mover does not move, and starts the others without them."""
-        if self._closing:
+        if self._states.closing:
             for job in jobs:
-                self._fail(job, (State.MOVING,), "load_failed_lost")
+                self._states.fail(job, (State.MOVING,), "load_failed_lost")
             return
         mirrored = _mirrored(jobs)
-        with self._lock:
-            for job in mirrored:
-                job.decoded, job.state = str(wrong), State.WAITING
+        self._states.decode(mirrored, str(wrong))
         for job in mirrored:
-            self._submit(job)
+            self._preparer.submit(job)
         if dense := [job for job in jobs if job.state is State.MOVING]:
             self._move(dense)
+
+    def _move_here(self, job: LoadJob) -> None:
+        """Moves a job in a thread of ours, which waits for its end."""
+        self._end(_start(self._mover, [job]), [job])
 
     def _settle(self) -> None:
         """Ends what was started and is done."""
@@ -361,66 +214,19 @@ class Loader:
             self._counts.add("restore_read_bytes", moving.read_bytes)
             for job, status in zip(jobs, statuses, strict=True):
                 self._clerk.judge(job, status)
-                with self._lock:
-                    job.state = State.DONE
+                self._states.done(job)
         except Exception as wrong:
             if isinstance(wrong, UnsupportedError) and _mirrored(jobs):
                 self._refused(jobs, wrong)
                 return
-            _log(wrong)
+            log(wrong)
             for job in jobs:
-                self._fail(job, (State.MOVING,), "load_failed_error")
-
-    def _session_of(self, job: LoadJob, waits: bool) -> Session:
-        """The live session, if it is of the load's epoch.
-
-        The scheduler's session may be a moment ahead of this worker's, so that is waited for, from
-        the load's beginning on: those that queue behind others do not wait again.
-
-        Raises:
-            _Lacking: there is none just now, and it may not be waited for.
-            ConnectionClosed: the daemon that gave the lease is gone, and its memory with it.
-        """
-        until = job.deadline - self._timeout + min(_CATCH_UP, self._timeout / 2)
-        while True:
-            session = self._epochs.session_of(job.plan.epoch)
-            if session is not None:
-                return session
-            if not waits:
-                raise _Lacking
-            if self._closing or self._clock() >= until:
-                raise ConnectionClosed("no session with the daemon that gave the lease")
-            time.sleep(0.02)
-
-    def _failed(self, job: LoadJob, wrong: Exception) -> None:
-        """A job could not be made ready."""
-        if isinstance(wrong, ConnectionClosed):
-            self._fail(job, (State.WAITING,), "load_failed_lost")
-        else:
-            _log(wrong)
-            self._fail(job, (State.WAITING,), "load_failed_error")
-        self._news.set()
-
-    def _fail(self, job: LoadJob, expected: tuple[State, ...], count: str) -> None:
-        """Fails a whole load, if it is still in a state that the caller expects."""
-        with self._lock:
-            if job.state not in expected:
-                return
-            job.bad = [(job.plan.begin, job.plan.end)]
-            job.state = State.DONE
-        self._counts.add(count)
+                self._states.fail(job, (State.MOVING,), "load_failed_error")
 
 
 def _mirrored(jobs: list[LoadJob]) -> list[LoadJob]:
     """Those with recipes that are moved as they lie."""
     return [job for job in jobs if job.piece and job.piece.recipes]
-
-
-def _log(wrong: Exception) -> None:
-    if isinstance(wrong, KMeshError | OSError):
-        logger.warning("a load failed: %s", str(wrong))
-    else:
-        logger.error("a load failed", exc_info=wrong)
 
 
 class _Refused:

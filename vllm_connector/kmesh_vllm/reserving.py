@@ -59,7 +59,7 @@ class Reserver:
         mover: that will write to the staging.
         mine: the heads that this rank holds.
         device: UUID of the GPU in whose memory is stored, or empty: in host memory.
-        later: has another thread of ours do something, in its time.
+        later: has another thread of ours do something, in its time; OSError: there is none.
     """
 
     def __init__(
@@ -181,7 +181,7 @@ class Reserver:
             logger.warning("nothing is stored yet: staging memory: %s", str(wrong))
             return None
         # A first store of a few spans does not wait for all of it. None is too late for the end.
-        with contextlib.suppress(RuntimeError):
+        with contextlib.suppress(OSError):
             self._later(lambda: self._mover.touch_staging(staging))
         return staging
 

@@ -6,7 +6,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeout
 
 import numpy as np
@@ -21,6 +21,7 @@ from kmesh_vllm.metadata import StorePlan
 from kmesh_vllm.movers import Mover, Records, Taken, empty_records
 from kmesh_vllm.paged import PagedCache
 from kmesh_vllm.reserving import Held, Reserver, Step, abort, give_back
+from kmesh_vllm.serial import SerialExecutor
 
 logger = logging.getLogger("kmesh_vllm")
 
@@ -28,7 +29,7 @@ _COMMIT_TIMEOUT = 60.0
 #: Seconds that a thread of ours waits for room in staging.
 _PUT_TIMEOUT = 10.0
 #: Bytes that are put together, so that the daemon copies some while others are on their way.
-_PUT_BYTES = 32 << 20
+_PUT_BYTES = 16 << 20
 
 
 class Saver:
@@ -62,8 +63,8 @@ class Saver:
         self._mine = mine
         self._settings = settings
         self._counts = counts
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="kmesh-reserve")
-        self._writer = ThreadPoolExecutor(1, thread_name_prefix="kmesh-store")
+        self._thread = SerialExecutor("kmesh-reserve")
+        self._writer = SerialExecutor("kmesh-store")
         self._closing = False
         self._pending: tuple[Future[Step | None], int] | None = None
         self._late: Future[Step | None] | None = None
@@ -84,7 +85,10 @@ class Saver:
             # kernels, and what can't be taken is not reserved.
             self._counts.add("store_skipped_late", spans)
         else:
-            self._pending = self._thread.submit(self._reserver.reserve, list(plans)), spans
+            try:
+                self._pending = self._thread.submit(self._reserver.reserve, list(plans)), spans
+            except OSError as lacking:
+                self._failed(lacking, spans)
 
     def abandon(self) -> None:
         """Stores nothing of this step: its pages do not hold what they should."""
@@ -125,8 +129,8 @@ class Saver:
         self._closing = True
         self._freed.set()
         # What was taken waits for nothing but the GPU now.
-        self._writer.shutdown(wait=True)
-        self._thread.shutdown(wait=True, cancel_futures=True)
+        self._writer.shutdown()
+        self._thread.shutdown(cancel=True)
         self._reserver.close()
 
     def _records(self, step: Step) -> Records:
@@ -146,17 +150,22 @@ class Saver:
         until = time.monotonic() + timeout
         held = step.held
         while held:
+            taken: Taken | None = None
             try:
                 taken = self._mover.take(records, pages)
+                mine = held[: taken.count]
+                if taken.kept:
+                    self._writer.submit(self._put, step, mine, taken, _PUT_TIMEOUT)
             except Exception as wrong:
                 self._failed(wrong, len(held))
                 self._thread.submit(abort, step.session, held)
+                if taken is not None:
+                    # It waits for the GPU.
+                    self._thread.submit(taken.drop)
                 return
-            mine, held, records = held[: taken.count], held[taken.count :], records[taken.count :]
-            if taken.kept:
-                self._writer.submit(self._put, step, mine, taken, _PUT_TIMEOUT)
-            else:
+            if not taken.kept:
                 self._put(step, mine, taken, timeout)
+            held, records = held[taken.count :], records[taken.count :]
             if held and not self._mover.room(held[0].length, until - time.monotonic()):
                 self._skip(step, held)
                 return
@@ -270,7 +279,7 @@ class Saver:
             self._counts.add("store_skipped_late", spans)
             return
         self._counts.add("store_skipped_error", spans)
-        if not isinstance(wrong, KMeshError):
+        if not isinstance(wrong, KMeshError | OSError):
             logger.error("a store failed", exc_info=wrong)
         elif not isinstance(wrong, ConnectionClosed):
             logger.warning("a store failed: %s", str(wrong))

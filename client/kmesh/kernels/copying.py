@@ -12,7 +12,6 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -23,21 +22,11 @@ from kmesh.kernels.plan import Load
 
 logger = logging.getLogger(__name__)
 
-#: By what the addresses are: memory of the host may be CUDA's own or registered.
-_BY_ADDRESS = 4
 _OUT_OF_MEMORY = 2
 _NO_TIMING = 2
 _NON_BLOCKING = 1
 _LAST_BYTES = 4 << 20
-_CHUNK, _COPY = struct.Struct("<5Q"), struct.Struct("<3Q")
-
-
-class Copy(NamedTuple):
-    """Bytes for a buffer: where they go in it, and where they are in memory."""
-
-    offset: int
-    address: int
-    size: int
+_CHUNK = struct.Struct("<5Q")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -47,18 +36,14 @@ class Chunk:
     Attributes:
         offsets: u64, of each part in the chunk's buffer.
         size: bytes of the parts.
+        copies: u64 [number, (offset in the buffer, address, bytes)], by which they get there.
     """
 
     begin: int
     end: int
     offsets: npt.NDArray[np.uint64]
     size: int
-    _copies: memoryview
-
-    @property
-    def copies(self) -> Iterator[Copy]:
-        """By which they get to a buffer."""
-        return map(Copy._make, _COPY.iter_unpack(self._copies))
+    copies: npt.NDArray[np.uint64]
 
 
 def chunks_of(records: npt.NDArray[np.void], room: int, smallest: int) -> Iterator[Chunk]:
@@ -71,10 +56,10 @@ def chunks_of(records: npt.NDArray[np.void], room: int, smallest: int) -> Iterat
         ValueError: a payload is larger than ``room``.
     """
     offsets, chunks, copies = _host.chunks(records, room, smallest)
-    places, each = np.frombuffer(offsets, np.uint64), memoryview(copies)
+    places = np.frombuffer(offsets, np.uint64)
+    each = np.frombuffer(copies, np.uint64).reshape(-1, 3)
     for begin, end, size, one, behind in _CHUNK.iter_unpack(chunks):
-        mine = each[_COPY.size * one : _COPY.size * behind]
-        yield Chunk(begin, end, places[begin:end], size, mine)
+        yield Chunk(begin, end, places[begin:end], size, each[one:behind])
 
 
 class Copier:
@@ -89,7 +74,8 @@ class Copier:
     """
 
     def __init__(self, device: Device, chunk_bytes: int, chunks: int) -> None:
-        self._runtime = runtime = device.runtime
+        self._device, self._runtime = device, device.runtime
+        runtime = device.runtime
         self.room = chunk_bytes
         self.copied: list[int] = []
         self.scattered: list[int] = []
@@ -109,7 +95,7 @@ class Copier:
     def start(self, loads: Sequence[Load]) -> Trip:
         """Starts to copy the payloads of loads, as far as there are buffers."""
         try:
-            return Trip(self, self._runtime, loads)
+            return Trip(self, self._device, loads)
         except BaseException:
             self.wait()
             raise
@@ -165,9 +151,9 @@ class Trip:
         loads: the same loads, with the addresses that the payloads have in the buffers.
     """
 
-    def __init__(self, copier: Copier, runtime: Any, loads: Sequence[Load]) -> None:
+    def __init__(self, copier: Copier, device: Device, loads: Sequence[Load]) -> None:
         self._copier = copier
-        self._runtime = runtime
+        self._device, self._runtime = device, device.runtime
         self._first = copier.next
         self._started = 0
         whole = [load.records for load in loads]
@@ -227,8 +213,8 @@ class Trip:
         number = self._started
         buffer = self._buffer(number)
         runtime.streamWaitEvent(copier.stream, copier.scattered[buffer])
-        for copy in self._chunks[number].copies:
-            to = copier.buffers[buffer] + copy.offset
-            runtime.memcpyAsync(to, copy.address, copy.size, _BY_ADDRESS, copier.stream)
+        copies = self._chunks[number].copies.copy()
+        copies[:, 0] += np.uint64(copier.buffers[buffer])
+        self._device.copy(copies, copier.stream)
         runtime.eventRecord(copier.copied[buffer], copier.stream)
         self._started += 1

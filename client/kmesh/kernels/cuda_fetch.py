@@ -11,6 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kmesh.kernels.device import Device, Slot
+from kmesh.kernels.started import Started
 
 __all__ = ["UNIT", "Fetcher", "PendingFetch"]
 
@@ -21,28 +22,14 @@ _PIECE = np.dtype([("address", "<u8"), ("at", "<u4"), ("vectors", "<u4")])
 _BLOCKS = 4  # for each multiprocessor
 
 
-class PendingFetch:
-    """Pieces on their way. What they are copied from stays until they have come."""
+class PendingFetch(Started[int, npt.NDArray[np.uint8]]):
+    """Pieces on their way, of so many bytes together. ``wait`` gives them, one behind the other.
 
-    def __init__(self, device: Device, slot: Slot, size: int) -> None:
-        self._device = device
-        self._slot: Slot | None = slot
-        self._size = size
-        self._found = np.zeros(0, np.uint8)
+    What they are copied from stays until they have come.
+    """
 
-    def done(self) -> bool:
-        """Whether it has ended."""
-        return self._slot is None or self._slot.done()
-
-    def wait(self) -> npt.NDArray[np.uint8]:
-        """Waits for the end; the pieces, one behind the other."""
-        if self._slot is not None:
-            self._slot.wait()
-            told = self._slot.results(self._size // 4, np.uint32)
-            self._found = told.view(np.uint8).copy()
-            self._device.release(self._slot)
-            self._slot = None
-        return self._found
+    def _read(self, job: int, slot: Slot) -> npt.NDArray[np.uint8]:
+        return slot.results(job // 4, np.uint32).view(np.uint8).copy()
 
 
 class Fetcher:

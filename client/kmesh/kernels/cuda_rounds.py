@@ -20,6 +20,7 @@ from kmesh.kernels.host import PagedLayout
 from kmesh.kernels.plan import Load
 from kmesh.kernels.rounds import Round, RoundStatuses
 from kmesh.kernels.started import Started
+from kmesh.layout import TILE_BYTES
 
 __all__ = ["PendingRound", "RoundRestorer", "RoundSettings"]
 
@@ -145,7 +146,8 @@ class RoundRestorer:
         device = self._device
         with device:
             if route is not Route.KERNEL:
-                host = rounds.HostBytes(round)
+                # Where copies are asked for together, one more costs less than what is between two.
+                host = rounds.HostBytes(round, 0 if device.batch else TILE_BYTES)
                 if self._by_copies(host, route) and (copier := self._buffers.get()):
                     return self._copied(host, stream, copier)
             with device.slot() as slot:

@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kmesh.errors import UnsupportedError
-from kmesh.kernels import sources
+from kmesh.kernels import batches, sources
 
 #: Of a block, by program; the last warp of a restore brings what the others move.
 THREADS = {"restore": 288, "round": 288, "store": 256, "encode": 256}
@@ -22,6 +22,8 @@ UNIT_THREADS = 640
 
 _RESERVED = 1024  # of a multiprocessor's shared memory, for each block
 _TO_DEVICE = 1
+#: By what the addresses are: memory of the host may be CUDA's own or registered.
+_BY_ADDRESS = 4
 _NO_TIMING = 2
 _NOT_READY = 600
 _SMALLEST = 1 << 18
@@ -189,12 +191,14 @@ class Launcher(ABC):
     Attributes:
         runtime: allocates and copies.
         multiprocessors: that the GPU has.
+        batch: the driver's call for many copies; None: they are asked for one by one.
 
     Args:
         allocate_pinned: gives host memory of so many bytes that the GPU reaches, at its ``ptr``.
     """
 
     multiprocessors: int
+    batch: batches.Batch | None = None
 
     def __init__(self, runtime: Any, allocate_pinned: Any) -> None:
         self.runtime = runtime
@@ -242,6 +246,22 @@ class Launcher(ABC):
         vectors = (0, -(-size // 16))
         name, blocks = f"kmesh_{program}_upload", min(most or _UPLOAD_BLOCKS, _UPLOAD_BLOCKS)
         self.launch(program, name, blocks, 0, slot, vectors, stream, told=slot.host)
+
+    def copy(self, copies: npt.NDArray[np.uint64], stream: int) -> None:
+        """Starts copies on a stream that is not the default one.
+
+        Args:
+            copies: [number, (to, from, bytes)].
+        """
+        if self.batch is not None and len(copies) > 1:
+            status = self.batch(copies, stream)
+            if not status:
+                return
+            if status != batches.NOT_SUPPORTED:
+                raise RuntimeError(f"cuMemcpyBatchAsync: error {status}")
+            self.batch = None
+        for to, source, size in copies.tolist():
+            self.runtime.memcpyAsync(to, source, size, _BY_ADDRESS, stream)
 
     @contextmanager
     def slot(self) -> Iterator[Slot]:
@@ -309,6 +329,7 @@ class Device(Launcher):
         module = cupy()
         super().__init__(module.cuda.runtime, module.cuda.alloc_pinned_memory)
         self._driver = module.cuda.driver
+        self.batch = batches.find()
         self.ordinal = ordinal
         self.options = options
         self._before = 0

@@ -19,6 +19,7 @@ from kmesh.errors import UnsupportedError
 from kmesh.kernels.host import PagedLayout, SpanPart
 from kmesh.kernels.plan import RECORD, Bytes, Memory, Request, wanted_record
 from kmesh.kernels.rotary import ELEMENTS
+from kmesh.layout import TILE_BYTES
 
 if TYPE_CHECKING:
     from kmesh.codec.description import SpanDescription
@@ -193,13 +194,16 @@ class HostBytes:
 
     Attributes:
         records: a copy of each, in the order of their addresses, as an array of ``RECORD`` of which
-            only address and length mean something. Where one begins on the tile behind another,
-            as in a slab, what is between them is part of the first: they are one copy then.
+            only address and length mean something.
+
+    Args:
+        gap: where one begins on the tile behind another, as in a slab, with so many bytes between
+            them or fewer, these are part of the first: they are one copy then.
     """
 
-    def __init__(self, round: Round) -> None:
+    def __init__(self, round: Round, gap: int = TILE_BYTES) -> None:
         self._round = round
-        reads, numbers = _host.round_reads(round.members.data, round.bases.data)
+        reads, numbers = _host.round_reads(round.members.data, round.bases.data, gap)
         found = np.frombuffer(reads, dtype=np.uint64).reshape(-1, 3)
         self.records = np.zeros(len(found), dtype=RECORD)
         self.records["address"], self.records["length"] = found[:, 0], found[:, 1]

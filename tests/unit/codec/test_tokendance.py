@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 import shutil
 import subprocess
 import sys
@@ -181,6 +182,26 @@ def test_the_bundle_verifies(bundle: Path) -> None:
     assert counts["golden_vectors"] == 2
     assert counts["members"] == 1 + 2 * 2 + 2
     assert counts["refused"] >= 17
+
+
+def test_a_run_says_on_standard_error_what_it_does(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    config = dataclasses.replace(SMALL, prompts=2, bundle=str(tmp_path))
+    monkeypatch.setattr(profile, "read", lambda: (config, {}))
+    monkeypatch.setitem(codec.WORKLOADS, config.model, {"controlled": codec.controlled})
+    assert command.main(["codec", "--json"]) == 0
+    told = capsys.readouterr()
+    assert json.loads(told.out)["arms"].keys() == {
+        *("recompute-0", "recompute-15", "primer", "by-content")
+    }
+    parts = ["prompts and state", "base", "recompute-0", "recompute-15", "primer", "by-content"]
+    lines = [
+        line
+        for part in parts
+        for line in (rf"· controlled: {part} …", rf"✓ controlled: {part} [\d.]+ s")
+    ]
+    assert re.fullmatch("".join(rf" *\d+ s {line}\n" for line in lines), told.err), told.err
 
 
 def test_sizes_in_codec_json_are_those_of_the_files(bundle: Path) -> None:

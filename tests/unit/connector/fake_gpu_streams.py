@@ -176,6 +176,10 @@ class FakeGpu:
     def fetch(self, target: int, address: int, size: int, stream: int) -> None:
         self.called("fetch")
         self.start(stream, lambda: ctypes.memmove(target, address, size) and None)
+        if not self.driver.registered(target, size):
+            end = _Mark()
+            self.start(stream, end)
+            self.finish(end)
 
     def fetcher(self) -> _Fetcher:
         self.called("fetcher")

@@ -37,6 +37,12 @@ def stored_by(
     engine.scheduler.finished(name)
 
 
+def set_clock(engine: MiniEngine, clock: Callable[[], float]) -> None:
+    """By which the engine's loads are late."""
+    loader: Any = engine.workers[0]._loader
+    loader._clock = loader._preparer._clock = clock
+
+
 def promised(engine: MiniEngine, name: str, tokens: list[int]) -> int:
     """A new request for which a restore is promised."""
     engine.scheduler.add(name, tokens, DIGEST)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import mmap
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -15,7 +16,7 @@ from mini_engine import WAIT, until
 
 from kmesh.codec import Encoder, ManyTables
 from kmesh.codec.many import tables_bytes
-from kmesh.errors import DeadlineExceeded
+from kmesh.errors import CudaError, DeadlineExceeded
 from kmesh.layout import TILE_BYTES
 from kmesh_vllm import bringing
 from kmesh_vllm.bringing import Bringer
@@ -62,6 +63,7 @@ def bringer(gpu: FakeGpu) -> Iterator[tuple[Bringer, Loads]]:
     made = Bringer(gpu, loads.begin, loads.open.remove)
     yield made, loads
     made.close()
+    assert not gpu.driver.ledger()["registered"]
     gpu.close()
 
 
@@ -130,6 +132,36 @@ def test_while_the_gpu_hangs_nobody_waits_again(monkeypatch: pytest.MonkeyPatch)
             assert not loads.open
             assert not gpu.unread
         assert made.data(int(recipes.addresses[0]), 512) == recipes.files[0][:512]
+
+
+def test_data_of_any_size_comes_through_memory_that_the_gpu_writes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(bringing, "_LAUNCH_BYTES", 2 * mmap.PAGESIZE)
+    memory, gpu = np.random.default_rng(1).integers(0, 256, 70000, np.uint8), FakeGpu()
+    with bringer(gpu) as (made, loads):
+        for begin, size in ((0, 1), (5, 8192), (0, 70000), (69000, 1000), (3, 8193)):
+            found = made.data(memory.ctypes.data + begin, size)
+            assert found == memory[begin : begin + size].tobytes()
+        assert gpu.driver.ledger()["registered"] == 2 * mmap.PAGESIZE
+        assert not loads.open
+
+
+def test_data_without_memory_for_it() -> None:
+    """Nothing is left of a turn that had none; the next one may have some."""
+    memory, gpu = np.arange(100, dtype=np.uint8), FakeGpu()
+
+    def refuse(name: str) -> None:
+        if name == "register":
+            raise CudaError("cuMemHostRegister_v2", 2, "CUDA_ERROR_OUT_OF_MEMORY")
+
+    with bringer(gpu) as (made, loads):
+        gpu.driver.refuse = refuse
+        with pytest.raises(CudaError, match="OUT_OF_MEMORY"):
+            made.data(memory.ctypes.data, 100)
+        assert not loads.open
+        gpu.driver.refuse = None
+        assert made.data(memory.ctypes.data, 100) == memory.tobytes()
 
 
 def test_threads_take_turns() -> None:

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
 
 import pytest
+from gpu_cases import set_clock
 from mini_engine import NAMESPACE, MiniEngine, until
 from test_connector_halves import DIGEST, prompt, stored_by
 
 from kmesh.session import Role, Session
 from kmesh.testing import FakeDaemon
-from kmesh_vllm import loading
+from kmesh_vllm import preparing
 from kmesh_vllm.epochs import Epochs
 from kmesh_vllm.metadata import StepPlan
 
@@ -52,7 +52,7 @@ def all_lost(engine: MiniEngine) -> None:
 
 @pytest.fixture(autouse=True)
 def patient(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(loading, "_CATCH_UP", LONG)
+    monkeypatch.setattr(preparing, "_CATCH_UP", LONG)
 
 
 def test_an_epoch_that_is_over_is_not_waited_for(engine: Make, daemon: FakeDaemon) -> None:
@@ -71,9 +71,8 @@ def test_an_epoch_that_is_over_is_not_waited_for(engine: Make, daemon: FakeDaemo
 def test_an_epoch_that_never_comes_is_waited_for_once(engine: Make, daemon: FakeDaemon) -> None:
     """However many loads of it queue behind those that wait."""
     one, step = promised(engine, daemon)
-    loader: Any = one.workers[0]._loader
     now = [0.0]
-    loader._clock = lambda: now[0]
+    set_clock(one, lambda: now[0])
     step.loads = [replace(plan, epoch=plan.epoch ^ 2) for plan in step.loads]
     one.run(step)
     assert one.workers[0].finished() == set()

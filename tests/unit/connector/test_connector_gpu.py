@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 from fake_gpu_streams import COMPUTE, FakeGpu
-from gpu_cases import Make, promised, prompt, stored_by, warm
+from gpu_cases import Make, promised, prompt, set_clock, stored_by, warm
 from mini_engine import LAYERS, WAIT, until
 
 from kmesh.errors import CudaError, UnsupportedError
@@ -154,7 +154,7 @@ def test_a_restore_under_way_is_waited_for_beyond_its_time(
     gpu = FakeGpu()
     now = [0.0]
     other = engine("b", gpu=gpu, load_timeout_ms=1000)
-    other.workers[0]._loader._clock = lambda: now[0]  # type: ignore[union-attr]
+    set_clock(other, lambda: now[0])
     warm(other, daemon)
     assert promised(other, "r", prompt(192)) == 160
     gpu.held = True

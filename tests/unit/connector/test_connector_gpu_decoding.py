@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 from fake_gpu_streams import FakeGpu
-from gpu_cases import Make, promised, prompt, warm
+from gpu_cases import Make, promised, prompt, set_clock, warm
 from mini_engine import WAIT, until
 from sibling_cases import (
     SIBLINGS,
@@ -163,7 +163,7 @@ def test_who_has_waited_for_a_thread_does_not_wait_for_the_kernel_as_well(
     )
     now = [0.0]
     other = engine("b", gpu=gpu)
-    other.workers[0]._loader._clock = lambda: now[0]  # type: ignore[union-attr]
+    set_clock(other, lambda: now[0])
     warm(other, daemon)
     mover: Any = other.workers[0]._mover
     takes, waits = mover.takes_recipes, []
@@ -206,7 +206,7 @@ def test_decoding_that_takes_too_long_is_dropped(
     monkeypatch.setattr(mirroring, "decode_mirrors", slow)
     gpu, now = FakeGpu(), [0.0]
     other = engine("b", gpu=gpu)
-    other.workers[0]._loader._clock = lambda: now[0]  # type: ignore[union-attr]
+    set_clock(other, lambda: now[0])
     ready(other, daemon)
     places = start(other, {"5": prompt(TOKENS, 5)})
     assert reached.wait(WAIT)
@@ -243,7 +243,7 @@ def test_memory_stays_until_a_late_thread_has_read_it(
         None if name != "prepare_rounds" or compiled.wait(2 * WAIT) else pytest.fail(name)
     )
     other = engine("b", gpu=gpu)
-    other.workers[0]._loader._clock = lambda: now[0]  # type: ignore[union-attr]
+    set_clock(other, lambda: now[0])
     warm(other, daemon)
     places = start(other, {"5": prompt(TOKENS, 5)})
     compiled.set()

@@ -260,13 +260,13 @@ def test_what_is_brought_for_a_load_keeps_what_the_load_had(
             later = memory.begin()
             memory.changed()
             until(lambda: not memory._wake.is_set(), WAIT)
-            assert len(gpu.driver._registered) == 1, "memory went while it was read"
+            assert gpu.driver.registered(slab.address, 64), "memory went while it was read"
             gpu.held = False
             gpu.run()
             # The next turn lets it go.
             other = bytearray(64)
             bringer.data(_host.address(other), 64)
-            until(lambda: not gpu.driver._registered, WAIT)
+            until(lambda: not gpu.driver.registered(slab.address, 64), WAIT)
             memory.end(later)
             assert not memory._loads
         finally:

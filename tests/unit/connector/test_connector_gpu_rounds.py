@@ -375,9 +375,9 @@ def test_pages_hold_the_spans_and_bad_blocks_are_exactly_those(cupy: CupyOnCpu, 
         untouched = set(range(BLOCKS)) - {block for blocks in bench.blocks for block in blocks}
         for page in bench.pages:
             assert not page[sorted(untouched)].any()
-        assert not bench.gpu.driver._registered
     finally:
         bench.close()
+    assert not bench.gpu.driver._registered
 
 
 def sibling(**more: Any) -> Wanted:

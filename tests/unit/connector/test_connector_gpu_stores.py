@@ -282,7 +282,7 @@ def test_closed_while_it_restores_and_stores(engine: Make, daemon: FakeDaemon) -
     closing = threading.Thread(target=other.workers[0].close)
     closing.start()
     loader: Any = other.workers[0]._loader
-    until(lambda: loader._threads._shutdown, WAIT)
+    until(lambda: loader._preparer._threads._shutdown, WAIT)
     assert gpu.driver.ledger()["registered"] > 0, "memory went while it was read"
     gpu.run()
     gpu.held = False

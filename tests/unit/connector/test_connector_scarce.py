@@ -6,8 +6,13 @@ import errno
 import os
 import threading
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+from unittest import mock
 
 import pytest
+from fake_gpu_streams import FakeGpu
+from gpu_cases import stored_by
 from mini_engine import NAMESPACE, MiniEngine, until
 
 from kmesh import memory
@@ -68,18 +73,47 @@ def test_staging_that_can_not_be_mapped(
     assert one.wrong(7, BLOCKS, 0, 128) == []
 
 
+def without_thread(name: str) -> AbstractContextManager[object]:
+    """While it lasts, no thread of such a name is to be had."""
+    start = threading.Thread.start
+
+    def refused(thread: threading.Thread) -> None:
+        if thread.name.startswith(name):
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    return mock.patch.object(threading.Thread, "start", refused)
+
+
+@pytest.mark.parametrize(
+    ("name", "gpu"), [("kmesh-reserve", False), ("kmesh-reserve", True), ("kmesh-store", True)]
+)
+def test_a_store_for_which_there_is_no_thread(
+    engine: Make, daemon: FakeDaemon, caplog: pytest.LogCaptureFixture, name: str, gpu: bool
+) -> None:
+    """The step goes on, and nothing of the store is reserved or kept; the next one finds one."""
+    one = engine("a", gpu=FakeGpu() if gpu else None)
+    mover: Any = one.workers[0]._mover
+    until(mover.ready)
+    one.scheduler.add("lost", prompt(128), DIGEST)
+    with without_thread(name):
+        one.prefill("lost", 7, BLOCKS, 0, 128)
+    assert one.wrong(7, BLOCKS, 0, 128) == []
+    assert one.workers[0].counts.take() == {"store_skipped_error": 2}
+    assert caplog.messages == ["a store failed: can't start new thread"]
+    until(lambda: daemon.reservations == 0)
+    stored_by(one, daemon, prompt(192)[64:], seed=8)
+    assert (daemon.spans, daemon.reservations) == (2, 0)
+    if gpu:
+        until(lambda: mover._store._ring.used == 0)
+
+
 @pytest.mark.parametrize("pool", ["kmesh-load", "kmesh-wait"])
 def test_a_load_for_which_there_is_no_thread(
     engine: Make, daemon: FakeDaemon, caplog: pytest.LogCaptureFixture, pool: str
 ) -> None:
     """The step goes on without it; the next load finds one."""
-    one, other, start = engine("a"), engine("b"), threading.Thread.start
-
-    def refused(thread: threading.Thread) -> None:
-        if thread.name.startswith(pool):
-            raise RuntimeError("can't start new thread")
-        start(thread)
-
+    one, other = engine("a"), engine("b")
     for turn in range(2):
         name, tokens = f"{turn}", prompt(128)[turn:]
         one.scheduler.add(name, tokens, DIGEST)
@@ -89,9 +123,7 @@ def test_a_load_for_which_there_is_no_thread(
         one.scheduler.finished(name)
         other.scheduler.add(name, tokens, DIGEST)
         assert other.match(name, 0, len(tokens)) == 96
-        with pytest.MonkeyPatch.context() as patch:
-            if not turn:
-                patch.setattr(threading.Thread, "start", refused)
+        with nullcontext() if turn else without_thread(pool):
             outcome = other.load(name, BLOCKS[:3], 96)
         assert outcome.bad_blocks == (set() if turn else set(BLOCKS[:3]))
         other.scheduler.finished(name)

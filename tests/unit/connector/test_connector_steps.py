@@ -75,7 +75,7 @@ def test_a_step_that_others_wait_for_waits_for_no_load(
         raise AssertionError(f"a step that computes waits {seconds} s")
 
     with monkeypatch.context() as patched:
-        patched.setattr(loader._news, "wait", waits)
+        patched.setattr(loader._states.news, "wait", waits)
         assert one.finished() == set()
     gpu.run()
     assert one.finished() == {"r"}

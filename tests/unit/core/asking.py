@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from world import key
+from contents import key
 
 from kmesh_spand.core import results as rs
 

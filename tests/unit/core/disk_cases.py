@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from contents import key
 from disk_world import DiskWorld
-from world import key
 
 from kmesh.layout import TILE_BYTES
 from kmesh_spand.core import events as ev
@@ -30,6 +30,6 @@ def on_disk(world: DiskWorld, count: int = 1) -> int:
     for number in range(count):
         world.store(session, names(number))
         world.settle()
-    rows = world.core.spans(now_ms=world.now)
+    rows = world.core.views.spans(now_ms=world.now)
     world.send(ev.Evict([row.slot for row in rows]))
     return session

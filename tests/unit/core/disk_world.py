@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from world import FLIPPED, SHARD, Held, World
+from contents import FLIPPED, SHARD, Held
+from world import World
 
 from kmesh.layout import TILE_BYTES, tiles
 from kmesh_spand.core import effects as fx

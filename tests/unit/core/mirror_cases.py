@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from world import NAMESPACE, SHARD, World
+from contents import NAMESPACE, SHARD
+from world import World
 
 from kmesh.layout import TILE_BYTES
 from kmesh_spand.core import requests as rq

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from asking import A, B
+from contents import SHARD, key
 from disk_cases import ONE, made, names, on_disk
 from disk_world import DiskWorld
 from mirror_cases import DENSE, declare, join, settle
-from world import SHARD, key
 
 from kmesh.layout import TILE_BYTES
 from kmesh_spand.core import events as ev
@@ -145,7 +145,7 @@ def test_a_file_that_is_written_when_its_span_is_stored_anew_is_abandoned() -> N
     world = made(tiles=1)
     session = world.connect()
     world.store(session, names(0))
-    rows = world.core.spans(now_ms=world.now)
+    rows = world.core.views.spans(now_ms=world.now)
     spill = next(iter(world.spills))
     world.spills[spill], kept = world.spills[spill], dict(world.memory)
     world.send(ev.Evict([row.slot for row in rows]))
@@ -164,7 +164,7 @@ def test_tails_are_found_by_all_of_their_names() -> None:
     sub_keys = tuple(names(16, 32))
     world.store(session, names(48), tokens=48, sub_keys=sub_keys)
     world.settle()
-    world.send(ev.Evict([row.slot for row in world.core.spans(now_ms=world.now)]))
+    world.send(ev.Evict([row.slot for row in world.core.views.spans(now_ms=world.now)]))
     assert len(world.disk_index) == 3
     world.reboot()
     world.scan()
@@ -245,7 +245,7 @@ def test_a_recipe_is_not_written_and_its_payload_stays_in_the_file() -> None:
     assert isinstance(declare(world, session, [A]), rs.DeclareResult)
     assert join(world, session, [B]) == rs.JoinResult(1, 1)
     settle(world)
-    assert world.core.status().mirrors == 1
+    assert world.core.views.status().mirrors == 1
     before = dict(world.files)
     assert len(before) == 2
     # The file of a span that is a recipe now is as it was, also after a restart.
@@ -253,13 +253,13 @@ def test_a_recipe_is_not_written_and_its_payload_stays_in_the_file() -> None:
     world.send(ev.GraceEnded())
     world.scan()
     world.settle()
-    assert world.core.status().mirrors == 1
+    assert world.core.views.status().mirrors == 1
     assert world.files == before
     world.check()
     session = world.connect()
-    slot = next(row.slot for row in world.core.spans(now_ms=world.now) if row.key == B)
+    slot = next(row.slot for row in world.core.views.spans(now_ms=world.now) if row.key == B)
     world.send(ev.Evict([slot]))
-    assert world.core.status().mirrors == 0
+    assert world.core.views.status().mirrors == 0
     world.check()
     assert world.acquire_waiting(session, [B]) is None
     world.settle()
@@ -271,19 +271,19 @@ def test_a_recipe_is_not_written_and_its_payload_stays_in_the_file() -> None:
 
 def test_namespaces_of_which_only_files_are_left() -> None:
     world = made(tiles=4)
-    assert world.core.namespaces() == []
+    assert world.core.views.namespaces() == []
     on_disk(world, 3)
-    (space,) = world.core.namespaces()
+    (space,) = world.core.views.namespaces()
     assert (space.spans, space.files, space.file_bytes) == (0, 3, 3 * TILE_BYTES)
-    assert world.core.namespaces(group=1000) == [space]
-    assert world.core.namespaces(group=1001) == []
+    assert world.core.views.namespaces(group=1000) == [space]
+    assert world.core.views.namespaces(group=1001) == []
     world.acquire(world.connect(), names(0))
     world.settle()
-    (space,) = world.core.namespaces()
+    (space,) = world.core.views.namespaces()
     assert (space.spans, space.bytes, space.files) == (1, TILE_BYTES, 3)
     assert world.core.disk is not None
     world.send(ev.Forget(world.core.sweep.files(0, 100).slots))
-    (space,) = world.core.namespaces()
+    (space,) = world.core.views.namespaces()
     assert (space.spans, space.files) == (1, 0)
     world.check()
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import itertools
 
 import pytest
+from contents import SHARD, key
 from disk_cases import ONE, made, names, on_disk
 from disk_world import DiskWorld
-from world import SHARD, key
 
 from kmesh.layout import TILE_BYTES
 from kmesh_spand.core import events as ev
@@ -48,7 +48,7 @@ def test_what_is_here_makes_no_room_for_what_comes() -> None:
     world.settle()
     (lease,) = world.leases.values()
     assert all(lease[1])
-    assert {row.key for row in world.core.spans(now_ms=world.now)} == {key(0), key(1)}
+    assert {row.key for row in world.core.views.spans(now_ms=world.now)} == {key(0), key(1)}
     world.check()
 
 
@@ -174,7 +174,7 @@ def test_tails_that_begin_alike_are_all_fetched() -> None:
     for number in (48, 49):
         world.store(session, names(number), tokens=48, sub_keys=tuple(names(16, 32)))
         world.settle()
-        world.send(ev.Evict([row.slot for row in world.core.spans(now_ms=world.now)]))
+        world.send(ev.Evict([row.slot for row in world.core.views.spans(now_ms=world.now)]))
     for number in (49, 48):
         assert world.acquire_waiting(session, names(number)) is None
         world.settle()

@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+from contents import key
 from disk_cases import ONE, made, names, on_disk
 from disk_world import DiskWorld
-from world import key
 
 from kmesh.layout import TILE_BYTES
 from kmesh_spand.core import events as ev
@@ -52,7 +52,7 @@ def test_a_gpu_that_comes_late_says_nothing_of_the_use_of_files() -> None:
     world.settle()
     assert world.core.counters["recovered"] == 3
     for number in range(2):
-        rows = world.core.spans(now_ms=world.now)
+        rows = world.core.views.spans(now_ms=world.now)
         world.send(ev.Evict([row.slot for row in rows if row.key == key(number)]))
     world.send(ev.GraceEnded())
     world.store(session, names(5))

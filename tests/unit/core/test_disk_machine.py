@@ -8,6 +8,7 @@ from typing import ClassVar
 
 import hypothesis.strategies as st
 import pytest
+from contents import key
 from disk_world import DiskWorld
 from hypothesis import settings
 from hypothesis.stateful import (
@@ -18,7 +19,6 @@ from hypothesis.stateful import (
     rule,
 )
 from test_machine import walks
-from world import key
 
 from kmesh.layout import TILE_BYTES
 from kmesh_spand.control.native import NativeBatch
@@ -229,7 +229,7 @@ class DiskMachine(RuleBasedStateMachine):
         for _ in range(3):
             for job in list(world.spills):
                 world.spill_ends(job)
-        rows = [row.slot for row in world.core.spans(now_ms=world.now)]
+        rows = [row.slot for row in world.core.views.spans(now_ms=world.now)]
         world.send(ev.Evict(rows[keep:]))
 
     @precondition(lambda self: self.world.disk_index)
@@ -377,7 +377,7 @@ class DiskMachine(RuleBasedStateMachine):
     @rule(data=st.data(), files=st.booleans())
     def evict(self, data: st.DataObject, files: bool) -> None:
         world = self.world
-        rows = [row.slot for row in world.core.spans(now_ms=world.now)]
+        rows = [row.slot for row in world.core.views.spans(now_ms=world.now)]
         if rows:
             world.send(ev.Evict(data.draw(st.lists(st.sampled_from(rows), max_size=4))))
         if files:
@@ -441,9 +441,9 @@ class DiskMachine(RuleBasedStateMachine):
             world.close(session)
         world.settle()
         world.check()
-        status = world.core.status()
+        status = world.core.views.status()
         assert (status.leases, status.leased_bytes, status.reservations) == (0, 0, 0)
-        for row in world.core.spans(now_ms=world.now):
+        for row in world.core.views.spans(now_ms=world.now):
             assert row.leases == 0
             assert row.state in ("committed", "recovered")
 

@@ -78,7 +78,7 @@ def test_what_an_encoding_finds_changed_is_read_again(room: World, spoiled: byte
     room.store(one, [A, B], length=DENSE)
     declare(room, one, [A])
     join(room, one, [B])
-    (row,) = [row for row in room.core.spans(now_ms=0) if row.key == spoiled]
+    (row,) = [row for row in room.core.views.spans(now_ms=0) if row.key == spoiled]
     place = row.slab, row.offset // TILE_BYTES
     room.memory[place] = -1
     room.flipped.add(place)
@@ -169,7 +169,7 @@ def test_what_changes_under_a_job_is_left_alone(room: World) -> None:
     assert not room.encodes
     room.check()
     room.settle()
-    assert room.core.status().mirrors == 1
+    assert room.core.views.status().mirrors == 1
     room.check()
 
 

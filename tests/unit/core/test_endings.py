@@ -6,8 +6,9 @@ import sys
 
 import hypothesis.strategies as st
 from asking import A, B
+from contents import OTHER_SHARD, SHARD, key
 from hypothesis import given, settings
-from world import OTHER_SHARD, SHARD, World, key
+from world import World
 
 from kmesh_spand.core import events as ev
 from kmesh_spand.core.codes import Cause, Verdict
@@ -54,7 +55,7 @@ def test_a_key_that_came_back_is_no_ended_one(world: World) -> None:
     one = world.connect()
     fates = world.core.fates
     world.store(one, [A])
-    slot = world.core.spans(now_ms=0)[0].slot
+    slot = world.core.views.spans(now_ms=0)[0].slot
     world.send(ev.Evict([slot]))
     world.now += 640
     assert fates.of(A, SHARD, world.now).cause is Cause.OPERATOR
@@ -69,7 +70,7 @@ def test_shards_of_keys_that_are_here_or_were(world: World) -> None:
     one = world.connect()
     world.store(one, [A], shard=SHARD)
     world.store(one, [B], shard=OTHER_SHARD)
-    world.send(ev.Evict([row.slot for row in world.core.spans(now_ms=0) if row.key == B]))
+    world.send(ev.Evict([row.slot for row in world.core.views.spans(now_ms=0) if row.key == B]))
     assert world.core.fates.shards(A + B, 9) == [SHARD, OTHER_SHARD]
     assert world.core.fates.shards(A + B, 1) == [SHARD]
     assert world.core.fates.shards(key("x"), 9) == []

@@ -5,9 +5,10 @@ from __future__ import annotations
 import hypothesis.strategies as st
 import pytest
 from asking import A, B, C, D, E
+from contents import NAMESPACE, OTHER_SHARD, SHARD, key
 from hypothesis import given, settings
 from mirror_cases import DENSE, declare, join, mirrored, settle
-from world import NAMESPACE, OTHER_SHARD, SHARD, World, key
+from world import World
 
 from kmesh.layout import TILE_BYTES
 from kmesh_spand.core import events as ev
@@ -234,7 +235,7 @@ def test_two_families_share_a_master(room: World) -> None:
     room.ask(rq.Join, one, "two", "x", NAMESPACE, B + C)
     settle(room)
     assert len(room.mirrors) == 2
-    assert room.core.status().base_spans == 1
+    assert room.core.views.status().base_spans == 1
     views = room.core.family_views
     assert [row.mirrors for row in views.rows(0, 9, now_ms=0)] == [1, 2]
     # The other still has that member: it stays.
@@ -382,10 +383,10 @@ def test_a_refusal_ends_with_its_span(room: World) -> None:
     join(room, one, [B])
     not_worth(room)
     room.ask(rq.Dissolve, one, "round", 0, b"")
-    slots = {row.key: row.slot for row in room.core.spans(now_ms=0)}
+    slots = {row.key: row.slot for row in room.core.views.spans(now_ms=0)}
     room.send(ev.Evict([slots[B]]))
     room.store(one, [C], length=DENSE)
-    assert {row.key: row.slot for row in room.core.spans(now_ms=0)}[C] == slots[B]
+    assert {row.key: row.slot for row in room.core.views.spans(now_ms=0)}[C] == slots[B]
     declare(room, one, [A])
     join(room, one, [C])
     settle(room)

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 from asking import A, B, C, D, E, reasons
+from contents import key
 from mirror_cases import DENSE, declare, join, settle
-from world import World, key
+from world import World
 
 from kmesh_spand.core import effects as fx
 from kmesh_spand.core import events as ev
@@ -67,7 +68,7 @@ def test_the_same_family_in_all_tiers(room: World) -> None:
     stored(room, session, [A, B, C], HOST, ONE, TWO)
     settle(room)
     assert sorted(room.tiers.get(mirror.slab, 0) for mirror in room.mirrors) == [0, 0, 1, 1, 2, 2]
-    rows = [row for row in room.core.spans(now_ms=room.now) if row.mirrors]
+    rows = [row for row in room.core.views.spans(now_ms=room.now) if row.mirrors]
     assert {row.mirrors for row in rows} == {2}
     (on_gpu,) = [row for row in rows if room.tiers.get(row.slab, 0) == ONE]
     room.send(ev.EvictBases([(on_gpu.slot, on_gpu.generation)], drop=True))

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 from asking import A, B, C, D, F
+from contents import OTHER_SHARD, key
 from flight_cases import LANDED, LEAD, answer, ended, join
-from world import OTHER_SHARD, World, key
+from world import World
 
 from kmesh_spand.core.codes import FlightCause, Standing
 
@@ -149,7 +150,7 @@ def test_a_full_pool_ends_the_flight_and_nobody_is_promoted(world: World) -> Non
     world.core.check()
     # Not all of them have room; the others are not waited for.
     assert answer(world, other, last) == ended(FlightCause.NOT_STORED)
-    assert world.core.flight_rows(0, 9, now_ms=world.now)[0].keys == 4
+    assert world.core.views.flight_rows(0, 9, now_ms=world.now)[0].keys == 4
     world.commit(leader, [n for n, want in world.wanted.items() if want.session == leader])
     world.settle()
     assert answer(world, other, whole) == LANDED
@@ -220,7 +221,7 @@ def test_a_promoted_leader_promises_what_it_wanted_in_its_own_shards(world: Worl
     late = join(world, third, [D])
     world.close(leader)
     world.core.check()
-    row = world.core.flight_rows(0, 9, now_ms=world.now)[0]
+    row = world.core.views.flight_rows(0, 9, now_ms=world.now)[0]
     assert (row.keys, row.landed, row.leader, row.deaths) == (2, 0, other, 1)
     for name in (B, C):
         world.store(other, [name], shard=OTHER_SHARD)

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 from asking import A, B, C, D, E, F, refused
+from contents import OTHER_SHARD, SHARD, key
 from flight_cases import LANDED, LEAD, answer, ended, join
-from world import OTHER_SHARD, SHARD, World, key
+from world import World
 
 from kmesh_spand.core import effects as fx
 from kmesh_spand.core import events as ev
@@ -116,7 +117,7 @@ def test_a_million_joins_leave_nothing() -> None:
         assert len(answers) == 1001
     core.check()
     assert core.counters["flight_joins"] == core.counters["flight_leaves"] == 1_000_000
-    assert [row.waiters for row in core.flight_rows(0, 9, now_ms=0)] == [0]
+    assert [row.waiters for row in core.views.flight_rows(0, 9, now_ms=0)] == [0]
     core.handle(ev.SessionClosed(1), 0)
     assert not core.flights
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from asking import A, B, C, D, E
+from contents import OTHER_SHARD, SHARD, key
 from flight_cases import LANDED, LEAD, answer, ended, join
-from world import OTHER_SHARD, SHARD, World, key
+from world import World
 
 from kmesh.layout import Shard
 from kmesh_spand.core import events as ev
@@ -72,7 +73,7 @@ def test_a_leader_that_is_done_is_waited_for_until_its_copies_have_ended(world: 
     world.commit(leader, list(reserved.reservation))
     assert world.land(leader, flight)
     world.core.check()
-    assert world.core.flight_rows(0, 9, now_ms=world.now)[0].state == "landing"
+    assert world.core.views.flight_rows(0, 9, now_ms=world.now)[0].state == "landing"
     assert answer(world, other, waiting) is None
     # It may be joined still.
     assert world.claim(other, [A]).standing == Standing.COMPUTING
@@ -110,7 +111,7 @@ def test_what_has_landed_is_there_for_other_shardings_and_counts_once(world: Wor
     waiting = join(world, other, [A])
     for _ in range(2):
         world.store(leader, [A])
-        (row,) = world.core.spans(now_ms=world.now)
+        (row,) = world.core.views.spans(now_ms=world.now)
         world.send(ev.Evict([row.slot]))
     world.store(leader, [A], shard=OTHER_SHARD)
     assert answer(world, other, waiting) == LANDED
@@ -212,8 +213,11 @@ def test_tenants_do_not_see_each_others_flights() -> None:
     assert world.ask(rq.Await, theirs, flight, 0, 1, [SHARD]) == LANDED
     assert not world.land(theirs, flight)
     world.store(theirs, [A])
-    assert [row.flight for row in world.core.flight_rows(0, 9, now_ms=0, group=1000)] == [1, 3]
-    assert not world.core.flight_rows(0, 9, now_ms=0, group=1001)
+    assert [row.flight for row in world.core.views.flight_rows(0, 9, now_ms=0, group=1000)] == [
+        1,
+        3,
+    ]
+    assert not world.core.views.flight_rows(0, 9, now_ms=0, group=1001)
 
 
 def test_progress_is_what_the_leader_says_and_what_lands(world: World) -> None:

@@ -11,13 +11,13 @@ from collections import Counter
 from typing import ClassVar
 
 import pytest
+from contents import FLIPPED, OTHER_SHARD, SHARD
 from hypothesis import seed, settings
 from hypothesis.stateful import RuleBasedStateMachine, invariant, run_state_machine_as_test
 from walk import KEYS
 from walk_families import FamilyRules
 from walk_faults import FaultRules
 from walk_flights import FlightRules
-from world import FLIPPED, OTHER_SHARD, SHARD
 
 from kmesh.layout import TILE_BYTES
 from kmesh_spand.core import effects as fx
@@ -97,7 +97,7 @@ class CoreMachine(FlightRules, FamilyRules, FaultRules):
         assert not world.core.flights
         self.reached.update(world.core.counters)
         assert not world.waiting
-        left = {row.state for row in world.core.spans(now_ms=world.now)}
+        left = {row.state for row in world.core.views.spans(now_ms=world.now)}
         assert left <= {"committed", "doomed", "retired"}, "a job never ended"
         for session in list(world.open):
             world.close(session)
@@ -105,12 +105,12 @@ class CoreMachine(FlightRules, FamilyRules, FaultRules):
         world.send(ev.GraceEnded())
         world.check()
         assert not world.closed, "staging of a dead session is still there"
-        status = world.core.status()
+        status = world.core.views.status()
         assert (status.leases, status.reservations, status.leased_bytes) == (0, 0, 0)
         used = sum(slab.used for slab in status.slabs)
         assert used == sum(
             -(-row.length // TILE_BYTES) * TILE_BYTES
-            for row in world.core.spans(limit=1000, now_ms=world.now)
+            for row in world.core.views.spans(limit=1000, now_ms=world.now)
         )
 
 

@@ -6,8 +6,9 @@ from dataclasses import replace
 
 import pytest
 from asking import A, B, C, D, E, F, reasons
+from contents import NAMESPACE, SHARD, key
 from mirror_cases import DENSE, TAIL, declare, join, mirrored, settle
-from world import NAMESPACE, SHARD, World, key
+from world import World
 
 from kmesh.layout import TILE_BYTES
 from kmesh_spand.core import events as ev
@@ -18,13 +19,13 @@ from kmesh_spand.core.codes import Cause, MirrorFate, Reason
 
 def test_a_mirror_holds_its_base_until_it_is_gone(room: World) -> None:
     one = mirrored(room, [A], [B, C])
-    status = room.core.status()
+    status = room.core.views.status()
     assert (status.mirrors, status.base_spans, status.mirror_dense_bytes) == (2, 1, 2 * DENSE)
-    slots = {row.key: row.slot for row in room.core.spans(now_ms=0)}
+    slots = {row.key: row.slot for row in room.core.views.spans(now_ms=0)}
     room.send(ev.Evict([slots[A]]))
     assert reasons(room.acquire(one, [A])) == [Reason.OK]
     room.send(ev.Evict([slots[B], slots[C]]))
-    assert room.core.status().base_spans == 0
+    assert room.core.views.status().base_spans == 0
     room.release(one, list(room.leases))
     room.send(ev.Evict([slots[A]]))
     assert reasons(room.acquire(one, [A])) == [Reason.MISS]
@@ -43,12 +44,12 @@ def test_readers_of_the_dense_span_keep_it(room: World) -> None:
     room.check()
     assert before is not None
     assert room.core.place(one, lease, 0) == before
-    states = sorted(row.state for row in room.core.spans(now_ms=0))
+    states = sorted(row.state for row in room.core.views.spans(now_ms=0))
     assert states == ["committed", "committed", "retired"]
     answer = room.acquire(one, [B], recipes=True)
     assert list(answer.dense_length) == [DENSE]
     room.release(one, list(room.leases))
-    assert sorted(row.state for row in room.core.spans(now_ms=0)) == ["committed"] * 2
+    assert sorted(row.state for row in room.core.views.spans(now_ms=0)) == ["committed"] * 2
     room.check()
 
 
@@ -80,7 +81,7 @@ def test_dense_is_made_once_for_all_who_ask(room: World) -> None:
     room.densify_ends(job)
     answer = room.acquire(two, [B])
     assert reasons(answer) == [Reason.OK]
-    assert room.core.status().base_spans == 0
+    assert room.core.views.status().base_spans == 0
     assert room.core.counters["densified"] == 1
     room.check()
 
@@ -135,7 +136,7 @@ def test_what_was_evicted_rests_no_more(room: World) -> None:
     room.acquire(one, [B])
     room.settle()
     room.close(one)
-    (slot,) = [row.slot for row in room.core.spans(now_ms=room.now) if row.key == B]
+    (slot,) = [row.slot for row in room.core.views.spans(now_ms=room.now) if row.key == B]
     room.send(ev.Evict([slot]))
     offered: list[int] = []
     room.core.families.stored = offered.append  # type: ignore[method-assign]
@@ -150,7 +151,7 @@ def test_a_bad_base_takes_its_mirrors_along(room: World) -> None:
     """What is leased of them ends with the lease, and nothing of it is found any more."""
     one = mirrored(room, [A], [B, C])
     lease = room.acquire(one, [B], recipes=True).lease
-    base = next(row for row in room.core.spans(now_ms=0) if row.mirrors)
+    base = next(row for row in room.core.views.spans(now_ms=0) if row.mirrors)
     room.flip(base.slab, base.offset // TILE_BYTES)
     room.ask(rq.ReportCorrupt, one, lease, [0])
     # Until it is read again nothing of the family is served.
@@ -159,9 +160,9 @@ def test_a_bad_base_takes_its_mirrors_along(room: World) -> None:
         room.verify_ends(job)
     assert reasons(room.acquire(one, [A, B, C], recipes=True)) == [Reason.MISS] * 3
     room.check()
-    assert {row.state for row in room.core.spans(now_ms=0)} == {"doomed"}
+    assert {row.state for row in room.core.views.spans(now_ms=0)} == {"doomed"}
     room.release(one, [lease])
-    assert room.core.spans(now_ms=0) == []
+    assert room.core.views.spans(now_ms=0) == []
     assert room.core.counters["mirrors_dropped"] == 2
     room.check()
 
@@ -178,7 +179,7 @@ def test_a_false_report_of_a_mirror(room: World) -> None:
 
 def test_a_recipe_that_does_not_give_its_payload_is_dropped(room: World) -> None:
     one = mirrored(room, [A], [B])
-    mirror = next(row for row in room.core.spans(now_ms=0) if row.dense)
+    mirror = next(row for row in room.core.views.spans(now_ms=0) if row.dense)
     room.acquire(one, [B])
     (job,) = room.densifies
     room.flip(mirror.slab, mirror.offset // TILE_BYTES)
@@ -217,7 +218,7 @@ def test_after_a_restart_a_base_stored_anew_is_another(room: World) -> None:
 
 def test_after_a_restart_a_base_that_is_bad(room: World) -> None:
     mirrored(room, [A], [B])
-    base = next(row for row in room.core.spans(now_ms=0) if row.mirrors)
+    base = next(row for row in room.core.views.spans(now_ms=0) if row.mirrors)
     room.flip(base.slab, base.offset // TILE_BYTES)
     room.restart()
     room.settle()
@@ -251,7 +252,7 @@ def test_an_operator_evicts_a_base(drop: bool) -> None:
     """Its mirrors are made dense first; without room they stay, or go too."""
     world = World({0: 5})
     one = mirrored(world, [A], [B])
-    base = next(row for row in world.core.spans(now_ms=0) if row.mirrors)
+    base = next(row for row in world.core.views.spans(now_ms=0) if row.mirrors)
     world.store(one, [key("more")], length=DENSE)
     world.acquire(one, [key("more")])
     world.send(ev.EvictBases([(base.slot, base.generation)], drop))
@@ -263,7 +264,7 @@ def test_an_operator_evicts_a_base(drop: bool) -> None:
 
 def test_an_evicted_base_goes_when_its_mirrors_are_dense(room: World) -> None:
     one = mirrored(room, [A], [B, C])
-    base = next(row for row in room.core.spans(now_ms=0) if row.mirrors)
+    base = next(row for row in room.core.views.spans(now_ms=0) if row.mirrors)
     room.send(ev.EvictBases([(base.slot, base.generation)], False))
     for job in list(room.densifies):
         room.densify_ends(job)
@@ -329,7 +330,7 @@ def test_a_recipe_names_its_base_by_all_that_it_is(room: World, change: dict[str
 def test_a_base_is_read_again_when_a_recipe_over_it_gives_other_bytes(room: World) -> None:
     """It may be why; what else refers to it would give other bytes, too."""
     one = mirrored(room, [A], [B, C])
-    (base,) = [row for row in room.core.spans(now_ms=0) if row.key == A]
+    (base,) = [row for row in room.core.views.spans(now_ms=0) if row.key == A]
     place = base.slab, base.offset // TILE_BYTES
     room.memory[place] = -1
     room.flipped.add(place)

@@ -7,8 +7,8 @@ from array import array
 
 import hypothesis.strategies as st
 import pytest
+from contents import OTHER_SHARD, SHARD, key
 from hypothesis import given, settings
-from world import OTHER_SHARD, SHARD, key
 
 from kmesh import flight
 from kmesh.errors import ConfigError

@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import pytest
+from contents import OTHER_SHARD, SHARD, key
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from world import OTHER_SHARD, SHARD, key
 
 from kmesh import _host
 from kmesh.layout import TILE_BYTES, tiles
@@ -265,7 +265,7 @@ def test_what_a_broken_record_names_is_not_taken_from_a_good_one() -> None:
         Record(State.COMMITTED, 1, 64, length=TILE_BYTES, shard=SHARD, key=key("good")),
     ]
     life = Life.of([*catalog], NativeBatch(), "lru")
-    assert [row.key for row in life.core.spans(now_ms=NOW)] == [key("good")]
+    assert [row.key for row in life.core.views.spans(now_ms=NOW)] == [key("good")]
     assert list(life.core._store.slabs[0].owner[:3]) == [2, QUARANTINE, 0]
 
 

@@ -7,8 +7,8 @@ import time
 from collections.abc import Sequence
 
 import pytest
+from contents import key
 from disk_world import DiskWorld
-from world import key
 
 from kmesh.errors import ConfigError
 from kmesh.layout import TILE_BYTES
@@ -255,7 +255,7 @@ def test_files_of_what_memory_has_go_last(policy: str) -> None:
         world.release(session, [world.acquire(session, [key(0)]).lease])
         world.check()
     assert 0 in files(world)
-    assert key(0) in {row.key for row in world.core.spans(now_ms=world.now)}
+    assert key(0) in {row.key for row in world.core.views.spans(now_ms=world.now)}
 
 
 @pytest.mark.parametrize(("policy", "kept"), [("lru", False), ("s3-fifo", True)])
@@ -294,8 +294,8 @@ def test_host_memory_takes_the_same_orders() -> None:
     stored(world, session, 0)
     world.release(session, [world.acquire(session, [key(0)]).lease])
     stored(world, session, *range(1, 12))
-    assert key(0) in {row.key for row in world.core.spans(now_ms=world.now)}
+    assert key(0) in {row.key for row in world.core.views.spans(now_ms=world.now)}
     assert world.core.counters["policy_faults"] == 0
     world.check()
-    world.send(ev.Evict([row.slot for row in world.core.spans(now_ms=world.now)]))
+    world.send(ev.Evict([row.slot for row in world.core.views.spans(now_ms=world.now)]))
     world.check()

@@ -6,7 +6,8 @@ import sys
 
 import pytest
 from asking import A, B, C, D, E, F, reasons, refused
-from world import NAMESPACE, OTHER_SHARD, SHARD, TOOL, World, key
+from contents import NAMESPACE, OTHER_SHARD, SHARD, key
+from world import TOOL, World
 
 from kmesh.handles import Location
 from kmesh.layout import TILE_BYTES
@@ -38,13 +39,13 @@ def test_leases_end_with_their_session_only(world: World) -> None:
     answer = world.release(worker, [mine, other, other, 0, 77])
     assert (answer.released, answer.refused) == (1, [mine, other, 0, 77])
     assert world.core.counters["release_refused"] == 4
-    info = world.core.session_info(scheduler)
+    info = world.core.views.session_info(scheduler)
     assert info
     assert (info.leases, info.leased_spans, info.leased_bytes) == (1, 1, TILE_BYTES)
     world.close(scheduler)
-    status = world.core.status()
+    status = world.core.views.status()
     assert (status.leases, status.leased_spans, status.leased_bytes) == (0, 0, 0)
-    assert world.core.session_info(scheduler) is None
+    assert world.core.views.session_info(scheduler) is None
     world.check()
 
 
@@ -56,7 +57,7 @@ def test_a_lease_does_not_end_by_time(world: World) -> None:
     for _ in range(12):
         world.now += 30 * 86_400_000
         world.reserve(one, [key(world.now)], length=5 * TILE_BYTES)
-    assert world.core.status().leases == 1
+    assert world.core.views.status().leases == 1
     assert reasons(world.acquire(one, [A])) == [0]
     assert world.release(one, [lease]).released == 1
     world.check()
@@ -67,9 +68,9 @@ def test_asking_again_costs_nothing(world: World) -> None:
     world.store(one, [A])
     leases = [world.acquire(one, [A, A]).lease for _ in range(100)]
     assert len(set(leases)) == 100
-    assert world.core.spans(now_ms=world.now)[0].leases == 200
+    assert world.core.views.spans(now_ms=world.now)[0].leases == 200
     world.release(one, leases)
-    assert world.core.spans(now_ms=world.now)[0].leases == 0
+    assert world.core.views.spans(now_ms=world.now)[0].leases == 0
     world.check()
 
 
@@ -202,7 +203,7 @@ def test_bad_bytes_are_dropped_and_their_range_waits_for_the_last_reader(
     assert reasons(world.acquire(one, [A])) == [Reason.MISS]
     assert world.core.counters["corrupt"] == 1
     if released == "after":
-        assert world.core.spans(now_ms=0)[0].state == "doomed"
+        assert world.core.views.spans(now_ms=0)[0].state == "doomed"
         assert reasons(world.reserve(one, [A])) == [Reason.POOL_FULL]
         world.release(one, [lease])
     world.store(one, [A])
@@ -256,7 +257,7 @@ def test_views(world: World) -> None:
     number = world.reserve(one, [D]).reservation[0]
     world.now += 10_000
     lease = world.acquire(one, [A]).lease
-    rows = world.core.spans(now_ms=world.now)
+    rows = world.core.views.spans(now_ms=world.now)
     assert [row.slot for row in rows] == [0, 1, 2, 3]
     assert [row.state for row in rows] == ["committed"] * 3 + ["reserved"]
     by_key = {row.key: row for row in rows}
@@ -264,19 +265,19 @@ def test_views(world: World) -> None:
     assert by_key[A].idle_ms == 0
     assert 9_900 <= by_key[B].idle_ms <= 10_100
     assert 9_900 <= by_key[A].age_ms <= 10_100
-    assert [row.slot for row in world.core.spans(0, 2, now_ms=world.now)] == [1, 2]
-    assert world.core.spans(2, 5, NAMESPACE, now_ms=world.now)[0].key == D
-    assert world.core.spans(namespace=key("other"), now_ms=world.now) == []
-    (space,) = world.core.namespaces()
+    assert [row.slot for row in world.core.views.spans(0, 2, now_ms=world.now)] == [1, 2]
+    assert world.core.views.spans(2, 5, NAMESPACE, now_ms=world.now)[0].key == D
+    assert world.core.views.spans(namespace=key("other"), now_ms=world.now) == []
+    (space,) = world.core.views.namespaces()
     assert (space.namespace, space.spans, space.bytes) == (NAMESPACE, 3, 3 * TILE_BYTES)
-    status = world.core.status()
+    status = world.core.views.status()
     assert (status.spans, status.slots, status.reservations) == (3, 4, 1)
     assert (status.leased_bytes, status.index_entries) == (TILE_BYTES, 3)
     assert status.slabs[0].used == 4 * TILE_BYTES
     assert world.ask(rq.Abort, one, [number, number, 99]) == rs.AbortResult(1)
     world.wanted.clear()
     world.release(one, [lease])
-    info = world.core.session_info(one)
+    info = world.core.views.session_info(one)
     assert info
     assert (info.reservations, info.reserved_bytes, info.leases) == (0, 0, 0)
     world.check()

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 from asking import A, B, C, D, E, F, reasons
-from world import OTHER_SHARD, World, key
+from contents import OTHER_SHARD, key
+from world import World
 
 from kmesh.layout import TILE_BYTES
 from kmesh_spand.core import effects as fx
@@ -23,10 +24,10 @@ def test_recovered_spans_are_served_after_a_verification(world: World) -> None:
     world.store(one, [A, B, C])
     world.store(one, [D], tokens=48, sub_keys=(E, F))
     world.flip(0, 1)
-    damaged = next(row.key for row in world.core.spans(now_ms=0) if row.offset == TILE_BYTES)
+    damaged = next(row.key for row in world.core.views.spans(now_ms=0) if row.offset == TILE_BYTES)
     world.restart()
     assert len(world.verifies) == world.config.max_verify
-    assert world.core.status().recovering == 4
+    assert world.core.views.status().recovering == 4
     one = world.connect()
     assert not world.index
     assert reasons(world.acquire(one, [A, E, key("x")])) == [
@@ -49,18 +50,18 @@ def test_a_wanted_span_is_verified_first() -> None:
     world.store(one, [A, B, C, D])
     world.restart()
     one = world.connect()
-    last = world.core.spans(now_ms=0)[-1]
+    last = world.core.views.spans(now_ms=0)[-1]
     world.acquire(one, [last.key])
     (job,) = world.verifies
     world.verify_ends(job)
     (verify,) = world.verifies.values()
     assert verify.offset == last.offset
     # A whole prefix is wanted at once, not key by key.
-    names = [row.key for row in world.core.spans(now_ms=0) if row.state == "recovered"]
+    names = [row.key for row in world.core.views.spans(now_ms=0) if row.state == "recovered"]
     answer = world.acquire(one, [last.key, *names], prefix=True)
     assert reasons(answer)[0] == Reason.PENDING
     assert list(world.core._verifier._urgent[0]) == [
-        row.slot + 1 for row in world.core.spans(now_ms=0) if row.key in names
+        row.slot + 1 for row in world.core.views.spans(now_ms=0) if row.key in names
     ]
 
 
@@ -73,14 +74,14 @@ def test_a_payload_that_kills_the_worker_is_given_up() -> None:
         world.verify_ends(min(world.verifies), answered=False)
     assert not world.verifies
     assert world.core.counters["corrupt"] == 1
-    assert world.core.spans(now_ms=0) == []
+    assert world.core.views.spans(now_ms=0) == []
     world.check()
 
 
 def test_ranges_of_an_earlier_epoch_rest_until_grace_has_ended() -> None:
     world = World({0: 3}, max_spans=4)
     world.store(world.connect(), [A, B])
-    bad = next(row for row in world.core.spans(now_ms=0) if row.key == A)
+    bad = next(row for row in world.core.views.spans(now_ms=0) if row.key == A)
     world.flip(0, bad.offset // TILE_BYTES)
     world.restart()
     world.settle()
@@ -97,7 +98,7 @@ def test_ranges_of_an_earlier_epoch_rest_until_grace_has_ended() -> None:
 
 def test_records_that_contradict_each_other_are_dropped(world: World) -> None:
     world.store(world.connect(), [A, B, C, D], length=2 * TILE_BYTES)
-    rows = {row.key: row for row in world.core.spans(now_ms=0)}
+    rows = {row.key: row for row in world.core.views.spans(now_ms=0)}
     catalog = dict(world.catalog)
     catalog[40] = catalog[rows[A].slot]
     for name, field, value in (
@@ -111,7 +112,7 @@ def test_records_that_contradict_each_other_are_dropped(world: World) -> None:
     world.restart(catalog)
     world.settle()
     world.check()
-    left = [row.key for row in world.core.spans(now_ms=0)]
+    left = [row.key for row in world.core.views.spans(now_ms=0)]
     assert left in ([A], [B])  # whichever of the two that overlap has the lower slot
     assert world.core.counters["recovered_dropped"] == 4
     assert reasons(world.acquire(world.connect(), [C, D])) == [Reason.MISS] * 2
@@ -130,7 +131,7 @@ def test_slabs_and_slots_that_are_gone_take_their_records_along(world: World) ->
     assert [type(effect) for effect in effects] == [fx.SpanEnded, fx.PutRecord] * 2
     core.check()
     core.handle(ev.SlabAdded(0, 8 * TILE_BYTES), 0)
-    assert core.status().spans == 0
+    assert core.views.status().spans == 0
     with pytest.raises(ValueError, match="slab 0"):
         core.handle(ev.SlabAdded(0, 8 * TILE_BYTES), 0)
 
@@ -149,7 +150,7 @@ def test_records_of_a_slab_that_is_expected_wait_for_it(world: World) -> None:
 
 def test_what_a_record_that_is_dropped_after_grace_named_is_free(world: World) -> None:
     world.store(world.connect(), [A, B])
-    (slot,) = [row.slot for row in world.core.spans(now_ms=0) if row.key == A]
+    (slot,) = [row.slot for row in world.core.views.spans(now_ms=0) if row.key == A]
     good = world.record(slot)
     values = {name: getattr(good, name) for name in good.__slots__}
     world.catalog[slot] = type(good)(**{**values, "tokens": 65}).encode()
@@ -159,7 +160,7 @@ def test_what_a_record_that_is_dropped_after_grace_named_is_free(world: World) -
     core.handle(ev.GraceEnded(frozenset({0})), 0)
     core.handle(ev.SlabAdded(0, 8 * TILE_BYTES, decode_owner(world.owners[0])), 0)
     assert core.counters["recovered_dropped"] == 1
-    assert core.status().slabs[0].used == good.length
+    assert core.views.status().slabs[0].used == good.length
     core.check()
 
 
@@ -178,18 +179,18 @@ def test_a_catalog_without_spans_is_not_kept(world: World) -> None:
 def test_of_two_records_with_one_key_one_is_dropped(world: World) -> None:
     world.store(world.connect(), [A, B])
     catalog = dict(world.catalog)
-    slot = next(row.slot for row in world.core.spans(now_ms=0) if row.key == B)
+    slot = next(row.slot for row in world.core.views.spans(now_ms=0) if row.key == B)
     record = world.record(slot)
     values = {name: getattr(record, name) for name in record.__slots__}
     catalog[slot] = type(record)(**{**values, "key": A}).encode()
     world.restart(catalog)
     world.check()
-    assert [row.key for row in world.core.spans(now_ms=0)] == [A]
+    assert [row.key for row in world.core.views.spans(now_ms=0)] == [A]
     assert world.core.counters["recovered_dropped"] == 1
     # What the dropped one named is not reused yet either.
-    assert world.core.status().slabs[0].used == 2 * TILE_BYTES
+    assert world.core.views.status().slabs[0].used == 2 * TILE_BYTES
     world.send(ev.GraceEnded())
-    assert world.core.status().slabs[0].used == TILE_BYTES
+    assert world.core.views.status().slabs[0].used == TILE_BYTES
     world.check()
 
 
@@ -247,7 +248,7 @@ def test_spans_above_the_populated_memory_are_not_evicted_in_vain(world: World) 
 
 def ages(world: World) -> dict[bytes, tuple[int, int]]:
     """Age and time without a lease of each span, in ms."""
-    return {row.key: (row.age_ms, row.idle_ms) for row in world.core.spans(now_ms=world.now)}
+    return {row.key: (row.age_ms, row.idle_ms) for row in world.core.views.spans(now_ms=world.now)}
 
 
 def test_ages_go_on_over_restarts(world: World) -> None:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 from asking import A, B, C, D, refused
-from world import NAMESPACE, OTHER_SHARD, SHARD, World
+from contents import NAMESPACE, OTHER_SHARD, SHARD
+from world import World
 
 from kmesh_spand.core import events as ev
 from kmesh_spand.core import requests as rq

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import pytest
-from world import SHARD, World, heir_of, key
+from contents import SHARD, heir_of, key
+from world import World
 
 from kmesh.layout import TILE_BYTES
 from kmesh_spand.core import events as ev
@@ -53,10 +54,10 @@ def test_what_is_sealed_is_served_and_what_is_empty_is_replaced() -> None:
     world.replace(1)
     world.send(ev.GraceEnded())
     world.store(world.connect(), [key("new")])
-    assert world.core.status().slabs[1].used == TILE_BYTES
-    assert [slab.sealed for slab in world.core.status().slabs] == [True, False]
+    assert world.core.views.status().slabs[1].used == TILE_BYTES
+    assert [slab.sealed for slab in world.core.views.status().slabs] == [True, False]
     # The last tile of the sealed slab is nobody's, and nobody gets it.
-    assert world.core.status().slabs[0].used == 3 * TILE_BYTES
+    assert world.core.views.status().slabs[0].used == 3 * TILE_BYTES
     world.check()
 
 
@@ -66,7 +67,7 @@ def test_a_slab_goes_with_its_last_span() -> None:
     assert world.sealed == {0, 1}
     session = world.connect()
     lease = world.acquire(session, [key(4)]).lease
-    (slot,) = (row.slot for row in world.core.spans(now_ms=world.now) if row.key == key(4))
+    (slot,) = (row.slot for row in world.core.views.spans(now_ms=world.now) if row.key == key(4))
     world.send(ev.Evict([slot]))
     world.flip(1, 0)
     world.ask(rq.ReportCorrupt, session, lease, [0])
@@ -109,7 +110,7 @@ def test_a_full_pool_gives_up_the_slab_with_the_oldest_span(held: str) -> None:
     world.store(session, [key(n) for n in range(20, 24)])
     # What was written is younger than what is sealed, and goes if that must stay.
     assert reserve(world) == (Reason.OK if kept else Reason.NOT_READY)
-    assert key(1) in {row.key for row in world.core.spans(now_ms=world.now)} or not kept
+    assert key(1) in {row.key for row in world.core.views.spans(now_ms=world.now)} or not kept
 
 
 def test_what_is_written_is_evicted_where_that_is_older() -> None:
@@ -138,7 +139,7 @@ def test_a_slab_is_replaced_for_the_same_users() -> None:
     world.restart()
     world.settle()
     world.send(ev.GraceEnded())
-    mine = {row.slab for row in world.core.spans(now_ms=world.now, group=1000)}
+    mine = {row.slab for row in world.core.views.spans(now_ms=world.now, group=1000)}
     one = world.connect(uid=1000)
     world.replace(next(iter(world.given_up)))
     world.store(one, [key(20), key(21)])
@@ -177,12 +178,12 @@ def test_the_daemon_that_sealed_a_slab_has_it_back() -> None:
     tenancy = Tenancy(groups=(1000, 1001))
     world = World({0: TILES, 1: TILES}, tenancy=tenancy, hardened=True, patience_ms=1)
     world.store(world.connect(uid=1000), [key(0)])
-    (slab,) = (row.slab for row in world.core.spans(now_ms=world.now))
+    (slab,) = (row.slab for row in world.core.views.spans(now_ms=world.now))
     sizes, memory = dict(world.sizes), dict(world.memory)
     world.restart()
     world.settle()
     world.send(ev.GraceEnded())
-    world.send(ev.Evict([row.slot for row in world.core.spans(now_ms=world.now)]))
+    world.send(ev.Evict([row.slot for row in world.core.views.spans(now_ms=world.now)]))
     assert slab in world.given_up
     world.hardened, world.given_up = False, {}
     world.sizes, world.memory = sizes, memory
@@ -191,7 +192,7 @@ def test_the_daemon_that_sealed_a_slab_has_it_back() -> None:
     assert not world.core.may_map(slab, 1001)
     world.settle()
     world.store(world.connect(uid=1001), [key(1)])
-    assert {row.slab for row in world.core.spans(now_ms=world.now)} == {1 - slab}
+    assert {row.slab for row in world.core.views.spans(now_ms=world.now)} == {1 - slab}
     world.check()
 
 
@@ -245,9 +246,9 @@ def test_no_hot_slab_is_given_up_for_a_colder_one_while_memory_is_awaited(
     world.send(ev.GraceEnded())
     assert reserve(world) == Reason.NOT_READY
     (first,) = world.given_up
-    cold, warm = sorted({row.slab for row in world.core.spans(now_ms=world.now)})
+    cold, warm = sorted({row.slab for row in world.core.views.spans(now_ms=world.now)})
     hot = world.connect()
-    for row in world.core.spans(now_ms=world.now):
+    for row in world.core.views.spans(now_ms=world.now):
         if row.slab == warm:
             world.release(hot, [world.acquire(hot, [row.key]).lease])
     world.replace(first, populated=False)
@@ -268,7 +269,7 @@ def test_a_slab_among_what_was_looked_at_is_given_up(monkeypatch: pytest.MonkeyP
     world.restart()
     world.settle()
     world.send(ev.GraceEnded())
-    rows = {row.key: row for row in world.core.spans(now_ms=world.now)}
+    rows = {row.key: row for row in world.core.views.spans(now_ms=world.now)}
     alone = rows[key(8)].slab
     world.send(ev.Evict([rows[key(n)].slot for n in range(8)]))
     world.replace(1 - alone)
@@ -290,7 +291,7 @@ def test_a_spare_is_not_taken_for_the_memory_of_a_daemon_that_was_broken_off() -
     world.restart()
     world.settle()
     world.send(ev.GraceEnded())
-    world.send(ev.Evict([row.slot for row in world.core.spans(now_ms=world.now)]))
+    world.send(ev.Evict([row.slot for row in world.core.views.spans(now_ms=world.now)]))
     world.replace(0)
     world.store(world.connect(), [key("theirs")])
     assert world.sizes == {heir_of(0): TILES}

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import pytest
+from contents import SHARD, key
 from hypothesis import given
 from hypothesis import strategies as st
-from world import SHARD, World, key
+from world import World
 
 from kmesh.layout import TILE_BYTES
 from kmesh_spand.core import events as ev
@@ -29,7 +30,7 @@ TWO = Tenancy(groups=(1000, 1001))
 
 
 def names(world: World, slab: int) -> str:
-    return {item.slab: item.tenant for item in world.core.status().slabs}[slab]
+    return {item.slab: item.tenant for item in world.core.views.status().slabs}[slab]
 
 
 def test_the_same_key_of_two_uids_is_two_spans() -> None:
@@ -70,7 +71,7 @@ def test_sharing_is_asked_for() -> None:
     other = world.connect(uid=2)
     assert world.acquire(other, [key(1)]).reason == [Reason.OK]
     assert world.core.may_map(0, 2)
-    assert [row.name for row in world.core.tenants()] == ["all"]
+    assert [row.name for row in world.core.views.tenants()] == ["all"]
 
 
 def test_eviction_stays_inside_a_tenant() -> None:
@@ -80,7 +81,7 @@ def test_eviction_stays_inside_a_tenant() -> None:
     for number in range(20):
         world.store(mine, [key(number)])
     assert world.acquire(theirs, [key("old")]).reason == [Reason.OK]
-    mine_row, their_row = world.core.tenants()
+    mine_row, their_row = world.core.views.tenants()
     assert (mine_row.spans, mine_row.counters["evicted"]) == (2, 18)
     assert (their_row.spans, their_row.counters["evicted"]) == (1, 0)
     assert mine_row.counters["committed"] == 20
@@ -100,7 +101,7 @@ def test_a_quota_evicts_and_then_refuses() -> None:
     assert world.reserve(session, [key(4)], length=3 * TILE_BYTES).reason == [Reason.QUOTA]
     world.release(session, [lease])
     world.store(session, [key(4)], length=2 * TILE_BYTES)
-    (row,) = world.core.tenants()
+    (row,) = world.core.views.tenants()
     assert (row.quota, row.used, row.spans) == (2 * TILE_BYTES, 2 * TILE_BYTES, 1)
     assert row.counters["reserve_quota"] == 2
     assert world.core.counters["reserve_quota"] == 2
@@ -219,9 +220,9 @@ def test_lists_can_be_limited_to_a_group() -> None:
     world.store(world.connect(uid=1000), [key(1)])
     world.store(world.connect(uid=1001), [key(2), key(3)])
     for group, spans in ((1000, 1), (1001, 2), (1002, 0), (None, 3)):
-        assert len(world.core.spans(now_ms=0, group=group)) == spans
-        assert sum(row.spans for row in world.core.namespaces(group)) == spans
-    assert [row.name for row in world.core.tenants(1001)] == ["1001"]
+        assert len(world.core.views.spans(now_ms=0, group=group)) == spans
+        assert sum(row.spans for row in world.core.views.namespaces(group)) == spans
+    assert [row.name for row in world.core.views.tenants(1001)] == ["1001"]
 
 
 def test_a_sweep_can_be_limited_to_a_group() -> None:
@@ -244,7 +245,7 @@ def test_salts_that_get_nothing_are_forgotten() -> None:
     for number in range(2 * MAX_IDLE):
         answer = world.reserve(session, [key(2)], salt=key(number))
         assert answer.reason == [Reason.POOL_FULL]
-    assert len(world.core.tenants()) == MAX_IDLE + 1
+    assert len(world.core.views.tenants()) == MAX_IDLE + 1
     world.check()
 
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from world import World, key
+from contents import key
+from world import World
 
 from kmesh.layout import TILE_BYTES
 from kmesh_spand.core import events as ev
@@ -30,9 +31,9 @@ def test_the_same_key_in_two_tiers_is_two_spans() -> None:
     assert world.reserve(session, [key(1)], tier=1).reason == [Reason.EXISTS]
     slabs = [world.acquire(session, [key(1)], tier=tier).slab[0] for tier in (0, 1, 2)]
     assert slabs == [0, 2, 3]
-    names = [(row.name, row.spans, row.slabs) for row in world.core.tenants()]
+    names = [(row.name, row.spans, row.slabs) for row in world.core.views.tenants()]
     assert names == [("1000", 1, 1), ("1000@gpu0", 1, 1), ("1000@gpu1", 1, 1)]
-    assert [row.tenant for row in world.core.status().slabs] == [
+    assert [row.tenant for row in world.core.views.status().slabs] == [
         *("1000", "", "1000@gpu0", "1000@gpu1", ""),
     ]
     world.check()
@@ -43,7 +44,7 @@ def test_the_index_tells_tiers_apart() -> None:
     session = world.connect()
     world.store(session, [key(1), key(2)], tier=1)
     assert {tier for _, tier, _ in world.index} == {1}
-    assert world.core.status().index_entries == 2
+    assert world.core.views.status().index_entries == 2
     world.store(session, [key(1)])
     assert sorted(tier for _, tier, _ in world.index) == [0, 1, 1]
     world.check()
@@ -61,8 +62,8 @@ def test_eviction_stays_inside_a_tier() -> None:
     # All of it is leased now, and nothing of another tier is taken for it.
     world.acquire(session, [key(8)], tier=1)
     assert world.reserve(session, [key(11)], tier=1).reason == [Reason.POOL_FULL]
-    assert world.core.status().slabs[2].used == 3 * TILE_BYTES
-    assert world.core.status().slabs[4].used == 0
+    assert world.core.views.status().slabs[2].used == 3 * TILE_BYTES
+    assert world.core.views.status().slabs[4].used == 0
     world.check()
 
 
@@ -173,7 +174,7 @@ def test_however_many_rows_of_a_tier_that_is_down_come_first_the_others_are_veri
     assert found.reason == [Reason.OK] * 3
     assert [verify.slab for verify in world.verifies.values()] == [1, 1]
     # What is evicted while it waits, and what is given its row, is passed over.
-    rows = world.core.spans(limit=200, now_ms=world.now)
+    rows = world.core.views.spans(limit=200, now_ms=world.now)
     gone = [row.slot for row in rows if row.state == "recovered"][:20]
     world.send(ev.Evict(gone))
     world.store(session, [key(("new", n)) for n in range(20)], tier=1)

@@ -6,7 +6,8 @@ from collections.abc import Iterator, Sequence
 
 import pytest
 from asking import A, B, C, D, E, F, reasons, refused
-from world import NAMESPACE, SHARD, World, key
+from contents import NAMESPACE, SHARD, key
+from world import World
 
 from kmesh.layout import TILE_BYTES
 from kmesh_spand.core import effects as fx
@@ -65,15 +66,15 @@ def test_eviction_clears_a_window_and_nothing_else() -> None:
     world = World({0: 8})
     one = world.connect()
     world.store(one, [A, B, C, D, E, F, key("g"), key("h")])
-    slots = {row.key: row.offset // TILE_BYTES for row in world.core.spans(now_ms=0)}
+    slots = {row.key: row.offset // TILE_BYTES for row in world.core.views.spans(now_ms=0)}
     names = sorted(slots, key=slots.__getitem__)
     world.acquire(one, [names[1], names[4]])
     answer = world.reserve(one, [key("i")], length=3 * TILE_BYTES)
     assert reasons(answer) == [0]
-    left = {row.key for row in world.core.spans(now_ms=0) if row.state == "committed"}
+    left = {row.key for row in world.core.views.spans(now_ms=0) if row.state == "committed"}
     assert left == set(names[:5])
     assert reasons(world.reserve(one, [key("j")], length=3 * TILE_BYTES)) == [Reason.POOL_FULL]
-    assert {row.key for row in world.core.spans(now_ms=0) if row.state == "committed"} == left
+    assert {row.key for row in world.core.views.spans(now_ms=0) if row.state == "committed"} == left
     world.check()
 
 
@@ -128,7 +129,7 @@ def test_draining_lets_only_what_is_in_flight_finish(world: World) -> None:
     assert not world.core.idle
     world.settle()
     assert world.core.idle
-    assert world.core.status().draining
+    assert world.core.views.status().draining
     assert reasons(world.acquire(one, [A, B])) == [0, 0]
 
 
@@ -322,14 +323,14 @@ def test_staging_outlives_its_session_while_a_copy_reads_it(world: World) -> Non
     first, second = sorted(world.copies)
     world.close(one)
     assert world.closed == {one}
-    assert world.core.status().slabs[0].used == 4 * TILE_BYTES
+    assert world.core.views.status().slabs[0].used == 4 * TILE_BYTES
     assert reasons(world.reserve(two, [A], length=5 * TILE_BYTES)) == [Reason.POOL_FULL]
     world.copy_ends(first)
     assert world.closed == {one}
     world.copy_ends(second, ok=False)
     assert not world.closed
     assert not world.index
-    assert world.core.status().slabs[0].used == 0
+    assert world.core.views.status().slabs[0].used == 0
     world.close(two)
     assert not world.closed
     world.check()
@@ -386,7 +387,7 @@ def test_a_failing_policy_is_survived(policy: Policy) -> None:
     world = World({0: 4}, policy=policy)
     one = world.connect()
     world.store(one, [A, B, C, D])
-    first = next(row.key for row in world.core.spans(now_ms=0) if row.slot == 0)
+    first = next(row.key for row in world.core.views.spans(now_ms=0) if row.slot == 0)
     world.acquire(one, [first])
     for n in range(20):
         world.store(one, [key(n)])

@@ -7,8 +7,9 @@ from collections.abc import Callable, Mapping
 from typing import ClassVar
 
 import hypothesis.strategies as st
+from contents import OTHER_SHARD, SHARD, Held, Who, key
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
-from world import OTHER_SHARD, SHARD, Held, Who, World, key
+from world import World
 
 from kmesh.layout import TILE_BYTES
 from kmesh_spand.control.native import NativeBatch
@@ -148,7 +149,7 @@ class Walk(RuleBasedStateMachine):
         world = self.world
         return {
             row.slot: row.key
-            for row in world.core.spans(limit=1000, now_ms=world.now)
+            for row in world.core.views.spans(limit=1000, now_ms=world.now)
             if (world.who_of(row.slab), world.tiers.get(row.slab, 0)) != (who, tier)
         }
 

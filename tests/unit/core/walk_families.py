@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import hypothesis.strategies as st
+from contents import NAMESPACE, SHARD
 from hypothesis.stateful import precondition, rule
 from walk import FULL, having, salts, seldom
 from walk_spans import SpanRules
-from world import NAMESPACE, SHARD
 
 from kmesh.layout import TILE_BYTES
 from kmesh_spand.core import events as ev
@@ -152,7 +152,7 @@ class FamilyRules(SpanRules):
     def evict_bases(self, data: st.DataObject, drop: bool) -> None:
         self.causes |= {Cause.PRESSURE, Cause.OPERATOR}
         world = self.world
-        rows = [row for row in world.core.spans(now_ms=world.now) if row.mirrors]
+        rows = [row for row in world.core.views.spans(now_ms=world.now) if row.mirrors]
         if rows:
             row = data.draw(st.sampled_from(rows))
             spans = [(row.slot, row.generation), (row.slot, row.generation + 1)]

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import hypothesis.strategies as st
+from contents import NAMESPACE
 from hypothesis.stateful import precondition, rule
 from walk import Walk, having, seldom
-from world import NAMESPACE
 
 from kmesh.layout import TILE_BYTES
 from kmesh_spand.core import events as ev
@@ -42,7 +42,7 @@ class FaultRules(Walk):
     def evict(self, data: st.DataObject, aged: bool, many: bool) -> None:
         world, sweep = self.world, self.world.core.sweep
         self.causes.add(Cause.OPERATOR)
-        rows = [row for row in world.core.spans(now_ms=world.now) if row.state != "orphaned"]
+        rows = [row for row in world.core.views.spans(now_ms=world.now) if row.state != "orphaned"]
         if rows and not many:
             rows = [data.draw(st.sampled_from(rows))]
             keys = b"".join(row.key for row in rows)
@@ -52,7 +52,7 @@ class FaultRules(Walk):
             named = {r.primary - 1 for (name, _, _), r in stored if name in keys}
             rows = [
                 row
-                for row in world.core.spans(now_ms=world.now)
+                for row in world.core.views.spans(now_ms=world.now)
                 if row.key in keys or row.slot in named
             ]
             gone = ("orphaned", "doomed", "draft", "retired")
@@ -70,7 +70,7 @@ class FaultRules(Walk):
         assert swept.size == sum(row.length for row in rows if row.slot in swept.slots)
         lies = [row.slot for row in rows if row.leases] + [-1, 10**6]
         world.send(ev.Evict([*swept.slots, *lies]))
-        left = {row.slot for row in world.core.spans(now_ms=world.now)}
+        left = {row.slot for row in world.core.views.spans(now_ms=world.now)}
         assert not left & set(swept.slots)
         assert left >= {row.slot for row in rows if row.leases}
 

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import hypothesis.strategies as st
+from contents import OTHER_SHARD, SHARD
 from hypothesis.stateful import precondition, rule
 from walk import FULL, SHARDS, having, lengths, salts, seldom
 from walk_spans import SpanRules
-from world import OTHER_SHARD, SHARD
 
 from kmesh.layout import TILE_BYTES
 from kmesh_spand.core import results as rs

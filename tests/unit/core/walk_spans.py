@@ -5,9 +5,9 @@ from __future__ import annotations
 import itertools
 
 import hypothesis.strategies as st
+from contents import NAMESPACE, SHARD
 from hypothesis.stateful import precondition, rule
 from walk import FULL, KEYS, SALT, SHARDS, TAILS, Walk, having, lengths, salts, seldom
-from world import NAMESPACE, SHARD
 
 from kmesh.layout import TILE_BYTES, tiles
 from kmesh_spand.core import requests as rq
@@ -172,7 +172,7 @@ class SpanRules(Walk):
             assert refused.code == Code.EXHAUSTED
             return
         expected = [self.expect(name, shard, who, tier=tier) for name in keys]
-        status, evicted = world.core.status(), world.core.counters["evicted"]
+        status, evicted = world.core.views.status(), world.core.counters["evicted"]
         before = world.core.counters["slabs_given_up"]
         others = self.others(who, tier)
         free = not (self.grace or world.wanted or world.copies or world.verifies or world.leases)
