@@ -220,7 +220,11 @@ verify-evidence: ## recompute the figures of evidence/ and compare them with the
 	@$(PYTHON) tools/verify_evidence.py
 
 .PHONY: clean
-clean: ## remove what was built, but neither .venv nor the model
+clean: ## remove what was built and measured; .config, .venv and the model stay
 	@rm -rf build dist .demo .bench .tokendance .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
 	@rm -rf client/*.egg-info *.egg-info $(NATIVE)
 	@find . -name __pycache__ -not -path './.venv/*' -prune -exec rm -rf {} +
+
+.PHONY: distclean
+distclean: clean ## clean, and remove .config too
+	@rm -f .config

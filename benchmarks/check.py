@@ -25,6 +25,7 @@ class Target:
         unit: of the row and of the bounds.
         at_most, at_least: at most one of them; a row without is shown only.
         adr: page that explains why it falls short.
+        part: of the benchmark, where parts can be measured one by one; the rows' ``benchmark``.
     """
 
     row: str
@@ -33,6 +34,7 @@ class Target:
     at_most: float | None = None
     at_least: float | None = None
     adr: str = ""
+    part: str = ""
 
     def __post_init__(self) -> None:
         if self.at_most is not None and self.at_least is not None:
@@ -145,10 +147,20 @@ def judge_all(result: Mapping[str, Any], targets: Sequence[Target], root: Path) 
     return lines
 
 
-def main(path: Path, targets: Path, root: Path) -> int:
-    """Prints a line for each target; returns 1 if one falls short unexplained or is missing."""
+def lacking(result: Mapping[str, Any], targets: Sequence[Target]) -> list[str]:
+    """Parts of which a result has no row at all: they were not measured, or failed."""
+    measured = {"", *(row.get("benchmark", "") for row in result["raw"]["rows"])}
+    return list(dict.fromkeys(t.part for t in targets if t.part not in measured))
+
+
+def main(path: Path, targets: Path, root: Path, make: str = "bench") -> int:
+    """Prints a line for each target; returns 1 if one falls short unexplained or is missing.
+
+    Args:
+        make: target of the Makefile that measures.
+    """
     if not path.is_file():
-        print(f"{path} is not there: run `make bench` first")
+        print(f"{path} is not there: run `make {make}` first")
         return 1
     result = json.loads(path.read_text(encoding="utf-8"))
     machine = result["hardware"]
@@ -157,9 +169,16 @@ def main(path: Path, targets: Path, root: Path) -> int:
         f" commit {result['commit'][:12]}{'' if result['clean'] else ' and changes'}"
         f"{', QUICK' if result['quick'] else ''}"
     )
-    lines = judge_all(result, read_targets(targets), root)
+    known = read_targets(targets)
+    lines = judge_all(result, known, root)
     for line in lines:
         print(line)
     failing = sum(line.verdict.fails for line in lines)
+    for part in lacking(result, known):
+        print(
+            f"{part}: this part is not in the file: it was not measured with the others, or failed."
+            f" `make {make} BENCH_ARGS='--parts {part}'` adds it to the last run, at the same"
+            " commit, on the same machine and with the same --rounds"
+        )
     print(f"{len(lines) - failing} of {len(lines)} in order")
     return 1 if failing else 0

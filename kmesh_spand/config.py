@@ -41,6 +41,9 @@ _TRACE_MODULES = {
     "otlp": "opentelemetry.exporter.otlp.proto.grpc",
 }
 
+#: Settings that have to be set when another one is: what is wrong came from there.
+_NEEDED_BY = {"gpu_memory": "gpu", "gpu": "gpu_memory", "disk_bytes": "disk", "disk": "disk_bytes"}
+
 Size = Annotated[int, BeforeValidator(units.parse_size)]
 Mode = Annotated[int, BeforeValidator(units.parse_mode)]
 Uid = Annotated[int, Field(ge=0, lt=2**32)]
@@ -100,7 +103,7 @@ class Config(BaseSettings):
         "memory that growing slabs leave to the machine and the control group", 64 << 20, ge=0
     )
     gpu: Gpus = _set("GPUs on which slabs are made: number or UUID; may be repeated", [])
-    gpu_memory: Size = _set("memory of each of them, such as 8GiB", 0, ge=0)
+    gpu_memory: Size = _set("memory of each of them, such as 8GiB; 0: none", 0, ge=0)
     gpu_slab_size: Size | None = _set(
         "GPU memory that is exported as one piece [an eighth of gpu_memory, 64MiB to 1GiB]",
         ge=GPU_GRANULARITY,
@@ -109,7 +112,9 @@ class Config(BaseSettings):
         "where gpu_memory lies: on the GPU, or in host memory that CUDA makes for it", "gpu"
     )
     disk: str = _set("directory to which spans go that memory forgets [none]", "")
-    disk_bytes: Size = _set("what its files may take, headers included, such as 200GiB", 0, ge=0)
+    disk_bytes: Size = _set(
+        "what its files may take, headers included, such as 200GiB; 0: nothing", 0, ge=0
+    )
     disk_spans: int | None = _set(
         "spans that can be kept there [one for each 256KiB of disk_bytes]", ge=1, le=1 << 26
     )
@@ -148,7 +153,10 @@ class Config(BaseSettings):
     metrics_listen: Listen = _set("HOST:PORT of the metrics page over HTTP [none]", "")
     stuck_ms: int = _set("a store worker that owes an answer for longer is not ready", 3000, ge=100)
     slow_call_ms: int = _set("calls that take longer are logged; 0: none", 1000, ge=0)
-    trace: Trace = _set("OpenTelemetry: off, console, file:PATH or otlp:ENDPOINT", "off")
+    trace: Trace = _set(
+        "OpenTelemetry: off, console, file:/PATH, otlp:unix:/PATH or otlp:http(s)://HOST:PORT",
+        "off",
+    )
     log_level: Level = _set("least severe line that is logged", "info")
     log_format: Literal["text", "json"] = _set("form of a log line", "text")
 
@@ -357,7 +365,10 @@ def load(flags: Mapping[str, Any], environ: Mapping[str, str], file: Path | None
         raise ConfigError(f"{name}: {text} ({origins.get(name, 'default')})") from None
     except ConfigError as failed:
         name = str(failed).partition(":")[0]
-        raise ConfigError(f"{failed} ({origins.get(name, 'default')})") from None
+        origin, other = origins.get(name, "default"), _NEEDED_BY.get(name, "")
+        if origin == "default" and origins.get(other, "default") != "default":
+            origin = f"{other}: {origins[other]}"
+        raise ConfigError(f"{failed} ({origin})") from None
     return Loaded(settings, origins)
 
 

@@ -15,6 +15,7 @@ from typing import NamedTuple
 import msgspec
 
 from kmesh.errors import ConfigError
+from kmesh_spand.units import format_size
 
 logger = logging.getLogger(__name__)
 
@@ -127,16 +128,18 @@ class Custody:
             self._directory.close()
 
 
-def open_directory(path: str) -> Directory:
+def open_directory(path: str, wanted: int = 0) -> Directory:
     """Takes a directory, which is made if it is not there (but not its parents).
+
+    Args:
+        wanted: bytes that files may take there; more than the file system has is warned of.
 
     Raises:
         ConfigError: it is not to be used, and why.
     """
     with contextlib.ExitStack() as undo:
         with _refusals(path):
-            with contextlib.suppress(FileExistsError):
-                os.mkdir(path, 0o700)
+            _make(path)
             flags = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
             fd = os.open(path, flags)
         undo.callback(os.close, fd)
@@ -154,8 +157,24 @@ def open_directory(path: str) -> Directory:
             made = Directory(path, fd, lock, _identity(lock, path))
             _check_folders(fd, path)
             _try_to_write(fd)
+            room = os.fstatvfs(fd)
         undo.pop_all()
+    whole = room.f_blocks * room.f_frsize
+    if wanted > whole:
+        told, there = format_size(wanted), format_size(whole >> 20 << 20)
+        logger.warning("disk_bytes: %s, but the file system of %s has %s", told, path, there)
     return made
+
+
+def _make(path: str) -> None:
+    try:
+        os.mkdir(path, 0o700)
+    except FileExistsError:
+        pass
+    except FileNotFoundError:
+        raise ConfigError(
+            f"disk: {path}: there is no {os.path.dirname(path)} to make it in"
+        ) from None
 
 
 @contextlib.contextmanager

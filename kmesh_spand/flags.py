@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, Literal, NoReturn, get_args, get_origin
 
 from kmesh_spand import units
 from kmesh_spand.config import ENV_PREFIX, Config, Loaded, load
@@ -47,7 +47,7 @@ def parser() -> argparse.ArgumentParser:
         group.add_argument(
             "--" + name.replace("_", "-"),
             dest=name,
-            metavar="VALUE",
+            metavar=_metavar(field.annotation),
             action="append" if name == "gpu" else "store",
             default=argparse.SUPPRESS,
             help=text.replace("%", "%%"),
@@ -99,6 +99,13 @@ def to_toml(loaded: Loaded) -> str:
             text = str(value)
         lines.append(f"{name} = {text}  # {loaded.origins[name]}")
     return "\n".join(lines) + "\n"
+
+
+def _metavar(kind: Any) -> str:
+    choices = ("true", "false") if kind is bool else get_args(kind)
+    if kind is bool or get_origin(kind) is Literal:
+        return "{" + ",".join(choices) + "}"
+    return "VALUE"
 
 
 def _value(name: str, value: Any) -> str:

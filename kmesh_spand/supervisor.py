@@ -107,7 +107,7 @@ class Supervisor:
         )
         if settings.disk:
             try:
-                self._disk = Custody(open_directory(settings.disk))
+                self._disk = Custody(open_directory(settings.disk, settings.disk_bytes))
             except BaseException:
                 held.close()
                 raise

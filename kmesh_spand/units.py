@@ -121,7 +121,7 @@ def check_listen(value: str) -> str:
 
 
 def check_trace(value: str) -> str:
-    """``off``, ``console``, ``file:PATH`` or ``otlp:ENDPOINT``.
+    """``off``, ``console``, ``file:/PATH`` or ``otlp:ENDPOINT``.
 
     Raises:
         ValueError: it is none of these.
@@ -135,6 +135,6 @@ def check_trace(value: str) -> str:
     ):
         return value
     raise ValueError(
-        f"{value!r} is no trace: write off, console, file:/PATH, otlp:unix:/PATH or "
-        "otlp:http://HOST:PORT"
+        f"{value!r} is no trace: write off, console, file:/PATH, otlp:unix:/PATH, "
+        "otlp:http://HOST:PORT or otlp:https://HOST:PORT"
     )

@@ -33,7 +33,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     checking.add_argument("result", nargs="?", type=Path, default=RESULT)
     options = parser.parse_args(argv)
     if options.command == "check":
-        return check.main(options.result, TARGETS, ROOT)
+        return check.main(options.result, TARGETS, ROOT, "bench-gpu")
     out = options.out or (PARTIAL if options.only else RESULT)
     return run(options.rounds, out, options.peer, options.only)
 

@@ -318,7 +318,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     checking.add_argument("result", nargs="?", type=Path, default=RESULT)
     options = parser.parse_args(argv)
     if options.command == "check":
-        return check.main(options.result, TARGETS, ROOT)
+        return check.main(options.result, TARGETS, ROOT, "bench-gpu-engines")
     from benchmarks.gpu.rig import Driver
 
     taken, copies = measure(options.rounds, options.parts)

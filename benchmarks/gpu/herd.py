@@ -96,7 +96,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     checking.add_argument("result", nargs="?", type=Path, default=RESULT)
     options = parser.parse_args(argv)
     if options.command == "check":
-        return check.main(options.result, TARGETS, ROOT)
+        return check.main(options.result, TARGETS, ROOT, "bench-gpu-herd")
     rounds: list[herd.Round] = []
     failed = False
     try:

@@ -240,7 +240,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     checking.add_argument("result", nargs="?", type=Path, default=RESULT)
     options = parser.parse_args(argv)
     if options.command == "check":
-        return check.main(options.result, TARGETS, ROOT)
+        return check.main(options.result, TARGETS, ROOT, "bench-gpu-pair")
     return run({name: parts[name] for name in options.parts}, options.rounds, options.out)
 
 

@@ -153,7 +153,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     checking.add_argument("result", nargs="?", type=Path, default=RESULT)
     options = parser.parse_args(argv)
     if options.command == "check":
-        return check.main(options.result, TARGETS, ROOT)
+        return check.main(options.result, TARGETS, ROOT, "bench-gpu-round")
     from benchmarks.gpu.rig import Driver
 
     found = []

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from demo.progress import step
-from experiments import profile
+from experiments import checkpoint, profile
 from experiments.profile import CHECKPOINT, GENERATED, PROFILES, ROOT, Profile, ProfileError
 from experiments.tokendance import codec, evidence, kept
 from experiments.tokendance.workload import Workload, check_unaligned, digest
@@ -88,15 +89,11 @@ def show(result: dict[str, Any]) -> None:
 
 
 def go_round(config: Profile, as_json: bool, out: Path | None) -> int:
-    """The exit status: 2 where there is no bundle of a model to go by."""
+    """The exit status. ProfileError: something is missing, such as the bundle of a model."""
     # Engines and what talks to them are loaded only here.
     from experiments.tokendance import round as through
 
-    try:
-        return through.main(config, as_json, out, show_round)
-    except ProfileError as error:
-        print(error, file=sys.stderr)
-        return 2
+    return through.main(config, as_json, out, show_round)
 
 
 def show_round(report: Report) -> None:
@@ -142,15 +139,30 @@ def main(argv: list[str] | None = None) -> int:
     if given.command == "evidence":
         evidence.write(given.out, given.generated, given.captured)
         return 0
-    if given.command == "defconfig":
-        profile.write(given.profile)
-        print(f"{profile.CONFIG.name}: {given.profile}")
-        return 0
     try:
-        config, said = profile.read()
+        return _run(given)
     except ProfileError as error:
         print(error, file=sys.stderr)
         return 2
+
+
+def choose(name: str) -> None:
+    """Writes the profile of that name to ``.config``, with the checkpoint if it has one."""
+    config = PROFILES[name]
+    if config.model == CHECKPOINT:
+        path, known = checkpoint.chosen()
+        config = dataclasses.replace(config, checkpoint=path, checkpoint_digest=known)
+    profile.write(config, profile.CONFIG)
+    print(
+        f"{profile.CONFIG.name}: {name}" + (f", {config.checkpoint}" if config.checkpoint else "")
+    )
+
+
+def _run(given: argparse.Namespace) -> int:
+    if given.command == "defconfig":
+        choose(given.profile)
+        return 0
+    config, said = profile.read()
     if given.command == "plan":
         print(json.dumps(plan(config, said), indent=None if given.json else 1))
         return 0

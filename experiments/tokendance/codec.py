@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
@@ -11,7 +10,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 
-from experiments import profile
+from experiments import checkpoint, profile
 from experiments.profile import CHECKPOINT, GENERATED, Profile
 from experiments.tokendance.bundle import Bundle, described
 from experiments.tokendance.cutting import Parts
@@ -45,11 +44,8 @@ def gathered(config: Profile) -> Workload:
 def captured(config: Profile) -> Captured:
     """Five ragged prompts with the state of a checkpoint, one passage in all of them."""
     from experiments.tokendance.captured import Captured
-    from tools import prepare_model
 
-    if not os.environ.get("MODEL") and not prepare_model.is_prepared():
-        prepare_model.convert(prepare_model.gguf_file(), prepare_model.TARGET)
-    return Captured(prepare_model.model_path(), config.shared_tokens, config.prompts)
+    return Captured(checkpoint.path_of(config), config.shared_tokens, config.prompts)
 
 
 def shape_of(config: Profile, layers: int = 0) -> Shape:
@@ -117,6 +113,8 @@ class Run:
                 "format": "docs/recipe-format.md",
                 "profile": self._config.profile,
                 "seed": self._config.seed,
+                "checkpoint": Path(self._config.checkpoint).name,
+                "checkpoint_digest": self._config.checkpoint_digest,
                 "source": profile.source(),
                 "versions": profile.versions(),
                 "executed_kv_reuse": result["executed_kv_reuse"],

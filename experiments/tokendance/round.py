@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import importlib.util
 import json
-import os
 import signal
 import subprocess
 import sys
@@ -22,11 +21,11 @@ from types import FrameType
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from demo import daemon, engine
-from demo.__main__ import prepared_model, wait_healthy
+from demo.__main__ import wait_healthy
 from demo.evidence import command, functional
 from demo.processes import ProcessFailed
 from demo.progress import console, step
-from experiments import profile
+from experiments import checkpoint, profile
 from experiments.profile import CHECKPOINT, CONFIG, ROOT, Profile, ProfileError
 from experiments.tokendance import codec, kept
 from experiments.tokendance.kept import Kept, Stored
@@ -36,7 +35,6 @@ from kmesh.families import Family
 from kmesh.layout import Shard
 from kmesh.segments import SegmentedPrompt
 from kmesh.session import Role, Session
-from tools import prepare_model
 
 if TYPE_CHECKING:
     from experiments.tokendance.captured import Captured
@@ -81,8 +79,8 @@ def check(config: Profile, folder: Path) -> dict[str, Any]:
     arm = sizes_of(folder)
     if arm is None:
         lacks.append(f"the siblings' sizes: arm {_ARM!r} of {folder.name}/codec.json")
-        if not os.environ.get("MODEL") and not prepare_model.is_prepared():
-            lacks.append("the model: it is prepared on the way, unless MODEL names another one")
+        if not checkpoint.is_there(config):
+            lacks.append("the model: it is prepared on the way")
         targets.append("tokendance-codec")
     if arm is None or lacks:
         listed = "".join(f"\n  - {one}" for one in lacks)
@@ -105,7 +103,7 @@ def run(config: Profile) -> Report:
         spand, process = stack.enter_context(daemon.run(LOGS, socket_dir))
         with step("kmesh-spand starts"):
             process.wait_ready(spand.is_ready, daemon.START_TIMEOUT)
-        path = prepared_model()
+        path = checkpoint.path_of(config)
         servers = [
             stack.enter_context(engine.serve(name, path, LOGS, socket_dir=socket_dir, dtype=DTYPE))
             for name in ENGINES

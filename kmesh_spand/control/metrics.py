@@ -16,6 +16,7 @@ from prometheus_client.exposition import CONTENT_TYPE_LATEST
 from prometheus_client.registry import Collector
 
 from kmesh.v1 import admin_pb2
+from kmesh_spand.control import metrichelp
 from kmesh_spand.control.histogram import Histogram
 from kmesh_spand.control.readiness import REASONS, WARNINGS
 from kmesh_spand.control.report import Report
@@ -44,7 +45,7 @@ class Metrics(Collector):
         counters["control_restarts"] = status.control_restarts
         counters["worker_restarts"] = status.worker_restarts
         for name, count in sorted(counters.items()):
-            yield CounterMetricFamily(f"kmesh_{name}", _text(name), count)
+            yield CounterMetricFamily(f"kmesh_{name}", metrichelp.counter(name), count)
 
     def _gauges(self, status: admin_pb2.StatusResponse) -> Iterator[Metric]:
         records, leased_spans, recovering = self._report.catalog()
@@ -76,11 +77,11 @@ class Metrics(Collector):
             "flight_waits": waits,
         }
         for name, value in gauges.items():
-            yield GaugeMetricFamily(f"kmesh_{name}", _text(name), value)
+            yield GaugeMetricFamily(f"kmesh_{name}", metrichelp.gauge(name), value)
         yield _labelled("sessions_by_role", "role", self._report.sessions_by_role())
 
     def _conditions(self, status: admin_pb2.StatusResponse) -> Iterator[Metric]:
-        yield GaugeMetricFamily("kmesh_ready", "ready", int(not status.not_ready))
+        yield GaugeMetricFamily("kmesh_ready", metrichelp.gauge("ready"), int(not status.not_ready))
         for metric, names, found in (
             ("not_ready", REASONS, status.not_ready),
             ("warning", WARNINGS, status.warnings),
@@ -98,7 +99,7 @@ class Metrics(Collector):
             "worker_owed_seconds": worker.owed_seconds,
         }
         for name, value in gauges.items():
-            yield GaugeMetricFamily(f"kmesh_{name}", _text(name), value)
+            yield GaugeMetricFamily(f"kmesh_{name}", metrichelp.gauge(name), value)
 
     def _processes(self) -> Iterator[Metric]:
         worker = self._report.worker.pid
@@ -108,10 +109,11 @@ class Metrics(Collector):
         for name in ("resident_bytes", "private_bytes", "open_files"):
             values = {process: getattr(usage, name) for process, usage in used.items()}
             yield _labelled(f"process_{name}", "process", values)
-        yield GaugeMetricFamily(
-            "kmesh_process_max_files", "process max files", self._report.readiness.max_files
-        )
-        cpu = CounterMetricFamily("kmesh_process_cpu_seconds", "cpu", labels=["process"])
+        name = "process_max_files"
+        most = self._report.readiness.max_files
+        yield GaugeMetricFamily(f"kmesh_{name}", metrichelp.gauge(name), most)
+        name = "process_cpu_seconds"
+        cpu = CounterMetricFamily(f"kmesh_{name}", metrichelp.counter(name), labels=["process"])
         for process, usage in used.items():
             cpu.add_metric([process], usage.cpu_seconds)
         yield cpu
@@ -119,18 +121,20 @@ class Metrics(Collector):
     def _times(self) -> Iterator[Metric]:
         observer = self._report.observer
         requests = HistogramMetricFamily(
-            "kmesh_request_seconds", "request seconds", labels=["request"]
+            "kmesh_request_seconds", metrichelp.histogram("request_seconds"), labels=["request"]
         )
         for name, histogram in observer.requests.items():
             _fill(requests, [name], histogram)
         yield requests
         for name in ("copy_seconds", "copy_wait_seconds", "copy_bytes"):
-            family = HistogramMetricFamily(f"kmesh_{name}", _text(name))
+            family = HistogramMetricFamily(f"kmesh_{name}", metrichelp.histogram(name))
             _fill(family, [], getattr(observer, name))
             yield family
         disk = self._report.disk
         for name in ("read_seconds", "write_seconds") if disk is not None else ():
-            family = HistogramMetricFamily(f"kmesh_disk_{name}", f"disk {_text(name)}")
+            family = HistogramMetricFamily(
+                f"kmesh_disk_{name}", metrichelp.histogram(f"disk_{name}")
+            )
             _fill(family, [], getattr(disk, name))
             yield family
 
@@ -140,21 +144,18 @@ def _tenants(status: admin_pb2.StatusResponse) -> Iterator[Metric]:
         values = {tenant.name: getattr(tenant, name) for tenant in status.tenants}
         yield _labelled(f"tenant_{name}", "tenant", values)
     for name in TENANT_COUNTERS:
-        count = CounterMetricFamily(f"kmesh_tenant_{name}", _text(name), labels=["tenant"])
+        text = metrichelp.counter(f"tenant_{name}")
+        count = CounterMetricFamily(f"kmesh_tenant_{name}", text, labels=["tenant"])
         for tenant in status.tenants:
             count.add_metric([tenant.name], tenant.counters[name])
         yield count
-    paused = GaugeMetricFamily("kmesh_population_paused", "slabs do not grow for want of memory")
+    paused = GaugeMetricFamily("kmesh_population_paused", metrichelp.gauge("population_paused"))
     paused.add_metric([], int(bool(status.paused)))
     yield paused
 
 
-def _text(name: str) -> str:
-    return name.replace("_", " ")
-
-
 def _labelled(name: str, label: str, values: Mapping[str, float]) -> GaugeMetricFamily:
-    family = GaugeMetricFamily(f"kmesh_{name}", _text(name), labels=[label])
+    family = GaugeMetricFamily(f"kmesh_{name}", metrichelp.gauge(name), labels=[label])
     for key, value in values.items():
         family.add_metric([key], value)
     return family
@@ -191,7 +192,7 @@ def _disk(status: admin_pb2.StatusResponse) -> Iterator[Metric]:
         "away_seconds": disk.away_ms / 1000,
     }
     for name, value in gauges.items():
-        yield GaugeMetricFamily(f"kmesh_disk_{name}", f"disk {_text(name)}", value)
+        yield GaugeMetricFamily(f"kmesh_disk_{name}", metrichelp.gauge(f"disk_{name}"), value)
     for name in ("quota", "used", "spans"):
         values = {tenant.name: getattr(tenant, name) for tenant in disk.tenants}
         yield _labelled(f"disk_tenant_{name}", "tenant", values)
@@ -203,7 +204,9 @@ def _gpus(status: admin_pb2.StatusResponse) -> Iterator[Metric]:
     for name in ("ready", "slabs", "slab_bytes", "free_bytes", "total_bytes"):
         values = {gpu.device: int(getattr(gpu, name)) for gpu in found}
         yield _labelled(f"gpu_{name}", "device", values)
-    restarts = CounterMetricFamily("kmesh_gpu_restarts", "gpu restarts", labels=["device"])
+    restarts = CounterMetricFamily(
+        "kmesh_gpu_restarts", metrichelp.counter("gpu_restarts"), labels=["device"]
+    )
     for gpu in found:
         restarts.add_metric([gpu.device], gpu.restarts)
     yield restarts

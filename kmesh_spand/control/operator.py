@@ -11,6 +11,7 @@ from kmesh import errors
 from kmesh.keys import KEY_BYTES
 from kmesh.v1 import admin_pb2
 from kmesh_spand.control.explain import MAX_KEYS, Explainer
+from kmesh_spand.control.families import seen_by
 from kmesh_spand.control.handler import Handler
 from kmesh_spand.control.registry import Member
 from kmesh_spand.core import events
@@ -81,13 +82,16 @@ class Operator:
     ) -> admin_pb2.EvictResponse:
         """Answer of Admin.Evict; others are served between its turns.
 
+        Only what the member may see is chosen, and counted.
+
         Raises:
             RequestError: nothing, or two things at once, were chosen.
         """
         _check_evict(request)
+        group = seen_by(self._handler.core.tenancy, member.peer.uid)
         answer = admin_pb2.EvictResponse()
         bases: list[tuple[int, int]] = []
-        for swept in self._chosen(request):
+        for swept in self._chosen(request, group):
             answer.spans += len(swept.slots)
             answer.bytes += swept.size
             answer.leased += swept.leased
@@ -101,7 +105,7 @@ class Operator:
             # Their mirrors may have been chosen too, and are gone by now.
             part = bases[at : at + _TURN]
             self._handler.event(events.EvictBases(part, request.drop_mirrors))
-        for swept in self._chosen_files(request):
+        for swept in self._chosen_files(request, group):
             answer.disk_spans += len(swept.slots)
             answer.disk_bytes += swept.size
             answer.busy += swept.busy
@@ -122,7 +126,7 @@ class Operator:
             )
         return answer
 
-    def _chosen(self, request: admin_pb2.EvictRequest) -> Iterator[Swept]:
+    def _chosen(self, request: admin_pb2.EvictRequest, group: int | None) -> Iterator[Swept]:
         sweep = self._handler.core.sweep
         age, idle = request.min_age_ms, request.min_idle_ms
         if request.keys:
@@ -133,7 +137,7 @@ class Operator:
             for at in range(0, len(keys), _TURN):
                 part = b"".join(keys[at : at + _TURN])
                 now = self._handler.now_ms()
-                yield sweep.keys(part, min_age_ms=age, min_idle_ms=idle, now_ms=now)
+                yield sweep.keys(part, min_age_ms=age, min_idle_ms=idle, now_ms=now, group=group)
             return
         slot: int | None = 0
         while slot is not None:
@@ -144,22 +148,23 @@ class Operator:
                 min_age_ms=age,
                 min_idle_ms=idle,
                 now_ms=self._handler.now_ms(),
+                group=group,
             )
             yield swept
             slot = swept.next_slot
 
-    def _chosen_files(self, request: admin_pb2.EvictRequest) -> Iterator[Swept]:
+    def _chosen_files(self, request: admin_pb2.EvictRequest, group: int | None) -> Iterator[Swept]:
         """Files go with their spans. Of what is only in files neither age nor use is known."""
         sweep = self._handler.core.sweep
         if request.min_age_ms or request.min_idle_ms:
             return
         if request.keys:
             for at in range(0, len(request.keys), _TURN * KEY_BYTES):
-                yield sweep.files_of(request.keys[at : at + _TURN * KEY_BYTES])
+                yield sweep.files_of(request.keys[at : at + _TURN * KEY_BYTES], group)
             return
         row: int | None = 0
         while row is not None:
-            swept = sweep.files(row, _TURN, request.namespace)
+            swept = sweep.files(row, _TURN, request.namespace, group)
             yield swept
             row = swept.next_slot
 

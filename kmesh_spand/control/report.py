@@ -244,6 +244,11 @@ class Report:
                         disk_spans=space.files,
                         disk_bytes=space.file_bytes,
                     )
+            if request.remembered and group is None:
+                stored = {space.digest for space in answer.namespaces}
+                for digest, fields in self._handler.registry.namespaces().items():
+                    if digest not in stored and request.namespace in (b"", digest):
+                        answer.namespaces.add(digest=digest, fields=fields)
         return answer
 
     def flights(

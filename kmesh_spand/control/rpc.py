@@ -248,7 +248,7 @@ class Admin(_Service, admin_pb2_grpc.AdminServicer):
 
     async def Evict(self, request: admin_pb2.EvictRequest, context: Context) -> Any:
         try:
-            return await self._operator.evict(self._administrator(context), request)
+            return await self._operator.evict(self._member(context), request)
         except errors.RequestError as failed:
             await _refuse(context, failed)
 

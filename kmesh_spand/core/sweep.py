@@ -51,12 +51,14 @@ class Sweep:
         min_age_ms: int = 0,
         min_idle_ms: int = 0,
         now_ms: int,
+        group: int | None = None,
     ) -> Swept:
         """Looks at ``count`` slots from ``begin`` on.
 
         Args:
             namespace: 32-byte digest, or empty for all.
             min_age_ms, min_idle_ms: only spans committed, and last leased, at least so long ago.
+            group: whose; None for all. So it is below.
         """
         table = self._store.table
         swept = Swept()
@@ -65,20 +67,31 @@ class Sweep:
         if namespace and not wanted:
             return swept
         for row in range(begin + 1, end + 1):
-            if not wanted or table.space[row] == wanted:
+            if (not wanted or table.space[row] == wanted) and self._is_of(row, group):
                 self._judge(row, swept, min_age_ms, min_idle_ms, now_ms)
         if end < table.rows:
             swept.next_slot = end
         return swept
 
-    def keys(self, keys: bytes, *, min_age_ms: int, min_idle_ms: int, now_ms: int) -> Swept:
+    def keys(
+        self,
+        keys: bytes,
+        *,
+        min_age_ms: int,
+        min_idle_ms: int,
+        now_ms: int,
+        group: int | None = None,
+    ) -> Swept:
         """Looks at all spans of these keys (32 bytes each), in every shard."""
         swept = Swept()
         for row in dict.fromkeys(self._rows(keys)):
-            self._judge(row, swept, min_age_ms, min_idle_ms, now_ms)
+            if self._is_of(row, group):
+                self._judge(row, swept, min_age_ms, min_idle_ms, now_ms)
         return swept
 
-    def files(self, begin: int, count: int, namespace: bytes = b"") -> Swept:
+    def files(
+        self, begin: int, count: int, namespace: bytes = b"", group: int | None = None
+    ) -> Swept:
         """Looks at ``count`` rows of the disk's table from ``begin`` on; slots are its rows."""
         swept = Swept()
         if self._disk is None:
@@ -90,12 +103,12 @@ class Sweep:
         end = min(begin + count, table.rows)
         for row in range(begin + 1, end + 1):
             if not wanted or table.space[row] == wanted:
-                self._judge_file(book, row, swept)
+                self._judge_file(book, row, swept, group)
         if end < table.rows:
             swept.next_slot = end
         return swept
 
-    def files_of(self, keys: bytes) -> Swept:
+    def files_of(self, keys: bytes, group: int | None = None) -> Swept:
         """Looks at all files of these keys (32 bytes each), in every shard."""
         swept = Swept()
         if self._disk is not None:
@@ -103,12 +116,14 @@ class Sweep:
             for _, where in book.table.scopes:
                 for row in book.table.find_all(keys, where)[0]:
                     if row:
-                        self._judge_file(book, book.resolve(row), swept)
+                        self._judge_file(book, book.resolve(row), swept, group)
         swept.slots = list(dict.fromkeys(swept.slots))
         return swept
 
-    def _judge_file(self, book: FileBook, row: int, swept: Swept) -> None:
+    def _judge_file(self, book: FileBook, row: int, swept: Swept, group: int | None) -> None:
         state = book.table.state[row]
+        if state in FILE_KEYED and group not in (None, book.tenant_of(row).group):
+            return
         if state in FILE_EVICTABLE:
             swept.slots.append(row)
             swept.size += book.table.length[row]
@@ -120,6 +135,12 @@ class Sweep:
         assert len(keys) % KEY_BYTES == 0
         for _, where in store.table.scopes:
             yield from (store.resolve(row) for row in store.table.find_all(keys, where)[0] if row)
+
+    def _is_of(self, row: int, group: int | None) -> bool:
+        if group is None:
+            return True
+        free = self._store.table.state[row] in (State.FREE, State.ALIAS)
+        return not free and self._store.tenant_of(row).group == group
 
     def _judge(self, row: int, swept: Swept, min_age_ms: int, min_idle_ms: int, now: int) -> None:
         table, state = self._store.table, self._store.table.state[row]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -17,7 +18,7 @@ from daemon_process import Daemon, environment
 from leaks import open_fds
 
 from kmesh import errors
-from kmesh.cli import rpc
+from kmesh.cli import doctor, rpc
 from kmesh.cli.commands import app
 from kmesh.handles import HandleKind, HandleRefusal, Tier
 from kmesh.keys import Namespace
@@ -161,16 +162,22 @@ def test_ls(spand: Daemon) -> None:
         with Session.connect(spand.socket_dir, role=Role.TOOL, namespace=other) as second:
             store(second, 2, other)
             spans = as_json("ls", socket_dir=spand.socket_dir)["spans"]
-            few = as_json("ls", "--limit", "3", socket_dir=spand.socket_dir)["spans"]
+            few = as_json("ls", "--limit", "3", socket_dir=spand.socket_dir)
+            few_human = kmesh("ls", "--limit", "3", socket_dir=spand.socket_dir).stdout
             digest = SPACE.digest().hex()
             part = ("ls", "--namespace", digest[:10])
             mine = as_json(*part, socket_dir=spand.socket_dir)["spans"]
+            one_of_mine = as_json(*part, "--limit", "1", socket_dir=spand.socket_dir)
+            exactly = as_json("ls", "--limit", "6", socket_dir=spand.socket_dir)
             spaces = as_json("ls", "--namespaces", socket_dir=spand.socket_dir)["namespaces"]
             human = kmesh("ls", socket_dir=spand.socket_dir).stdout
             spaces_human = kmesh("ls", "--namespaces", socket_dir=spand.socket_dir).stdout
             nobody = kmesh("ls", "--namespace", "zz", socket_dir=spand.socket_dir)
     assert len(spans) == 6
-    assert len(few) == 3
+    assert (len(few["spans"]), few["more"]) == (3, 3)
+    assert few_human.endswith("… 3 more: --limit\n")
+    assert (len(one_of_mine["spans"]), one_of_mine["more"]) == (1, 3)
+    assert (len(exactly["spans"]), exactly["more"]) == (6, 0)
     expected = {keys[i : i + 32].hex() for i in range(0, len(keys), 32)}
     assert {span["key"] for span in mine} == expected
     span = mine[0]
@@ -241,6 +248,41 @@ def test_doctor_finds_a_daemon_of_several_users_well(start_spand: Callable[..., 
     assert seen["slabs"]["level"] == "ok"
     assert seen["slabs"]["seen"].startswith("1 imported: sealed")
     assert f"; {slabs - 1} hold nothing of uid {os.getuid()}" in seen["slabs"]["seen"]
+
+
+def test_doctor_of_a_drained_daemon_says_how_it_takes_spans_again(spand: Daemon) -> None:
+    assert kmesh("drain", "--wait", socket_dir=spand.socket_dir).returncode == 0
+    report = as_json("doctor", socket_dir=spand.socket_dir)
+    (pattern,) = (c for c in report["checks"] if c["name"] == "pattern")
+    assert (pattern["level"], pattern["fix"]) == ("warn", "kmesh drain --cancel")
+
+
+def test_doctor_says_whose_group_lets_a_user_in(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    where = tmp_path / "sockets"
+    refused = errors.PermissionDenied("may not connect", field="socket_dir")
+
+    def tool(*_given: object) -> None:
+        raise refused
+
+    # Root, as which tests may run, is kept out by no mode.
+    monkeypatch.setattr(doctor, "Tool", tool)
+    for may_pass in (False, True):
+        monkeypatch.setattr(os, "access", lambda *_given, passes=may_pass: passes)
+        where.mkdir(mode=0o750, exist_ok=True)
+        (where / "session.sock").touch(mode=0o640)
+        found = {check.name: check for check in doctor.examine(str(where), 1.0).checks}
+        assert found["health"].level == "skip"
+        assert "join the group" in found["socket"].fix
+        path = f"{where}/session.sock" if may_pass else str(where)
+        assert f"of {path}, or change its mode, {'0640' if may_pass else '0750'}" in (
+            found["socket"].fix
+        )
+    shutil.rmtree(where)
+    monkeypatch.setattr(os, "access", lambda *_given: False)
+    found = {check.name: check for check in doctor.examine(str(where), 1.0).checks}
+    assert f"directories above {where}" in found["socket"].fix
 
 
 def test_doctor_finds_a_stuck_daemon(spand: Daemon) -> None:

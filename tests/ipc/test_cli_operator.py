@@ -23,6 +23,8 @@ from test_operator import store as store_prompt
 from kmesh.keys import Namespace, salt_digest
 from kmesh.session import ReserveBatch, Role, Session
 
+OTHER_SPACE = Namespace("another model", "w", "float32", 4, 2, 8)
+
 
 def explained(keys: Any) -> None:
     for key in keys:
@@ -111,9 +113,24 @@ def test_explain_an_ending(spand: Daemon, tmp_path: Path) -> None:
     with engine(spand) as session:
         store_prompt(session, list(range(64)))
         assert kmesh("evict", "--all", "--yes", **where).returncode == 0
-        space = ("--namespace", SPACE.digest().hex())
-        answer = as_json("explain", "--tokens", str(file), *space, **where)
-        human = kmesh("explain", "--tokens", str(file), *space, **where).stdout
+        # Nothing of it is there any more, but it is the only one that is remembered.
+        answer = as_json("explain", "--tokens", str(file), **where)
+        human = kmesh("explain", "--tokens", str(file), **where).stdout
+        with engine(spand, OTHER_SPACE):
+            named = ("explain", "--tokens", str(file), "--namespace", SPACE.digest().hex()[:12])
+            assert as_json(*named, **where) | {"remembered_ms": 0, "shards": []} == answer | {
+                "remembered_ms": 0,
+                "shards": [],
+            }
+            unclear = kmesh("explain", "--tokens", str(file), **where)
+        assert unclear.returncode == 2
+        assert "several namespaces" in unclear.stderr
+        assert as_json("ls", "--namespaces", **where) == {"namespaces": []}
+        known = as_json("ls", "--remembered", **where)["namespaces"]
+        assert [(space["digest"], space["spans"]) for space in known] == [
+            (SPACE.digest().hex(), 0),
+            (OTHER_SPACE.digest().hex(), 0),
+        ]
     (part,) = answer["shards"]
     assert (part["verdict"], part["cause"]) == ("ended", "operator")
     assert part["key"] == chain_of(list(range(64))).keys.hex()
@@ -147,13 +164,25 @@ def test_explain_refuses_what_is_unclear(spand: Daemon, tmp_path: Path) -> None:
     parts.write_text("[1, 2.5]")
     good = tmp_path / "good"
     good.write_text("1 2 3")
+
+    def written(text: str) -> str:
+        path = tmp_path / f"tokens {len(list(tmp_path.iterdir()))}"
+        path.write_text(text)
+        return str(path)
+
     for arguments, said in (
         ((), "either PROMPT or --tokens"),
+        (("text", "--tokens", str(good)), "both PROMPT and --tokens are given"),
         (("text",), "--tokenizer"),
-        (("--tokens", str(file)), "no list of token ids"),
-        (("--tokens", str(parts)), "no list of token ids"),
-        (("--tokens", str(tmp_path / "none")), "No such file"),
-        (("--tokens", str(good)), "no namespace has any spans"),
+        (("--tokens", str(file)), "index 2: true is no token id"),
+        (("--tokens", str(parts)), "index 1: 2.5 is no token id"),
+        (("--tokens", written('[1, 2, "a"]')), 'index 2: "a" is no token id'),
+        (("--tokens", written("[1, 2, -3]")), "index 2: -3 is not from 0 to 4294967295"),
+        (("--tokens", written("1 2 4294967296")), "index 2: 4294967296 is not from"),
+        (("--tokens", written("[1, 2")), "no JSON list"),
+        (("--tokens", written(" ")), "no token ids in it"),
+        (("--tokens", str(tmp_path / "none")), "none: No such file"),
+        (("--tokens", str(good)), "no namespace is known"),
         (("--tokens", str(good), "--field", "nothing"), "NAME=VALUE"),
         (("--tokens", str(good), "--field", "model=x"), "missing namespace field"),
     ):
@@ -268,6 +297,13 @@ def test_drain_and_stop(spand: Daemon) -> None:
     assert spand.process.wait(20) == 0
 
 
+def test_drain_and_stop_unattended(spand: Daemon) -> None:
+    done = kmesh("drain", "--stop", socket_dir=spand.socket_dir)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.endswith("the daemon ends now\n")
+    assert spand.process.wait(20) == 0
+
+
 # watch
 
 
@@ -335,7 +371,7 @@ def test_watch_ends_without_a_daemon(spand: Daemon) -> None:
     assert said.count("\n") == 1
 
 
-# top, bench
+# top
 
 
 def test_top(spand: Daemon) -> None:
@@ -369,29 +405,6 @@ def test_top(spand: Daemon) -> None:
     assert once.returncode == live.returncode == 0
     assert "an [engine]" in once.stdout
     assert "% hits" in live.stdout
-
-
-def test_bench_leaves_nothing(spand: Daemon) -> None:
-    with engine(spand) as session:
-        store(session, 2)
-    found = as_json("bench", "--rounds", "20", socket_dir=spand.socket_dir)
-    assert found["left_spans"] == 0
-    assert found["rounds"] == 20
-    for name, value in found.items():
-        assert name == "left_spans" or value > 0, name
-    explained(found)
-    status = spand.status()
-    assert status.spans == 2
-    assert status.counters["spans_evicted"] == 0
-    assert "ping_median_us" in kmesh("bench", "--rounds", "10", socket_dir=spand.socket_dir).stdout
-
-
-def test_bench_evicts_nobody(start_spand: Callable[..., Daemon]) -> None:
-    daemon = start_spand(host_memory="8MiB")
-    daemon.wait_populated()
-    done = kmesh("bench", socket_dir=daemon.socket_dir)
-    assert done.returncode == 1
-    assert "evicts nobody" in done.stderr
 
 
 def test_without_a_daemon(tmp_path: Path) -> None:

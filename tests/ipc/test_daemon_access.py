@@ -280,10 +280,11 @@ def test_list_pages_through_all_spans(start_spand: Start) -> None:
         assert not none.namespaces
 
 
-def test_metrics_page(start_spand: Start) -> None:
+def test_metrics_page(start_spand: Start, tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as probe:
         port = probe.getsockname()[1]
-    daemon = start_spand(metrics_listen=f"127.0.0.1:{port}")
+    disk = {"disk": tmp_path / "disk", "disk_bytes": "64MiB"}
+    daemon = start_spand(metrics_listen=f"127.0.0.1:{port}", **disk)
     daemon.wait_populated()
     with RawClient(daemon.socket_dir) as client:
         client.store(b"k" * 32, b"bytes")
@@ -296,6 +297,10 @@ def test_metrics_page(start_spand: Start) -> None:
     assert float(values["kmesh_spans_hits_total"]) == 1
     assert float(values["kmesh_requests_commit_total"]) == 1
     assert float(values['kmesh_slab_populated_bytes{slab="0"}']) > 32 << 19
+    for line in lines:
+        if line.startswith("# HELP "):
+            _, _, name, text = line.split(" ", 3)
+            assert text != name.removeprefix("kmesh_").removesuffix("_total"), name
     with pytest.raises(urllib.error.HTTPError, match="404") as missing:
         urllib.request.urlopen(f"http://127.0.0.1:{port}/", timeout=20)
     missing.value.close()

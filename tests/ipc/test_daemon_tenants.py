@@ -10,11 +10,12 @@ import signal
 import socket
 import urllib.request
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 from daemon_process import Daemon, wait_for
 from foreign import NOBODY, let_in, run_as
-from rawclient import RawClient, Refused
+from rawclient import DIGEST, RawClient, Refused
 
 from kmesh.aio import AsyncSession
 from kmesh.calls import ReserveBatch
@@ -76,7 +77,6 @@ with RawClient(socket_dir) as client:
         said["denied"] = []
         for call, request in (
             (admin.Explain, admin_pb2.ExplainRequest(keys=key)),
-            (admin.Evict, admin_pb2.EvictRequest(keys=key)),
             (admin.Drain, admin_pb2.DrainRequest()),
             (admin.Watch, admin_pb2.WatchRequest()),
         ):
@@ -115,7 +115,7 @@ def test_users_see_nothing_of_each_other(start_spand: Start) -> None:
             "sums": [1, 0, 0],
             "used": [False, True, False, False],
             "spans": [1, 1],
-            "denied": ["PERMISSION_DENIED"] * 4,
+            "denied": ["PERMISSION_DENIED"] * 3,
             "uids": [NOBODY],
         }
         assert client.read(KEY) == MINE
@@ -126,6 +126,49 @@ def test_users_see_nothing_of_each_other(start_spand: Start) -> None:
         "0": 1,
         str(NOBODY): 2,
     }
+
+
+_EVICT = """
+keys = [bytes([number]) * 32 for number in range(3)]
+said = {}
+with RawClient(socket_dir) as client:
+    for key in keys:
+        client.store(key, b"what nobody stored")
+    client.acquire([keys[0]])
+    metadata = (("kmesh-session", client.welcome.token),)
+    with grpc.insecure_channel(f"unix:{socket_dir}/grpc.sock") as channel:
+        evict = admin_pb2_grpc.AdminStub(channel).Evict
+        for name, chosen in (
+            ("theirs", dict(keys=b"k" * 32)),
+            ("both", dict(namespace=bytes.fromhex(sys.argv[2]))),
+            ("one", dict(keys=b"k" * 32 + keys[1])),
+            ("all", dict(all=True)),
+        ):
+            request = admin_pb2.EvictRequest(**chosen, dry_run=name == "both")
+            found = evict(request, metadata=metadata)
+            said[name] = [found.spans, found.leased, found.busy, found.disk_spans]
+print(json.dumps(said))
+"""
+
+
+@root
+def test_a_user_evicts_its_own_and_nothing_else(start_spand: Start, tmp_path: Path) -> None:
+    daemon = two_users(start_spand, disk=tmp_path / "disk", disk_bytes="64MiB")
+    with RawClient(daemon.socket_dir) as client:
+        assert client.store(KEY, MINE) == 0
+        daemon.wait_status(lambda s: s.disk.spans == 1)
+        said = json.loads(run_as(NOBODY, _EVICT, daemon.socket_dir, DIGEST.hex()))
+        assert [found[:3] for found in said.values()] == [
+            [0, 0, 0],
+            [3 - 1, 1, 0],
+            [1, 0, 0],
+            [1, 1, 0],
+        ]
+        assert said["theirs"][3] == 0
+        assert client.read(KEY) == MINE
+    status = daemon.status()
+    assert [tenant.name for tenant in status.tenants if tenant.spans] == ["0", str(NOBODY)]
+    assert status.disk.spans >= 1
 
 
 _READ = """

@@ -96,9 +96,13 @@ def test_the_service_is_installed_where_its_unit_looks() -> None:
     assert re.search(rf"useradd .*--user-group .*{user[1]}\n", install)
     for line in re.findall(r"deploy/[a-z.-]+", install):
         assert (ROOT / line).is_file(), line
+    documents = Path(unit.partition("Documentation=file://")[2].partition("\n")[0])
+    assert (ROOT / documents.name).is_file()
+    assert f"sudo cp -r {documents.name} docs {documents.parent}/\n" in install
     assert "RuntimeDirectory=kmesh\nRuntimeDirectoryMode=0750\n" in unit
     assert f"sudo -u {user[1]} {Path(program).with_name('kmesh')} doctor" in check
-    for path in (str(Path(program).parents[1]), str(Path(settings).parent), "kmesh-spand.service"):
+    folders = Path(program).parents[1], Path(settings).parent, documents.parent
+    for path in (*map(str, folders), "kmesh-spand.service"):
         assert path in remove
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import math
 import random
@@ -192,7 +193,45 @@ def test_the_check_fails_without_a_result(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert check.main(tmp_path / "bench.json", TARGETS, ROOT) == 1
-    assert "make bench" in capsys.readouterr().out
+    assert "run `make bench` first" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("module", "target"),
+    [
+        ("__main__", "bench-gpu"),
+        ("engines", "bench-gpu-engines"),
+        ("herd", "bench-gpu-herd"),
+        ("pair", "bench-gpu-pair"),
+        ("round_engine", "bench-gpu-round"),
+    ],
+)
+def test_a_check_without_a_result_names_the_target_that_makes_it(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], module: str, target: str
+) -> None:
+    main = importlib.import_module(f"benchmarks.gpu.{module}").main
+    assert main(["check", str(tmp_path / "none.json")]) == 1
+    assert f"run `make {target}` first" in capsys.readouterr().out
+    assert f"\n{target}: " in (ROOT / "Makefile").read_text()
+
+
+def test_the_check_names_parts_that_were_not_measured(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path, targets = tmp_path / "bench.json", tmp_path / "targets.toml"
+    (row_of_a_part := row(1.0))["benchmark"] = "one"
+    path.write_text(json.dumps(result(row_of_a_part)))
+    targets.write_text(
+        "".join(
+            f'[[target]]\nrow = "{name}"\npart = "{part}"\ntext = "x"\nunit = "ms"\n'
+            for name, part in (("figure", "one"), ("lost", "one"), ("b", "two"), ("c", "two"))
+        )
+    )
+    assert check.main(path, targets, tmp_path, "bench-parts") == 1
+    said = [line for line in capsys.readouterr().out.splitlines() if "part is not in" in line]
+    assert len(said) == 1
+    assert said[0].startswith("two: ")
+    assert "make bench-parts BENCH_ARGS='--parts two'" in said[0]
 
 
 # Targets.

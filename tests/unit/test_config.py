@@ -212,6 +212,31 @@ def test_defaults_follow_the_machine_and_each_other() -> None:
         ({"trace": "on"}, {}, "", "trace: 'on' is no trace"),
         ({"trace": "file:relative"}, {}, "", "trace: "),
         ({"trace": "otlp"}, {}, "", "trace: "),
+        (
+            {"gpu": "0"},
+            {},
+            "",
+            "gpu_memory: how much of each GPU? For example --gpu-memory 8GiB (gpu: flag)",
+        ),
+        (
+            {},
+            {},
+            'disk = "/d"',
+            "disk_bytes: how much of it? For example --disk-bytes 200GiB (disk: FILE)",
+        ),
+        (
+            {"disk": "/d", "disk_bytes": "0"},
+            {},
+            "",
+            "disk_bytes: how much of it? For example --disk-bytes 200GiB (flag)",
+        ),
+        (
+            {"trace": "otlp:ftp://h:1"},
+            {},
+            "",
+            "trace: 'otlp:ftp://h:1' is no trace: write off, console, file:/PATH, otlp:unix:/PATH, "
+            "otlp:http://HOST:PORT or otlp:https://HOST:PORT (flag)",
+        ),
     ],
 )
 def test_errors_name_the_setting(
@@ -295,6 +320,9 @@ def test_command_line() -> None:
     said = command("--help").stdout
     for name in Config.model_fields:
         assert f"--{name.replace('_', '-')}" in said
+    for choices in ("--disk-sync {off,file,all}", "--log-level {debug,info,warning,error}"):
+        assert choices in said
+    assert "--hardened {true,false}" in said
 
 
 def test_single_spans_of_sealed_slabs_are_refused_at_once() -> None:

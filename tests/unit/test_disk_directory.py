@@ -12,6 +12,7 @@ import pytest
 
 from kmesh.errors import ConfigError
 from kmesh_spand import diskdir
+from kmesh_spand.units import format_size
 
 
 def test_a_directory_is_made_and_known_again(
@@ -98,8 +99,23 @@ def test_a_directory_that_is_not_for_us(
 
 
 def test_a_directory_in_nowhere(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="No such file or directory"):
+    with pytest.raises(ConfigError, match=f"there is no {tmp_path / 'a'} to make it in"):
         diskdir.open_directory(str(tmp_path / "a" / "b"))
+
+
+def test_more_than_the_file_system_has_is_warned_of(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    room = os.statvfs(tmp_path)
+    whole = room.f_blocks * room.f_frsize
+    diskdir.open_directory(str(tmp_path / "disk"), whole).close()
+    assert not caplog.records
+    diskdir.open_directory(str(tmp_path / "disk"), 1 << 60).close()
+    (said,) = (record.getMessage() for record in caplog.records)
+    assert said == (
+        f"disk_bytes: {1 << 20}TiB, but the file system of {tmp_path / 'disk'} has "
+        f"{format_size(whole >> 20 << 20)}"
+    )
 
 
 def test_a_directory_that_can_not_be_written(

@@ -41,8 +41,10 @@ NAMES = {
     "flight_declined": "misses that another engine computed and this one too, as the faster way",
     "flight_late": "claims that were not answered in time",
     "flight_refused": "claims or waits that the daemon refused",
-    "segment_requests": "requests that named a family or segments, or had separators",
-    "segment_refused": "requests whose segments or family could not be used",
+    "segment_requests": "requests of which a family, segments or separators were made use of",
+    "segment_refused": (
+        "requests whose segments or family could not be used; none of them is in segment_requests"
+    ),
     "segment_hits": "shared segments of such requests that were stored whole already",
     "segment_misses": "shared segments of such requests that were not",
     "segment_spans": "spans of segments that were given to the workers to be stored",

@@ -70,11 +70,16 @@ def ls(
     namespaces: Annotated[
         bool, typer.Option("--namespaces", help="List namespaces, not spans.")
     ] = False,
+    remembered: Annotated[
+        bool,
+        typer.Option("--remembered", help="List namespaces, those without any spans too."),
+    ] = False,
     as_json: AsJson = False,
 ) -> None:
     """Lists the spans in memory, or the namespaces of which something is there or on disk."""
+    namespaces = namespaces or remembered
     with connected(context) as tool:
-        spaces = tool.namespaces() if namespaces or namespace else []
+        spaces = tool.namespaces(remembered) if namespaces or namespace else []
         if namespace:
             spaces = [pick(spaces, namespace)]
         if namespaces:
@@ -83,11 +88,11 @@ def ls(
             else:
                 render.print_namespaces(spaces)
             return
-        spans = list(tool.spans(spaces[0].digest if spaces else b"", limit))
+        spans, more = tool.listed(spaces[0].digest if spaces else b"", limit)
     if as_json:
-        render.print_json({"spans": [documents.span_json(span) for span in spans]})
+        render.print_json({"spans": [documents.span_json(span) for span in spans], "more": more})
     else:
-        render.print_spans(spans)
+        render.print_spans(spans, more)
 
 
 @app.command()

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import signal
 import statistics
 import time
 from collections.abc import Callable
@@ -25,6 +27,7 @@ SHARD = Shard(0, 1, 0, 1)
 _TINY = 256
 _LARGE = 1 << 20
 _MAX_LARGE = 64
+_FORGET = f"kmesh evict --namespace {BENCH.digest().hex()}"
 
 
 @app.command()
@@ -35,6 +38,8 @@ def bench(
 ) -> None:
     """Measures calls and copies, in a namespace of its own that is empty again after it."""
     known: Options = context.obj
+    # Told to end, it removes what it stored, as it does after Ctrl-C.
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     with connected(context) as first:
         free = _free(first)
     if free < _TINY * TILE_BYTES:
@@ -45,8 +50,18 @@ def bench(
             )
         )
         raise typer.Exit(EXIT_CHECK_FAILED)
+    large = max(1, min(free // _LARGE // 2, _MAX_LARGE))
+    keys, more = os.urandom(KEY_BYTES * _TINY), os.urandom(KEY_BYTES * large)
     with connected(context, BENCH) as tool:
-        found = _measure(tool, rounds, free, known.timeout)
+        try:
+            found = _measure(tool, rounds, keys, more, known.timeout)
+        except BaseException:
+            # With the session its leases, reservations and copies end.
+            tool.session.close()
+            with contextlib.suppress(errors.KMeshError):
+                _tidy(known, keys + more)
+            raise
+        found["left_spans"] = tool.remove(keys + more)
     if as_json:
         render.print_json(found)
     else:
@@ -62,32 +77,39 @@ def _free(tool: Tool) -> int:
     return sum(slab.populated - slab.used for slab in status.slabs if not slab.device)
 
 
-def _measure(tool: Tool, rounds: int, free: int, timeout: float) -> dict[str, object]:
-    session = tool.session
-    large = max(1, min(free // _LARGE // 2, _MAX_LARGE))
+def _tidy(known: Options, keys: bytes) -> None:
+    """Removes what a run stored that was cut short; says so if it can't."""
+    until = time.monotonic() + known.timeout
+    with Tool(known.socket_dir, known.timeout) as tool:
+        # The daemon may not have seen the end of the other session yet.
+        while (left := tool.remove(keys)) and time.monotonic() < until:
+            time.sleep(0.02)
+    if left:
+        complain(errors.KMeshError(f"{left} spans stay: {_FORGET}"))
+
+
+def _measure(
+    tool: Tool, rounds: int, keys: bytes, more: bytes, timeout: float
+) -> dict[str, object]:
+    session, large = tool.session, len(more) // KEY_BYTES
     staging = session.staging(min(max(large * _LARGE, 1 << 20), session.welcome.max_staging_bytes))
-    keys = os.urandom(KEY_BYTES * _TINY)
-    more = os.urandom(KEY_BYTES * large)
-    try:
-        _store(session, staging, keys, [b"tiny"] * _TINY)
-        session.acquire(keys, [SHARD], timeout=timeout).release()
-        pings = _times(lambda: session.ping(timeout), rounds)
-        grpc = _times(tool.status, rounds)
-        leases = _times(lambda: _lease(session, keys, timeout), rounds)
-        tool.remove(keys)
-        payloads = [os.urandom(_LARGE)] * large
+    _store(session, staging, keys, [b"tiny"] * _TINY)
+    session.acquire(keys, [SHARD], timeout=timeout).release()
+    pings = _times(lambda: session.ping(timeout), rounds)
+    grpc = _times(tool.status, rounds)
+    leases = _times(lambda: _lease(session, keys, timeout), rounds)
+    tool.remove(keys)
+    payloads = [os.urandom(_LARGE)] * large
+    before = time.perf_counter()
+    _store(session, staging, more, payloads)
+    stored = time.perf_counter() - before
+    with session.acquire(more, [SHARD], timeout=timeout) as lease:
+        session.slab(lease.entry(0).slab)
         before = time.perf_counter()
-        _store(session, staging, more, payloads)
-        stored = time.perf_counter() - before
-        with session.acquire(more, [SHARD], timeout=timeout) as lease:
-            session.slab(lease.entry(0).slab)
-            before = time.perf_counter()
-            for entry in range(lease.hits):
-                read_span(session, lease, entry)
-            read = time.perf_counter() - before
-            size = lease.hits * _LARGE
-    finally:
-        left = tool.remove(keys + more)
+        for entry in range(lease.hits):
+            read_span(session, lease, entry)
+        read = time.perf_counter() - before
+        size = lease.hits * _LARGE
     return {
         "rounds": rounds,
         "ping_median_us": _us(statistics.median(pings)),
@@ -100,7 +122,6 @@ def _measure(tool: Tool, rounds: int, free: int, timeout: float) -> dict[str, ob
         "copied_bytes": size,
         "store_mb_per_s": round(large * _LARGE / stored / 1e6, 1),
         "read_mb_per_s": round(size / read / 1e6, 1),
-        "left_spans": left,
     }
 
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import grp
 import json
 import os
+import stat
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -20,6 +22,7 @@ from kmesh.cli.rpc import Tool, healthy
 from kmesh.handles import HandleKind, Offer, Tier
 from kmesh.keys import Namespace
 from kmesh.layout import TILE_BYTES, Shard
+from kmesh.packets import SOCKET_NAME
 from kmesh.session import ReserveBatch
 from kmesh.store import put_spans, read_span
 from kmesh.v1 import common_pb2
@@ -89,6 +92,8 @@ def examine(
         found.append(_no_session(socket_dir, refused))
         if isinstance(refused, errors.DaemonUnavailable):
             found.append(Check("health", "skip", "no daemon"))
+        elif _is_kept_out(refused):
+            found.append(Check("health", "skip", "its socket can't be reached either"))
         else:
             found.append(attempt("health", partial(_health, socket_dir, timeout)))
         found += [Check(name, "skip", "no session") for name in _WITH_SESSION]
@@ -118,13 +123,38 @@ def _plain(text: str) -> str:
 
 
 def _no_session(socket_dir: str, refused: errors.KMeshError) -> Check:
-    if isinstance(refused, errors.PermissionDenied):
+    if _is_kept_out(refused):
+        fix = _way_in(socket_dir)
+    elif isinstance(refused, errors.PermissionDenied):
         fix = f"allow uid {os.getuid()} in the daemon's allow_uids, or run as its user"
     elif isinstance(refused, errors.VersionMismatch):
         fix = "install the same version of kmesh here and for the daemon"
     else:
         fix = f"start one: kmesh-spand --socket-dir {socket_dir}, or name its --socket-dir here"
     return Check("socket", "fail", str(refused), fix)
+
+
+def _is_kept_out(refused: errors.KMeshError) -> bool:
+    """By a mode of the file system; the daemon was not asked."""
+    return isinstance(refused, errors.PermissionDenied) and refused.field == "socket_dir"
+
+
+def _way_in(socket_dir: str) -> str:
+    after = 'docs/configuration.md, "Who gets in", says how; allow_uids counts after that'
+    # A socket's own mode counts where its directory lets us through.
+    path = socket_dir
+    if os.access(socket_dir, os.X_OK):
+        path = os.path.join(socket_dir, SOCKET_NAME)
+    try:
+        found = os.stat(path)
+    except OSError:
+        return f"let uid {os.getuid()} through the directories above {socket_dir}; {after}"
+    try:
+        group = grp.getgrgid(found.st_gid).gr_name
+    except KeyError:
+        group = str(found.st_gid)
+    mode = stat.S_IMODE(found.st_mode)
+    return f"join the group {group} of {path}, or change its mode, {mode:04o}: {after}"
 
 
 def _health(socket_dir: str, timeout: float, tool: Tool | None = None) -> Check:
@@ -226,6 +256,9 @@ def _dma_buf(tool: Tool, key: bytes, payload: bytes) -> Check:
 
 def _pattern(tool: Tool, socket_dir: str, key: bytes, payload: bytes) -> Check:
     """A random span goes through the daemon and comes back here and in a second process."""
+    if tool.status().draining:
+        drained = "the daemon is drained: it serves, and takes no spans"
+        return Check("pattern", "warn", drained, "kmesh drain --cancel")
     session = tool.session
     tokens = session.welcome.span_tokens
     batch = ReserveBatch(DOCTOR.digest(), SHARD, key, [tokens], [0], [len(payload)])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import json
+import re
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -57,7 +58,9 @@ def explain(
     as_json: AsJson = False,
 ) -> None:
     """Says how much of a prompt is served, and why the rest misses."""
-    if bool(prompt) == bool(tokens):
+    if prompt and tokens:
+        raise typer.BadParameter("both PROMPT and --tokens are given: one of them is asked about")
+    if not prompt and not tokens:
         raise typer.BadParameter("either PROMPT or --tokens is needed")
     ids = read_tokens(tokens) if tokens else tokenize(prompt, tokenizer)
     with connected(context) as tool:
@@ -75,12 +78,32 @@ def read_tokens(file: Path) -> list[int]:
     try:
         text = sys.stdin.read() if str(file) == "-" else file.read_text()
         found = json.loads(text) if text.lstrip().startswith("[") else text.split()
-        ids = [int(item) for item in found if not isinstance(item, bool | float)]
-    except (OSError, ValueError, TypeError) as wrong:
-        raise typer.BadParameter(f"{file}: {wrong}", param_hint="--tokens") from None
-    if not ids or len(ids) != len(found) or min(ids) < 0 or max(ids) >= 1 << 32:
-        raise typer.BadParameter(f"{file}: no list of token ids", param_hint="--tokens")
-    return ids
+    except OSError as failed:
+        raise _no_tokens(file, failed.strerror or str(failed)) from None
+    except json.JSONDecodeError as wrong:
+        raise _no_tokens(file, f"no JSON list: {wrong}") from None
+    except UnicodeDecodeError:
+        raise _no_tokens(file, "no text, but other bytes") from None
+    if not found:
+        raise _no_tokens(file, "no token ids in it")
+    return [_token(file, place, item) for place, item in enumerate(found)]
+
+
+def _token(file: Path, place: int, item: object) -> int:
+    """An item of a JSON list, or a word."""
+    shown = json.dumps(item)[:40]
+    if isinstance(item, str) and re.fullmatch(r"[+-]?[0-9]{1,20}", item):
+        item = int(item)
+        shown = str(item)
+    if not isinstance(item, int) or isinstance(item, bool):
+        raise _no_tokens(file, f"index {place}: {shown} is no token id, which are integers")
+    if not 0 <= item < 1 << 32:
+        raise _no_tokens(file, f"index {place}: {shown} is not from 0 to {(1 << 32) - 1}")
+    return item
+
+
+def _no_tokens(file: Path, why: str) -> typer.BadParameter:
+    return typer.BadParameter(f"{file}: {why}", param_hint="--tokens")
 
 
 def tokenize(prompt: str, path: Path | None) -> list[int]:
@@ -120,17 +143,19 @@ def _fields(given: Sequence[str]) -> dict[str, str]:
 def _choose(
     tool: Tool, request: admin_pb2.ExplainRequest, beginning: str, changes: Mapping[str, str]
 ) -> None:
-    spaces = tool.namespaces()
+    spaces = tool.namespaces(remembered=True)
+    # One that is empty is asked for by name, or where there is no other.
+    likely = [space for space in spaces if space.spans or space.disk_spans] or spaces
     base: Mapping[str, str] = {}
     if beginning and len(beginning) == 64 and not _known(spaces, beginning):
         request.namespace = _digest(beginning)
-    elif beginning or len(spaces) == 1:
-        space = pick(spaces, beginning)
+    elif beginning or len(likely) == 1:
+        space = pick(spaces if beginning else likely, beginning)
         request.namespace, base = space.digest, space.fields
     elif not changes:
-        count = "there are several namespaces" if spaces else "no namespace has any spans"
+        count = "there are several namespaces" if spaces else "no namespace is known"
         raise typer.BadParameter(
-            f"{count}: name one with --namespace, as `kmesh ls --namespaces` lists them, or all"
+            f"{count}: name one with --namespace, as `kmesh ls --remembered` lists them, or all"
             " --field"
         )
     if not changes:

@@ -180,7 +180,8 @@ def handles_table(tiers: Iterable[common_pb2.TierHandles]) -> Table:
     return table("\nhandles", ("tier", "kind", "given", "why not slabs"), rows)
 
 
-def print_spans(spans: Sequence[admin_pb2.SpanInfo]) -> None:
+def print_spans(spans: Sequence[admin_pb2.SpanInfo], more: int) -> None:
+    """Those that are given, and how many ``more`` there are."""
     rows = [
         (
             span.key.hex()[:16],
@@ -202,6 +203,8 @@ def print_spans(spans: Sequence[admin_pb2.SpanInfo]) -> None:
         *(">size", "kept as", ">leases", ">age", ">idle"),
     )
     console().print(table("", columns, rows))
+    if more:
+        print(f"… {more:,} more: --limit")
 
 
 def _kept_as(span: admin_pb2.SpanInfo) -> str:

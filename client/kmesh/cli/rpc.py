@@ -87,10 +87,18 @@ class Tool:
         answer: admin_pb2.StatusResponse = self._ask(self._admin.Status, admin_pb2.StatusRequest())
         return answer
 
-    def namespaces(self) -> list[admin_pb2.NamespaceInfo]:
-        """Every namespace of which something is stored."""
-        request = admin_pb2.ListRequest(limit=1)
+    def namespaces(self, remembered: bool = False) -> list[admin_pb2.NamespaceInfo]:
+        """Every namespace of which something is stored, or was (``remembered``)."""
+        request = admin_pb2.ListRequest(limit=1, remembered=remembered)
         return list(self._ask(self._admin.List, request).namespaces)
+
+    def listed(self, namespace: bytes, limit: int) -> tuple[list[admin_pb2.SpanInfo], int]:
+        """At most ``limit`` spans, and how many more there are; as ``spans``."""
+        found = list(self.spans(namespace, limit + 1))
+        if len(found) <= limit:
+            return found, 0
+        stored = sum(s.spans for s in self.namespaces() if namespace in (b"", s.digest))
+        return found[:limit], max(1, stored - limit)
 
     def spans(self, namespace: bytes, limit: int) -> Iterator[admin_pb2.SpanInfo]:
         """At most ``limit`` spans; of all namespaces when ``namespace`` is empty."""

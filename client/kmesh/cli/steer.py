@@ -66,6 +66,8 @@ def evict(
 ) -> None:
     """Drops stored spans that nobody leases, from memory and from disk.
 
+    Where a daemon keeps uids apart, only those of this uid: root and the daemon's user evict all.
+
     With an age, only from memory: of what is on disk the age is not known.
     """
     if bool(namespace) + bool(key) + every > 1:
@@ -197,15 +199,19 @@ def drain(
             }
         )
     elif not wait:
-        print(_state(progress))
+        # It is idle in a moment, with nobody here to be told.
+        idle = not progress.reservations and not progress.copies
+        print(_state(progress, "now" if idle else "after that") if stop else _state(progress))
     if wait and progress.late:
         raise typer.Exit(EXIT_CHECK_FAILED)
 
 
-def _state(progress: admin_pb2.DrainProgress) -> str:
+def _state(progress: admin_pb2.DrainProgress, ends: str = "") -> str:
+    """For people; ``ends`` says when the daemon does, where that was asked for."""
     if not progress.draining:
         return "serving: new spans are taken"
     state = "late" if progress.late else "drained" if progress.done else "draining"
     text = f"{state}: {progress.reservations:,} reservations, {progress.copies:,} copies in flight"
     text += f"; {progress.leases:,} leases of readers"
-    return text + ("; the daemon ends now" if progress.stopping else "")
+    ends = "now" if progress.stopping else ends
+    return text + (f"; the daemon ends {ends}" if ends else "")

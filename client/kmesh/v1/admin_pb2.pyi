@@ -654,22 +654,28 @@ class ListRequest(_message.Message):
     NAMESPACE_FIELD_NUMBER: _builtins.int
     LIMIT_FIELD_NUMBER: _builtins.int
     PAGE_TOKEN_FIELD_NUMBER: _builtins.int
+    REMEMBERED_FIELD_NUMBER: _builtins.int
     namespace: _builtins.bytes
     """32-byte digest, or empty for all"""
     limit: _builtins.int
     """0: the daemon's default (1,000), at most 10,000"""
     page_token: _builtins.str
     """from the previous answer"""
+    remembered: _builtins.bool
+    """Also those namespaces that sessions stated and of which nothing is stored;
+    for who may see everybody's.
+    """
     def __init__(
         self,
         *,
         namespace: _builtins.bytes = ...,
         limit: _builtins.int = ...,
         page_token: _builtins.str = ...,
+        remembered: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["limit", b"limit", "namespace", b"namespace", "page_token", b"page_token"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["limit", b"limit", "namespace", b"namespace", "page_token", b"page_token", "remembered", b"remembered"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

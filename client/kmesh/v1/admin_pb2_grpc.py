@@ -89,7 +89,9 @@ class AdminServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def Evict(self, request, context):
-        """Drops stored spans that nobody leases. Others are served meanwhile.
+        """Drops stored spans that nobody leases. Others are served meanwhile. Where
+        uids are kept apart, a caller that is neither root nor the daemon's own
+        user chooses among its own uid's spans, whatever it asks for.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

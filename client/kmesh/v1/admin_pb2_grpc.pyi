@@ -36,7 +36,10 @@ class AdminStub:
     Explain: _grpc.UnaryUnaryMultiCallable[_admin_pb2.ExplainRequest, _admin_pb2.ExplainResponse]
     """Where a prompt's stored prefix ends, and why there. Changes nothing."""
     Evict: _grpc.UnaryUnaryMultiCallable[_admin_pb2.EvictRequest, _admin_pb2.EvictResponse]
-    """Drops stored spans that nobody leases. Others are served meanwhile."""
+    """Drops stored spans that nobody leases. Others are served meanwhile. Where
+    uids are kept apart, a caller that is neither root nor the daemon's own
+    user chooses among its own uid's spans, whatever it asks for.
+    """
     Drain: _grpc.UnaryStreamMultiCallable[_admin_pb2.DrainRequest, _admin_pb2.DrainProgress]
     """Takes no new spans from now on; reads go on. One answer at once, one at
     each change, the last one when all is written or the deadline has passed.
@@ -55,7 +58,10 @@ class AdminAsyncStub(AdminStub):
     Explain: _aio.UnaryUnaryMultiCallable[_admin_pb2.ExplainRequest, _admin_pb2.ExplainResponse]  # type: ignore[assignment]
     """Where a prompt's stored prefix ends, and why there. Changes nothing."""
     Evict: _aio.UnaryUnaryMultiCallable[_admin_pb2.EvictRequest, _admin_pb2.EvictResponse]  # type: ignore[assignment]
-    """Drops stored spans that nobody leases. Others are served meanwhile."""
+    """Drops stored spans that nobody leases. Others are served meanwhile. Where
+    uids are kept apart, a caller that is neither root nor the daemon's own
+    user chooses among its own uid's spans, whatever it asks for.
+    """
     Drain: _aio.UnaryStreamMultiCallable[_admin_pb2.DrainRequest, _admin_pb2.DrainProgress]  # type: ignore[assignment]
     """Takes no new spans from now on; reads go on. One answer at once, one at
     each change, the last one when all is written or the deadline has passed.
@@ -95,7 +101,10 @@ class AdminServicer(metaclass=_abc_1.ABCMeta):
         request: _admin_pb2.EvictRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_admin_pb2.EvictResponse, _abc.Awaitable[_admin_pb2.EvictResponse]]:
-        """Drops stored spans that nobody leases. Others are served meanwhile."""
+        """Drops stored spans that nobody leases. Others are served meanwhile. Where
+        uids are kept apart, a caller that is neither root nor the daemon's own
+        user chooses among its own uid's spans, whatever it asks for.
+        """
 
     @_abc_1.abstractmethod
     def Drain(

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import safetensors
 
-from experiments import profile
+from experiments import checkpoint, profile
 from experiments.profile import PROFILES, Profile, ProfileError
 from experiments.tokendance import __main__ as command
 from experiments.tokendance import codec, verify
@@ -92,7 +92,7 @@ def test_too_few_own_tokens_are_refused() -> None:
 
 def test_a_profile_is_read_as_it_was_written(tmp_path: Path) -> None:
     path = tmp_path / ".config"
-    profile.write("tokendance-cpu", path)
+    profile.write(PROFILES["tokendance-cpu"], path)
     config, said = profile.read(path)
     assert config == PROFILES["tokendance-cpu"]
     assert isinstance(config, Profile)
@@ -120,7 +120,7 @@ def test_the_plan_says_that_no_state_is_reused_by_a_model(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     path = tmp_path / ".config"
-    profile.write("tokendance-cpu", path)
+    profile.write(PROFILES["tokendance-cpu"], path)
     said = profile.read(path)
     monkeypatch.setattr(profile, "read", lambda: said)
     assert command.main(["plan", "--json"]) == 0
@@ -130,6 +130,48 @@ def test_the_plan_says_that_no_state_is_reused_by_a_model(
     assert workload["dense_bytes_of_siblings"] == 25_165_824
     assert len(workload["token_ids_sha256"]) == 64
     assert planned["profile"]["seed"] == PROFILES["tokendance-cpu"].seed
+
+
+def test_a_checkpoint_is_chosen_once(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    path, model = tmp_path / ".config", tmp_path / "a model"
+    model.mkdir()
+    (model / "config.json").write_text("{}")
+    weights = model / "model.safetensors"
+    weights.write_bytes(b"weights")
+    monkeypatch.setattr(profile, "CONFIG", path)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setenv("MODEL", str(model))
+    assert command.main(["defconfig", "tokendance-model"]) == 0
+    assert str(model) in capsys.readouterr().out
+    config, said = profile.read(path)
+    assert config.checkpoint == str(model)
+    assert len(config.checkpoint_digest) == 64
+    assert not said.keys() & {"layers", "kv_heads", "head_dim", "dtype", "rope_theta"}
+    # As in another shell.
+    monkeypatch.delenv("MODEL")
+    assert checkpoint.path_of(config) == str(model)
+    monkeypatch.setenv("MODEL", str(tmp_path))
+    with pytest.raises(ProfileError, match="MODEL another checkpoint"):
+        checkpoint.path_of(config)
+    monkeypatch.delenv("MODEL")
+    weights.write_bytes(b"weights of another")
+    with pytest.raises(ProfileError, match="not what it was when it was chosen"):
+        checkpoint.path_of(config)
+
+
+def test_a_model_that_is_none_is_not_chosen(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    path = tmp_path / ".config"
+    monkeypatch.setattr(profile, "CONFIG", path)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    for given, said in ((tmp_path / "none", "is no directory"), (tmp_path, "no checkpoint's")):
+        monkeypatch.setenv("MODEL", str(given))
+        assert command.main(["defconfig", "tokendance-model"]) == 2
+        assert said in capsys.readouterr().err
+    assert not path.exists()
 
 
 # ---- the bundle ---------------------------------------------------------------------------------

@@ -141,7 +141,7 @@ def test_evidence_comes_to_the_same_figures(report: Report, tmp_path: Path) -> N
 
 
 def test_a_round_says_at_once_all_that_it_lacks(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     drawn, model = PROFILES["tokendance-cpu"], PROFILES["tokendance-model"]
     codec = tmp_path / "codec.json"
@@ -165,8 +165,9 @@ def test_a_round_says_at_once_all_that_it_lacks(
     assert remedy(model) == "run `make env tokendance-round`"
     monkeypatch.setattr(through, "ROOT", tmp_path)
     codec.unlink()
-    assert go_round(drawn, False, None) == 2
-    said = capsys.readouterr().err
+    with pytest.raises(ProfileError) as raised:
+        go_round(drawn, False, None)
+    said = str(raised.value)
     assert "packages: kmesh_has_none_such" in said
     assert ".config has tokendance-cpu" in said
     assert "arm 'spans'" in said

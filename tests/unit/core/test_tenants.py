@@ -225,6 +225,19 @@ def test_lists_can_be_limited_to_a_group() -> None:
     assert [row.name for row in world.core.views.tenants(1001)] == ["1001"]
 
 
+def test_a_sweep_can_be_limited_to_a_group() -> None:
+    world = World({0: 4, 1: 4}, tenancy=TWO)
+    world.store(world.connect(uid=1000), [key(1)])
+    theirs = world.connect(uid=1001)
+    world.store(theirs, [key(1), key(2)])
+    world.acquire(theirs, [key(2)])
+    sweep, ages = world.core.sweep, {"min_age_ms": 0, "min_idle_ms": 0, "now_ms": world.now}
+    for group, spans, leased in ((1000, 1, 0), (1001, 1, 1), (1002, 0, 0), (None, 2, 1)):
+        by_key = sweep.keys(key(1) + key(2), **ages, group=group)
+        for swept in (by_key, sweep.part(0, 64, **ages, group=group)):
+            assert (len(swept.slots), swept.leased) == (spans, leased)
+
+
 def test_salts_that_get_nothing_are_forgotten() -> None:
     world = World({0: 1}, tenancy=Tenancy(groups=(1000,)))
     session = world.connect()
