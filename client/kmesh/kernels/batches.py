@@ -52,18 +52,27 @@ def find() -> Batch | None:
         return None
     if status or not call.value:
         return None
+    return _batch(call.value)
+
+
+def _batch(address: int) -> Batch:
+    """The call that is there, in the form that 12.8 has."""
     start = ctypes.CFUNCTYPE(
-        c_int, POINTER(c_ulonglong), POINTER(c_ulonglong), POINTER(c_size_t), c_size_t,
-        POINTER(_Attributes), POINTER(c_size_t), c_size_t, POINTER(c_size_t), c_void_p,
-    )(call.value)  # fmt: skip
+        c_int, c_void_p, c_void_p, c_void_p, c_size_t, POINTER(_Attributes), POINTER(c_size_t),
+        c_size_t, POINTER(c_size_t), c_void_p,
+    )(address)  # fmt: skip
     # One kind for all, from the first on.
     kind, first = _Attributes(order=_STREAM_ORDER), c_size_t(0)
 
     def batch(copies: npt.NDArray[np.uint64], stream: int) -> int:
-        each = np.ascontiguousarray(copies.T)
-        to, source = (each[row].ctypes.data_as(POINTER(c_ulonglong)) for row in range(2))
-        sizes, failed = each[2].ctypes.data_as(POINTER(c_size_t)), c_size_t()
-        kinds = byref(kind), byref(first), 1
-        return int(start(to, source, sizes, len(copies), *kinds, byref(failed), stream))
+        # Three lists, one behind the other: to, from, bytes.
+        lists, failed = np.ascontiguousarray(copies.T), c_size_t()
+        to, count = lists.ctypes.data, len(copies)
+        return int(
+            start(
+                to, to + 8 * count, to + 16 * count, count,
+                byref(kind), byref(first), 1, byref(failed), stream,
+            )
+        )  # fmt: skip
 
     return batch
