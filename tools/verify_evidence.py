@@ -24,7 +24,7 @@ REQUIRED = ("kind", "label", "date", "command", "commit", "hardware", "versions"
 LABELS = ("functional, CPU", "trend", "data-centre")
 
 _MARK = re.compile(r"<!-- evidence: ([\w-]+)\.(\w+) -->")
-_NUMBER = re.compile(r"(\d[\d,]*(?:\.\d+)?)[^\d\n]{0,24}$")
+_NUMBER = re.compile(r"((?:(?<=[\s|(])-)?\d[\d,]*(?:\.\d+)?)[^\d\n]{0,24}$")
 
 
 def derive_demo(raw: Mapping[str, Any]) -> dict[str, float]:
