@@ -27,8 +27,10 @@ def chosen() -> tuple[str, str]:
 
 
 def is_there(config: Profile) -> bool:
-    """Whether nothing has to be prepared before the profile's checkpoint can be loaded."""
-    return Path(config.checkpoint) != prepare_model.TARGET or prepare_model.is_prepared()
+    """Whether nothing has to be prepared before the profile's checkpoint, or the demo's model where
+    it has none, can be loaded."""
+    other = config.checkpoint and Path(config.checkpoint) != prepare_model.TARGET
+    return bool(other) or prepare_model.is_prepared()
 
 
 def path_of(config: Profile) -> str:

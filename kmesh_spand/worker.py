@@ -162,8 +162,8 @@ class Worker(JobWorker):
     def _populate(self, slabs: Mapping[int, Slab] | None = None) -> None:
         """Puts pages behind slabs: these, or all of them. When they are there they are mapped."""
         started = time.monotonic()
-        filled = {n: s for n, s in (slabs or self._slabs).items() if not s.sealed}
         waiting = dict(self._slabs if slabs is None else slabs)
+        filled = {number: slab for number, slab in waiting.items() if not slab.sealed}
         while waiting:
             for number, slab in list(waiting.items()):
                 if slab.sealed:

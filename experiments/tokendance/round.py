@@ -62,6 +62,14 @@ def sizes_of(folder: Path) -> dict[str, Any] | None:
         return None
 
 
+def made_of(folder: Path) -> str:
+    """Digest of the checkpoint that a bundle was made of, as far as its manifest says so."""
+    try:
+        return str(json.loads((folder / "manifest.json").read_text())["checkpoint_digest"])
+    except (FileNotFoundError, KeyError):
+        return ""
+
+
 def check(config: Profile, folder: Path) -> dict[str, Any]:
     """What ``sizes_of`` finds in the bundle's folder.
 
@@ -81,6 +89,9 @@ def check(config: Profile, folder: Path) -> dict[str, Any]:
         lacks.append(f"the siblings' sizes: arm {_ARM!r} of {folder.name}/codec.json")
         if not checkpoint.is_there(config):
             lacks.append("the model: it is prepared on the way")
+        targets.append("tokendance-codec")
+    elif config.checkpoint_digest and made_of(folder) not in ("", config.checkpoint_digest):
+        lacks.append(f"{folder.name} of this checkpoint: it was made of another one")
         targets.append("tokendance-codec")
     if arm is None or lacks:
         listed = "".join(f"\n  - {one}" for one in lacks)

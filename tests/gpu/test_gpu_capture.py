@@ -72,13 +72,15 @@ def test_a_capture_goes_on_beside_it(
         stream.begin_capture(cupy.cuda.runtime.streamCaptureModeGlobal)
         try:
             one_more(numbers, numbers)
-            thread = threading.Thread(target=beside)
+            thread = threading.Thread(target=beside, daemon=True)
             thread.start()
             thread.join(60)
+            late = thread.is_alive()
             one_more(numbers, numbers)
         finally:
             graph = stream.end_capture()
         assert not wrong
+        assert not late
         graph.launch(stream)
         stream.synchronize()
     assert (numbers.get() == 3).all()

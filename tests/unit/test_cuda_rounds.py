@@ -42,6 +42,7 @@ def test_either_route_moves_what_the_reference_moves(
     if data.draw(st.integers(0, 2)) == 0:
         array = data.draw(st.sampled_from([member.blob for member in case.members])).data
         array[data.draw(st.integers(0, array.size - 1))] ^= 4
+    gpu.batch = data.draw(st.sampled_from([None, gpu.together]))
     expected = case.engine()
     wanted = round_reference.restore(expected.layout, *case.built())
     for route in Route:
@@ -125,11 +126,9 @@ def test_recipes_of_a_slab_are_one_copy_with_what_is_between_them(gpu: Gpu) -> N
 def test_recipes_of_a_slab_are_copied_together_without_what_is_between_them(gpu: Gpu) -> None:
     together: list[int] = []
 
-    def batch(copies: np.ndarray, _stream: int) -> int:
+    def batch(copies: np.ndarray, stream: int) -> int:
         together.append(len(copies))
-        for to, source, size in copies.tolist():
-            gpu.cuda.runtime.memcpyAsync(to, source, size, 4, 0)
-        return 0
+        return gpu.together(copies, stream)
 
     gpu.batch = batch
     case, _ = siblings(12, frames=1)
@@ -162,7 +161,7 @@ def test_the_drivers_call_gets_what_was_asked_for() -> None:
         order = ctypes.c_int.from_address(kinds).value
         heard.append((count, order, size.from_address(firsts).value, kind_count, stream))
         size.from_address(failed).value = 0
-        return 0 if count > 1 else batches.NOT_SUPPORTED
+        return 0 if count > 1 else 801
 
     batch = batches._batch(ctypes.cast(driver, pointer).value or 0)
     source, target = np.arange(100, dtype=np.uint8), np.zeros(100, dtype=np.uint8)
@@ -174,26 +173,24 @@ def test_the_drivers_call_gets_what_was_asked_for() -> None:
     copies[:, 1] += np.uint64(source.ctypes.data)
     assert batch(copies, 77) == 0
     assert (target == expected).all()
-    assert batch(copies[1:2], 5) == batches.NOT_SUPPORTED
+    assert batch(copies[1:2], 5) == 801
     assert heard == [(3, 1, 0, 1, 77), (1, 1, 0, 1, 5)]
 
 
-@pytest.mark.parametrize(("status", "tried"), [(batches.NOT_SUPPORTED, 1), (1, 2)])
-def test_a_driver_that_does_not_copy_together(gpu: Gpu, status: int, tried: int) -> None:
-    """One that can't is not asked again; one that fails ends the round, and the next one tries."""
+def test_a_driver_that_does_not_copy_together_is_not_asked_again(
+    gpu: Gpu, caplog: pytest.LogCaptureFixture
+) -> None:
     asked: list[int] = []
-    gpu.batch = lambda copies, _: asked.append(len(copies)) or status
+    gpu.batch = lambda copies, _: asked.append(len(copies)) or 801
     case, _ = siblings(12, frames=1)
     engine, expected = case.engine(), case.engine()
-    restorer = RoundRestorer(engine.layout)
+    restorer, slab = RoundRestorer(engine.layout), Slab(case)
     for _ in range(2):
-        if status == batches.NOT_SUPPORTED:
-            pending = restorer.restore(case.round(Slab(case)), 0, route=Route.COPY)
-            assert pending.wait() == round_reference.restore(expected.layout, *case.built())
-        else:
-            with pytest.raises(RuntimeError, match="cuMemcpyBatchAsync"):
-                restorer.restore(case.round(Slab(case)), 0, route=Route.COPY)
-    assert len(asked) == tried
+        pending = restorer.restore(case.round(slab), 0, route=Route.COPY)
+        assert pending.wait() == round_reference.restore(expected.layout, *case.built())
+        assert engine.image() == expected.image()
+    assert len(asked) == 1
+    assert "error 801" in caplog.text
     restorer.close()
 
 

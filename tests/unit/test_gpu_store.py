@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import mmap
 import os
+import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
@@ -173,9 +174,21 @@ def test_an_export_that_is_refused_is_told_from_a_context_that_is_gone(lives: bo
     fake.end()
 
 
-def test_as_many_are_copied_at_a_time_as_there_are_stores(place: Place) -> None:
+def test_as_many_are_copied_at_a_time_as_there_are_stores(
+    place: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Each through a buffer of its own, and one more than that after another one."""
     device = place.store._device
+    together, write = threading.Barrier(2), DeviceMemory.write
+    # Each waits until another one has begun to write, too.
+    met: list[int] = []
+
+    def waits(memory: DeviceMemory, *rest: object) -> None:
+        if len(met) < 2:
+            met.append(together.wait(20))
+        write(memory, *rest)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(DeviceMemory, "write", waits)
     copiers = Copiers(GpuStore(device, {7: place.memory}) for _ in range(2))
     payloads = [os.urandom(3 * TILE_BYTES + number) for number in range(12)]
     step = 4 * TILE_BYTES

@@ -30,16 +30,23 @@ class SerialExecutor:
             OSError: there is no thread for it, now or any more.
         """
         future: Future[T] = Future()
+        # What was raised has this frame in its traceback, which must not have the future in turn:
+        # what the call was given would stay until somebody looks for garbage.
+        waiting = [future]
 
         def run() -> None:
-            if not future.set_running_or_notify_cancel():
-                return
+            mine = waiting.pop()
             try:
-                found = call(*args, **named)
-            except BaseException as wrong:
-                future.set_exception(wrong)
-            else:
-                future.set_result(found)
+                if not mine.set_running_or_notify_cancel():
+                    return
+                try:
+                    found = call(*args, **named)
+                except BaseException as wrong:
+                    mine.set_exception(wrong)
+                else:
+                    mine.set_result(found)
+            finally:
+                del mine
 
         try:
             self._pool.submit(run)

@@ -106,6 +106,14 @@ def _allocation(device: int, rdma: bool, node: int | None) -> _Allocation:
     return _Allocation(_PINNED, _POSIX_FD, place, None, _Flags(0, rdma and node is None))
 
 
+def _last(streams: list[int]) -> int:
+    """Taken out, in whatever thread; 0: there is none."""
+    try:
+        return streams.pop()
+    except IndexError:
+        return 0
+
+
 class LibCuda:
     """``driver.Driver`` over the real one; see there for the methods.
 
@@ -179,15 +187,16 @@ class LibCuda:
 
     def release_context(self, device: int) -> None:
         context = self._contexts.get(device, 0)
-        if idle := self._idle.pop(context, []):
+        if idle := self._idle.get(context):
             # In a context that is broken they can't be destroyed, and end with it.
             with suppress(CudaError):
                 self.push_context(context)
                 try:
-                    for stream in idle:
+                    while stream := _last(idle):
                         self.destroy_stream(stream)
                 finally:
                     self.pop_context()
+            idle.clear()
         self._call("cuDevicePrimaryCtxRelease_v2", device)
 
     def push_context(self, context: int) -> None:
@@ -299,7 +308,7 @@ class LibCuda:
         context = c_void_p()
         self._call("cuCtxGetCurrent", byref(context))
         idle = self._idle.setdefault(context.value or 0, [])
-        stream = idle.pop() if idle else self.create_stream()
+        stream = _last(idle) or self.create_stream()
         try:
             yield stream
             self.synchronize(stream)

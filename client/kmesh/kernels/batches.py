@@ -18,9 +18,6 @@ import numpy.typing as npt
 #: Copies, u64 [number, (to, from, bytes)], and a stream's handle; an error's number or 0.
 Batch: TypeAlias = Callable[[npt.NDArray[np.uint64], int], int]
 
-#: What ``Batch`` returns where the driver has the call and can't do it.
-NOT_SUPPORTED = 801
-
 _LIBRARY = "libcuda.so.1"
 _SINCE = 12080
 _STREAM_ORDER = 1

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import logging
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -14,6 +15,8 @@ import numpy.typing as npt
 
 from kmesh.errors import UnsupportedError
 from kmesh.kernels import batches, sources
+
+logger = logging.getLogger(__name__)
 
 #: Of a block, by program; the last warp of a restore brings what the others move.
 THREADS = {"restore": 288, "round": 288, "store": 256, "encode": 256}
@@ -253,12 +256,13 @@ class Launcher(ABC):
         Args:
             copies: [number, (to, from, bytes)].
         """
+        copies = copies[copies[:, 2] > 0]
         if self.batch is not None and len(copies) > 1:
             status = self.batch(copies, stream)
             if not status:
                 return
-            if status != batches.NOT_SUPPORTED:
-                raise RuntimeError(f"cuMemcpyBatchAsync: error {status}")
+            # One by one the same bytes go to the same places, and what is wrong is raised.
+            logger.warning("cuMemcpyBatchAsync: error %d: copies are asked for one by one", status)
             self.batch = None
         for to, source, size in copies.tolist():
             self.runtime.memcpyAsync(to, source, size, _BY_ADDRESS, stream)

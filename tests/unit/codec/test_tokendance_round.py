@@ -161,6 +161,11 @@ def test_a_round_says_at_once_all_that_it_lacks(
     codec.write_text('{"arms": {"spans": {"members": {}}}}')
     assert remedy(drawn) == "run `make defconfig-tokendance-model tokendance-round`"
     assert through.check(model, tmp_path) == {"members": {}}
+    # A bundle of another checkpoint's state.
+    (tmp_path / "manifest.json").write_text('{"checkpoint_digest": "aa"}')
+    mine = replace(model, checkpoint_digest="aa")
+    assert through.check(mine, tmp_path) == {"members": {}}
+    assert remedy(replace(model, checkpoint_digest="bb")) == sizes
     monkeypatch.setattr(through, "_PACKAGES", ("torch", "kmesh_has_none_such"))
     assert remedy(model) == "run `make env tokendance-round`"
     monkeypatch.setattr(through, "ROOT", tmp_path)
