@@ -180,6 +180,7 @@ def test_explain_refuses_what_is_unclear(spand: Daemon, tmp_path: Path) -> None:
         (("--tokens", written("[1, 2, -3]")), "index 2: -3 is not from 0 to 4294967295"),
         (("--tokens", written("1 2 4294967296")), "index 2: 4294967296 is not from"),
         (("--tokens", written("[1, 2")), "no JSON list"),
+        (("--tokens", written(f"[1, {'9' * 4301}]")), "an integer in it has too many digits"),
         (("--tokens", written(" ")), "no token ids in it"),
         (("--tokens", str(tmp_path / "none")), "none: No such file"),
         (("--tokens", str(good)), "no namespace is known"),

@@ -84,6 +84,9 @@ def read_tokens(file: Path) -> list[int]:
         raise _no_tokens(file, f"no JSON list: {wrong}") from None
     except UnicodeDecodeError:
         raise _no_tokens(file, "no text, but other bytes") from None
+    except ValueError:
+        # Python reads no integer of over 4,300 digits.
+        raise _no_tokens(file, "an integer in it has too many digits") from None
     if not found:
         raise _no_tokens(file, "no token ids in it")
     return [_token(file, place, item) for place, item in enumerate(found)]
