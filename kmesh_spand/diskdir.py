@@ -137,6 +137,8 @@ def open_directory(path: str, wanted: int = 0) -> Directory:
     Raises:
         ConfigError: it is not to be used, and why.
     """
+    # With a slash at its end a link would be followed.
+    path = path.rstrip("/") or "/"
     with contextlib.ExitStack() as undo:
         with _refusals(path):
             _make(path)

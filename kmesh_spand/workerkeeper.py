@@ -123,7 +123,7 @@ class WorkerKeeper:
             self.late_at = None
             logger.error(
                 "the store worker was killed, and has not ended: the kernel holds it (process %d); "
-                "control starts when it is gone",
+                "control starts when it has left its memory",
                 self.pid,
             )
 

@@ -70,6 +70,8 @@ class Operator:
         self._watchers = 0
         self._drain: _Drain | None = None
         self._task: asyncio.Task[None] | None = None
+        # Of several at once each would have a turn before others are served.
+        self._evicting = asyncio.Lock()
 
     async def explain(self, request: admin_pb2.ExplainRequest) -> admin_pb2.ExplainResponse:
         """Answer of Admin.Explain. RequestError names the field at fault."""
@@ -80,7 +82,7 @@ class Operator:
     async def evict(
         self, member: Member, request: admin_pb2.EvictRequest
     ) -> admin_pb2.EvictResponse:
-        """Answer of Admin.Evict; others are served between its turns.
+        """Answer of Admin.Evict; one at a time, and others are served between its turns.
 
         Only what the member may see is chosen, and counted.
 
@@ -88,6 +90,12 @@ class Operator:
             RequestError: nothing, or two things at once, were chosen.
         """
         _check_evict(request)
+        async with self._evicting:
+            return await self._evict(member, request)
+
+    async def _evict(
+        self, member: Member, request: admin_pb2.EvictRequest
+    ) -> admin_pb2.EvictResponse:
         group = seen_by(self._handler.core.tenancy, member.peer.uid)
         answer = admin_pb2.EvictResponse()
         bases: list[tuple[int, int]] = []

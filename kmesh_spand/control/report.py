@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from kmesh import errors, negotiation
 from kmesh.handles import HandleKind
 from kmesh.keys import KEY_BYTES
@@ -26,6 +28,8 @@ _ROLES: dict[int, str] = {
     sessions_pb2.ROLE_TOOL: "tool",
 }
 _MAX_LIMIT = 10_000
+#: What an answer says of namespaces: gRPC takes 4 MiB, and spans are in it too.
+_MAX_FIELD_BYTES = 1 << 20
 
 
 class Report:
@@ -234,11 +238,14 @@ class Report:
                 mirrors=row.mirrors,
             )
         if not request.page_token:
+            left = _MAX_FIELD_BYTES
             for space in core.views.namespaces(group):
                 if request.namespace in (b"", space.namespace):
+                    fields = self._handler.registry.namespace_fields(space.namespace)
+                    left -= _size(fields)
                     answer.namespaces.add(
                         digest=space.namespace,
-                        fields=self._handler.registry.namespace_fields(space.namespace),
+                        fields=fields if left >= 0 else {},
                         spans=space.spans,
                         bytes=space.bytes,
                         disk_spans=space.files,
@@ -246,8 +253,11 @@ class Report:
                     )
             if request.remembered and group is None:
                 stored = {space.digest for space in answer.namespaces}
-                for digest, fields in self._handler.registry.namespaces().items():
+                for digest, fields in reversed(self._handler.registry.namespaces().items()):
                     if digest not in stored and request.namespace in (b"", digest):
+                        left -= _size(fields)
+                        if left < 0:
+                            break
                         answer.namespaces.add(digest=digest, fields=fields)
         return answer
 
@@ -335,6 +345,11 @@ def _page(request: admin_pb2.ListRequest | flights_pb2.ListFlightsRequest) -> tu
     if not request.page_token.isdigit() and request.page_token:
         raise errors.InvalidArgument("not from an earlier answer", field="page_token")
     return int(request.page_token[:18] or -1), request.limit or _DEFAULT_LIMIT
+
+
+def _size(fields: Mapping[str, str]) -> int:
+    """Bytes of a namespace's fields, and of its digest."""
+    return KEY_BYTES + sum(len(name) + len(value.encode()) for name, value in fields.items())
 
 
 def _conditions(found: dict[str, str]) -> list[admin_pb2.Condition]:

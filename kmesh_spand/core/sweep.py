@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
 from kmesh_spand.core.batch import KEY_BYTES
 from kmesh_spand.core.disk import Disk
+from kmesh_spand.core.fileorder import FileTenant
 from kmesh_spand.core.files import FileBook
 from kmesh_spand.core.states import FILE_EVICTABLE, FILE_KEYED, STORED, State
 from kmesh_spand.core.store import TICK_SHIFT, SpanStore
+from kmesh_spand.core.table import SpanTable
+from kmesh_spand.core.tenants import Tenant
 
 _BUSY = frozenset(
     {State.RESERVED, State.COPYING, State.VERIFYING, State.SUSPECT, State.DRAFT, State.FETCHING}
@@ -64,10 +67,11 @@ class Sweep:
         swept = Swept()
         end = min(begin + count, table.rows)
         wanted = table.spaces.find(namespace) if namespace else 0
-        if namespace and not wanted:
+        # A group must not read off the time whether others have the namespace.
+        if namespace and not wanted and group is None:
             return swept
         for row in range(begin + 1, end + 1):
-            if (not wanted or table.space[row] == wanted) and self._is_of(row, group):
+            if self._is_of(row, group) and (not namespace or table.space[row] == wanted):
                 self._judge(row, swept, min_age_ms, min_idle_ms, now_ms)
         if end < table.rows:
             swept.next_slot = end
@@ -84,9 +88,8 @@ class Sweep:
     ) -> Swept:
         """Looks at all spans of these keys (32 bytes each), in every shard."""
         swept = Swept()
-        for row in dict.fromkeys(self._rows(keys)):
-            if self._is_of(row, group):
-                self._judge(row, swept, min_age_ms, min_idle_ms, now_ms)
+        for row in dict.fromkeys(self._rows(keys, group)):
+            self._judge(row, swept, min_age_ms, min_idle_ms, now_ms)
         return swept
 
     def files(
@@ -98,12 +101,13 @@ class Sweep:
             return swept
         book, table = self._disk.book, self._disk.book.table
         wanted = table.spaces.find(namespace) if namespace else 0
-        if namespace and not wanted:
+        if namespace and not wanted and group is None:
             return swept
         end = min(begin + count, table.rows)
         for row in range(begin + 1, end + 1):
-            if not wanted or table.space[row] == wanted:
-                self._judge_file(book, row, swept, group)
+            mine = _is_file_of(book, row, group)
+            if mine and (not namespace or table.space[row] == wanted):
+                _judge_file(book, row, swept)
         if end < table.rows:
             swept.next_slot = end
         return swept
@@ -113,27 +117,17 @@ class Sweep:
         swept = Swept()
         if self._disk is not None:
             book = self._disk.book
-            for _, where in book.table.scopes:
+            for where in _scopes(book.table, book.tenants.values(), group):
                 for row in book.table.find_all(keys, where)[0]:
                     if row:
-                        self._judge_file(book, book.resolve(row), swept, group)
+                        _judge_file(book, book.resolve(row), swept)
         swept.slots = list(dict.fromkeys(swept.slots))
         return swept
 
-    def _judge_file(self, book: FileBook, row: int, swept: Swept, group: int | None) -> None:
-        state = book.table.state[row]
-        if state in FILE_KEYED and group not in (None, book.tenant_of(row).group):
-            return
-        if state in FILE_EVICTABLE:
-            swept.slots.append(row)
-            swept.size += book.table.length[row]
-        elif state in FILE_KEYED:
-            swept.busy += 1
-
-    def _rows(self, keys: bytes) -> Iterator[int]:
+    def _rows(self, keys: bytes, group: int | None) -> Iterator[int]:
         store = self._store
         assert len(keys) % KEY_BYTES == 0
-        for _, where in store.table.scopes:
+        for where in _scopes(store.table, store.tenants, group):
             yield from (store.resolve(row) for row in store.table.find_all(keys, where)[0] if row)
 
     def _is_of(self, row: int, group: int | None) -> bool:
@@ -161,3 +155,26 @@ class Sweep:
             swept.leased += 1
         elif row in self._store.holds or state in _BUSY:
             swept.busy += 1
+
+
+def _scopes(
+    table: SpanTable, tenants: Iterable[Tenant | FileTenant], group: int | None
+) -> list[int]:
+    """The scopes of a group's tenants; None: of all."""
+    ours = {tenant.number for tenant in tenants if tenant.group == group}
+    return [where for _, where in table.scopes if group is None or where >> 64 in ours]
+
+
+def _is_file_of(book: FileBook, row: int, group: int | None) -> bool:
+    if group is None:
+        return True
+    return book.table.state[row] in FILE_KEYED and book.tenant_of(row).group == group
+
+
+def _judge_file(book: FileBook, row: int, swept: Swept) -> None:
+    state = book.table.state[row]
+    if state in FILE_EVICTABLE:
+        swept.slots.append(row)
+        swept.size += book.table.length[row]
+    elif state in FILE_KEYED:
+        swept.busy += 1

@@ -6,12 +6,17 @@ import json
 import os
 import signal
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 from daemon_process import Daemon
 from foreign import NOBODY, let_in
+from rawclient import RawClient
 from test_cli import as_json, kmesh, store
 from test_cli_operator import engine, explained, start
+
+from kmesh.cli.bench import _tidy
+from kmesh.cli.options import Options
 
 
 def test_bench_leaves_nothing(spand: Daemon) -> None:
@@ -78,3 +83,21 @@ def test_bench_evicts_nobody(start_spand: Callable[..., Daemon]) -> None:
     done = kmesh("bench", socket_dir=daemon.socket_dir)
     assert done.returncode == 1
     assert "evicts nobody" in done.stderr
+
+
+def test_bench_evicts_nothing_where_a_quota_is_used_up(start_spand: Callable[..., Daemon]) -> None:
+    daemon = start_spand(host_memory="64MiB", tenants="default=16MiB")
+    daemon.wait_populated()
+    with RawClient(daemon.socket_dir) as client:
+        assert not client.store(os.urandom(32), bytes(60000))
+    done = kmesh("bench", "--rounds", "10", socket_dir=daemon.socket_dir)
+    assert done.returncode == 1
+    assert "evicts nobody" in done.stderr
+    assert daemon.status().spans == 1
+
+
+def test_bench_says_so_where_it_can_not_tidy(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    _tidy(Options(str(tmp_path), 1.0), bytes(32))
+    assert "kmesh evict --namespace" in capsys.readouterr().err

@@ -128,8 +128,8 @@ def test_explain_an_ending(spand: Daemon, tmp_path: Path) -> None:
         assert as_json("ls", "--namespaces", **where) == {"namespaces": []}
         known = as_json("ls", "--remembered", **where)["namespaces"]
         assert [(space["digest"], space["spans"]) for space in known] == [
-            (SPACE.digest().hex(), 0),
             (OTHER_SPACE.digest().hex(), 0),
+            (SPACE.digest().hex(), 0),
         ]
     (part,) = answer["shards"]
     assert (part["verdict"], part["cause"]) == ("ended", "operator")
@@ -180,6 +180,7 @@ def test_explain_refuses_what_is_unclear(spand: Daemon, tmp_path: Path) -> None:
         (("--tokens", written("[1, 2, -3]")), "index 2: -3 is not from 0 to 4294967295"),
         (("--tokens", written("1 2 4294967296")), "index 2: 4294967296 is not from"),
         (("--tokens", written("[1, 2")), "no JSON list"),
+        (("--tokens", written(f"[1, {'9' * 4301}]")), "an integer in it has too many digits"),
         (("--tokens", written(" ")), "no token ids in it"),
         (("--tokens", str(tmp_path / "none")), "none: No such file"),
         (("--tokens", str(good)), "no namespace is known"),
@@ -424,3 +425,24 @@ def test_without_a_daemon(tmp_path: Path) -> None:
         assert done.returncode == 3, command
         assert done.stdout == ""
         assert done.stderr.count("\n") == 1
+
+
+def test_explain_where_much_is_remembered(spand: Daemon, tmp_path: Path) -> None:
+    tokens = tmp_path / "tokens"
+    tokens.write_text("1 2 3")
+    last = b""
+    for number in range(300):
+        long = f"{number:05}" * 800
+        space = Namespace(long, long, "float32", 1, 1, 1, rope=long, adapter=long)
+        Session.connect(spand.socket_dir, role=Role.TOOL, namespace=space).close()
+        last = space.digest()
+    known = as_json("ls", "--remembered", socket_dir=spand.socket_dir)["namespaces"]
+    # The newest ones, as many as an answer has room for.
+    assert known[0]["digest"] == last.hex()
+    assert 50 < len(known) < 70
+    done = kmesh("explain", "--tokens", str(tokens), socket_dir=spand.socket_dir)
+    assert "there are several namespaces" in done.stderr
+    with engine(spand) as session:
+        store(session, 1)
+    done = kmesh("explain", "--tokens", str(tokens), socket_dir=spand.socket_dir)
+    assert done.returncode == 0, done.stderr

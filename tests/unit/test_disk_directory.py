@@ -101,6 +101,17 @@ def test_a_directory_that_is_not_for_us(
 def test_a_directory_in_nowhere(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=f"there is no {tmp_path / 'a'} to make it in"):
         diskdir.open_directory(str(tmp_path / "a" / "b"))
+    with pytest.raises(ConfigError, match=f"there is no {tmp_path / 'a'} to make it in"):
+        diskdir.open_directory(f"{tmp_path}/a/b/")
+
+
+def test_a_slash_at_the_end_changes_nothing(tmp_path: Path) -> None:
+    made = diskdir.open_directory(f"{tmp_path}/disk/")
+    assert made.path == str(tmp_path / "disk")
+    made.close()
+    (tmp_path / "link").symlink_to(tmp_path / "disk")
+    with pytest.raises(ConfigError, match="is a symbolic link"):
+        diskdir.open_directory(f"{tmp_path}/link/")
 
 
 def test_more_than_the_file_system_has_is_warned_of(

@@ -376,6 +376,7 @@ def test_a_worker_that_the_kernel_holds_keeps_nobody_waiting_but_control(
                 for _ in range(2):
                     supervisor._start_due()
                 assert caplog.text.count("has not ended: the kernel holds it") == 1
+                assert "control starts when it has left its memory" in caplog.text
                 allowed = supervisor._timeout_ms()
                 assert allowed is not None
                 assert 900 < allowed <= 1001

@@ -142,18 +142,21 @@ def _is_kept_out(refused: errors.KMeshError) -> bool:
 def _way_in(socket_dir: str) -> str:
     after = 'docs/configuration.md, "Who gets in", says how; allow_uids counts after that'
     # A socket's own mode counts where its directory lets us through.
-    path = socket_dir
+    path, needed = socket_dir, stat.S_IXGRP
     if os.access(socket_dir, os.X_OK):
-        path = os.path.join(socket_dir, SOCKET_NAME)
+        path, needed = os.path.join(socket_dir, SOCKET_NAME), stat.S_IWGRP
     try:
         found = os.stat(path)
     except OSError:
         return f"let uid {os.getuid()} through the directories above {socket_dir}; {after}"
+    mode = stat.S_IMODE(found.st_mode)
+    # Nobody joins root's group for this, and a group without the bit lets nobody in.
+    if not (found.st_gid and mode & needed):
+        return f"change the group or the mode, {mode:04o}, of {path}: {after}"
     try:
         group = grp.getgrgid(found.st_gid).gr_name
     except KeyError:
         group = str(found.st_gid)
-    mode = stat.S_IMODE(found.st_mode)
     return f"join the group {group} of {path}, or change its mode, {mode:04o}: {after}"
 
 
@@ -258,7 +261,8 @@ def _pattern(tool: Tool, socket_dir: str, key: bytes, payload: bytes) -> Check:
     """A random span goes through the daemon and comes back here and in a second process."""
     if tool.status().draining:
         drained = "the daemon is drained: it serves, and takes no spans"
-        return Check("pattern", "warn", drained, "kmesh drain --cancel")
+        fix = "kmesh drain --cancel, unless it was drained with --stop: then it ends"
+        return Check("pattern", "warn", drained, fix)
     session = tool.session
     tokens = session.welcome.span_tokens
     batch = ReserveBatch(DOCTOR.digest(), SHARD, key, [tokens], [0], [len(payload)])

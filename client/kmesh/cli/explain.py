@@ -84,6 +84,9 @@ def read_tokens(file: Path) -> list[int]:
         raise _no_tokens(file, f"no JSON list: {wrong}") from None
     except UnicodeDecodeError:
         raise _no_tokens(file, "no text, but other bytes") from None
+    except ValueError:
+        # Python reads no integer of over 4,300 digits.
+        raise _no_tokens(file, "an integer in it has too many digits") from None
     if not found:
         raise _no_tokens(file, "no token ids in it")
     return [_token(file, place, item) for place, item in enumerate(found)]
@@ -143,14 +146,15 @@ def _fields(given: Sequence[str]) -> dict[str, str]:
 def _choose(
     tool: Tool, request: admin_pb2.ExplainRequest, beginning: str, changes: Mapping[str, str]
 ) -> None:
-    spaces = tool.namespaces(remembered=True)
+    spaces = tool.namespaces()
     # One that is empty is asked for by name, or where there is no other.
-    likely = [space for space in spaces if space.spans or space.disk_spans] or spaces
+    if not any(space.digest.hex().startswith(beginning.lower()) for space in spaces):
+        spaces = tool.namespaces(remembered=True)
     base: Mapping[str, str] = {}
     if beginning and len(beginning) == 64 and not _known(spaces, beginning):
         request.namespace = _digest(beginning)
-    elif beginning or len(likely) == 1:
-        space = pick(spaces if beginning else likely, beginning)
+    elif beginning or len(spaces) == 1:
+        space = pick(spaces, beginning)
         request.namespace, base = space.digest, space.fields
     elif not changes:
         count = "there are several namespaces" if spaces else "no namespace is known"

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import pytest
-from contents import SHARD, key
+from contents import NAMESPACE, SHARD, key
 from hypothesis import given
 from hypothesis import strategies as st
 from world import World
 
-from kmesh.layout import TILE_BYTES
+from kmesh.layout import TILE_BYTES, Shard
 from kmesh_spand.core import events as ev
 from kmesh_spand.core import requests as rq
 from kmesh_spand.core import results as rs
+from kmesh_spand.core.batch import Rows
 from kmesh_spand.core.codes import Reason
 from kmesh_spand.core.policy import LRU
 from kmesh_spand.core.tenants import (
@@ -223,6 +224,33 @@ def test_lists_can_be_limited_to_a_group() -> None:
         assert len(world.core.views.spans(now_ms=0, group=group)) == spans
         assert sum(row.spans for row in world.core.views.namespaces(group)) == spans
     assert [row.name for row in world.core.views.tenants(1001)] == ["1001"]
+
+
+def test_a_sweep_of_a_group_does_not_depend_on_what_others_have(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    world = World({0: 4, 1: 4}, tenancy=TWO)
+    theirs = world.connect(uid=1001)
+    for shard in (SHARD, Shard(0, 1, 0, 1).code()):
+        world.store(theirs, [key(1), key(2)], shard=shard)
+    sweep, ages = world.core.sweep, {"min_age_ms": 0, "min_idle_ms": 0, "now_ms": world.now}
+    unknown, known = (
+        sweep.part(0, 1, name, **ages, group=1000) for name in (key("no namespace"), NAMESPACE)
+    )
+    assert unknown == known
+    assert known.next_slot == 1
+    table = world.core._store.table
+    find_all, tried = table.find_all, list[int]()
+
+    def counted(keys: bytes, scope: int) -> tuple[Rows, int]:
+        tried.append(scope)
+        return find_all(keys, scope)
+
+    monkeypatch.setattr(table, "find_all", counted)
+    for group, scopes in ((1000, 0), (1001, 2)):
+        tried.clear()
+        sweep.keys(key(1), **ages, group=group)
+        assert len(tried) == scopes
 
 
 def test_a_sweep_can_be_limited_to_a_group() -> None:
