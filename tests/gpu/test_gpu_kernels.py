@@ -15,13 +15,13 @@ from hypothesis import strategies as st
 from kernel_cases import Case, cases, rotary
 from paged_reference import Engine, Stored
 
-from benchmarks.gpu.rig import Driver
-from kmesh.cuda import driver as cuda
+from kmesh.cuda.device import Device
+from kmesh.cuda.memory import Registration
 from kmesh.kernels import reference
 from kmesh.kernels.calibration import fitted, timed
 from kmesh.kernels.chooser import Route
 from kmesh.kernels.cuda import H200, Load, Memory, Request, Restorer, Settings, Storer
-from kmesh.kernels.device import Device
+from kmesh.kernels.device import Device as Launches
 from kmesh.kernels.host import Status
 from kmesh.layout import TILE_BYTES
 
@@ -216,34 +216,36 @@ def test_a_restore_that_is_refused_leaves_the_next_one_alone(
 
 
 @pytest.mark.parametrize("together", [True, False])
-def test_many_copies_are_what_was_asked_for(cupy: Any, stream: int, together: bool) -> None:
+def test_many_copies_are_what_was_asked_for(
+    cupy: Any, stream: int, device: Device, together: bool
+) -> None:
     """Out of registered memory, and in the stream's order."""
-    driver, rng = Driver(), np.random.default_rng(5)
-    known = cuda.load().version() >= 12080
+    rng, known = np.random.default_rng(5), device.driver.version() >= 12080
     if together and not known:
         pytest.skip("the driver is older than the call")
     size, count = 1 << 20, 40
     with mmap.mmap(-1, size) as memory:
         source = np.frombuffer(memory, np.uint8)
         source[:] = rng.integers(0, 256, size, dtype=np.uint8)
-        at = driver.register(source.ctypes.data, size)
+        seen = Registration(device, source.ctypes.data, size, writable=True)
+        at = seen.address
         target, expected = cupy.zeros(size, dtype=cupy.uint8), np.zeros(size, dtype=np.uint8)
         cupy.cuda.runtime.deviceSynchronize()
-        with Device(0) as device:
-            assert (device.batch is not None) is known
+        with Launches(0) as launches:
+            assert (launches.batch is not None) is known
             if not together:
-                device.batch = None
+                launches.batch = None
             for _ in range(2):
                 sizes = rng.integers(1, size // count, count).astype(np.uint64)
                 where = np.arange(count, dtype=np.uint64) * np.uint64(size // count)
                 begin = rng.integers(0, size - size // count, count).astype(np.uint64)
                 to = where + np.uint64(target.data.ptr)
-                device.copy(np.stack([to, begin + np.uint64(at), sizes], axis=1), stream)
+                launches.copy(np.stack([to, begin + np.uint64(at), sizes], axis=1), stream)
                 for one, source_at, length in zip(where, begin, sizes, strict=True):
                     expected[int(one) :][: int(length)] = source[int(source_at) :][: int(length)]
             cupy.cuda.runtime.streamSynchronize(stream)
         assert (target.get() == expected).all()
-        driver.unregister(source.ctypes.data)
+        seen.close()
         del source
 
 
