@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import mmap
 import os
 import threading
@@ -179,13 +180,12 @@ def test_as_many_are_copied_at_a_time_as_there_are_stores(
 ) -> None:
     """Each through a buffer of its own, and one more than that after another one."""
     device = place.store._device
-    together, write = threading.Barrier(2), DeviceMemory.write
-    # Each waits until another one has begun to write, too.
-    met: list[int] = []
+    together, write, calls = threading.Barrier(2), DeviceMemory.write, itertools.count()
 
     def waits(memory: DeviceMemory, *rest: object) -> None:
-        if len(met) < 2:
-            met.append(together.wait(20))
+        # The first write waits until another copy has begun its own.
+        if next(calls) < 2:
+            together.wait(20)
         write(memory, *rest)  # type: ignore[arg-type]
 
     monkeypatch.setattr(DeviceMemory, "write", waits)
