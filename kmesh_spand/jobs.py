@@ -16,12 +16,10 @@ from kmesh.dmabuf import NotExported
 from kmesh.mapping import Mapping
 from kmesh_spand import ipc, jobmessages, logs, messages
 from kmesh_spand.recipes import Recipes, Unloadable
-from kmesh_spand.throttle import Throttle
+from kmesh_spand.throttle import Throttle, be_nice
 
 logger = logging.getLogger(__name__)
 
-#: Of the thread that makes recipes, as of ``nice``.
-_NICE = 10
 #: Runs a job with its message.
 Submit: TypeAlias = Callable[..., object]
 
@@ -230,7 +228,7 @@ class JobWorker:
                 checks.wipe(job.slab)
                 return jobmessages.Wiped(job.job)
             case jobmessages.Encode():
-                _be_nice()
+                be_nice()
                 return self.recipes().encode(job)
             case jobmessages.KeepRecipe():
                 return self.recipes().keep(job)
@@ -261,10 +259,3 @@ class JobWorker:
             except OSError:
                 # Control is gone, and whatever this was about with it.
                 os._exit(0)
-
-
-def _be_nice() -> None:
-    """The calling thread has the processor when nobody else wants it."""
-    thread = threading.get_native_id()
-    if os.getpriority(os.PRIO_PROCESS, thread) < _NICE:
-        os.setpriority(os.PRIO_PROCESS, thread, _NICE)

@@ -17,13 +17,13 @@ from kmesh import numa
 from kmesh.dmabuf import F_SEAL_FUTURE_WRITE
 from kmesh.errors import ConfigError
 from kmesh_spand.budget import Gate
+from kmesh_spand.throttle import be_nice
 
 SIZE_SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW
 _MADV_POPULATE_WRITE = 23
 _CHUNK_BYTES = 32 << 20
 #: Of which pages are mapped at a time: nothing else is mapped in the process meanwhile.
 _MAP_BYTES = 1 << 20
-_NICE = 10
 _THP = Path("/sys/kernel/mm/transparent_hugepage/shmem_enabled")
 
 _PMD_MAPPED = ("ShmemPmdMapped:", "FilePmdMapped:")
@@ -178,13 +178,6 @@ def map_pages(address: int, size: int, wanted: Callable[[], bool]) -> None:
             if ctypes.get_errno() not in (errno.EAGAIN, errno.EINTR):
                 # Where the kernel can't, whoever comes first maps them.
                 return
-
-
-def be_nice() -> None:
-    """The processor is for whoever serves or computes, before this thread."""
-    thread = threading.get_native_id()
-    if os.getpriority(os.PRIO_PROCESS, thread) < _NICE:
-        os.setpriority(os.PRIO_PROCESS, thread, _NICE)
 
 
 class Populator:

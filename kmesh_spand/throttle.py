@@ -1,9 +1,13 @@
-"""A limit of bytes a second."""
+"""What keeps work that can wait from taking what others need: bytes a second, and the processor."""
 
 from __future__ import annotations
 
+import os
 import threading
 import time
+
+#: Of a thread whose work can wait, as of ``nice``.
+_NICE = 10
 
 
 class Throttle:
@@ -23,3 +27,10 @@ class Throttle:
             start = max(now, self._free_at)
             self._free_at = start + length / self._rate
         time.sleep(start - now)
+
+
+def be_nice() -> None:
+    """The calling thread has the processor when nobody who serves or computes wants it."""
+    thread = threading.get_native_id()
+    if os.getpriority(os.PRIO_PROCESS, thread) < _NICE:
+        os.setpriority(os.PRIO_PROCESS, thread, _NICE)

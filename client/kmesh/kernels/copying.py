@@ -76,8 +76,8 @@ class Copier:
     """
 
     def __init__(self, device: Device, chunk_bytes: int, chunks: int) -> None:
-        self._device, self._runtime = device, device.runtime
-        runtime = device.runtime
+        self.device = device
+        self._runtime = runtime = device.runtime
         self.room = chunk_bytes
         self.copied: list[int] = []
         self.scattered: list[int] = []
@@ -97,7 +97,7 @@ class Copier:
     def start(self, loads: Sequence[Load]) -> Trip:
         """Starts to copy the payloads of loads, as far as there are buffers."""
         try:
-            return Trip(self, self._device, loads)
+            return Trip(self, loads)
         except BaseException:
             self.wait()
             raise
@@ -153,9 +153,9 @@ class Trip:
         loads: the same loads, with the addresses that the payloads have in the buffers.
     """
 
-    def __init__(self, copier: Copier, device: Device, loads: Sequence[Load]) -> None:
+    def __init__(self, copier: Copier, loads: Sequence[Load]) -> None:
         self._copier = copier
-        self._device, self._runtime = device, device.runtime
+        self._runtime = copier.device.runtime
         self._first = copier.next
         self._started = 0
         whole = [load.records for load in loads]
@@ -221,6 +221,6 @@ class Trip:
         soon = 0 if number else _SOON
         for some in (copies[:soon], copies[soon:]):
             if len(some):
-                self._device.copy(some, copier.stream)
+                copier.device.copy(some, copier.stream)
         runtime.eventRecord(copier.copied[buffer], copier.stream)
         self._started += 1
